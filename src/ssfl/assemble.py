@@ -1,0 +1,174 @@
+"""From a config to a simulation: load, choose what was left open, split, build.
+
+Every mistake in the input shows here, before anything is written.
+"""
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ssfl import engines, models
+from ssfl.config import Config
+from ssfl.data import sources, split
+from ssfl.errors import ConfigError
+from ssfl.rows import layout_of
+from ssfl.simulation import Owners, Simulation
+from ssfl.work import Optimizer, Pool
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name, checked to be there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'"
+        ) from error
+    return device
+
+
+def load_data(config: Config) -> sources.Dataset:
+    """The images that [data] names."""
+    data = config.data
+    return sources.load(
+        data.name, data.path, root=data.root, download=data.download, size=data.size,
+        test_fraction=data.test_fraction, seed=config.split.seed,
+    )  # fmt: skip
+
+
+def resolve(config: Config, dataset: sources.Dataset) -> Config:
+    """The config with every choice made that depends on the data."""
+    federation, wanted = config.federation, config.split
+    participants = federation.participants or wanted.users
+    groups = federation.groups
+    if groups is None:
+        grouped = config.method.averaging == "grouping"
+        groups = min(participants, max(2, -(-participants // 10))) if grouped else 1
+    rounds = federation.rounds
+    if rounds is None:
+        steps = (federation.epochs or 0) * federation.epoch_images / config.train.batch_size
+        rounds = max(1, round(steps / federation.period))
+    counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
+    labels = wanted.server_labels
+    if labels is None:
+        smallest = int(counts.min() * (1 - config.data.validation))
+        without = bool((dataset.labels < 0).any())
+        labels = len(counts) * (smallest if without else min(100, max(smallest // 2, 1)))
+    user_labels = wanted.user_labels
+    if wanted.labels_at != "server" and user_labels is None:
+        user_labels = labels
+    if wanted.labels_at == "users":
+        labels = 0
+    elif labels == 0 and config.method.server != "none":
+        raise ConfigError(
+            "split.server_labels = 0 leaves the server nothing to train on: raise it, or set "
+            "method.server = 'none'"
+        )
+    if config.model.norm_statistics != "average" and labels == 0:
+        raise ConfigError(
+            f"model.norm_statistics = {config.model.norm_statistics!r} needs images at the server"
+        )
+    flip = dataset.flip if config.data.flip is None else config.data.flip
+    return replace(
+        config,
+        data=replace(config.data, flip=flip),
+        split=replace(wanted, server_labels=labels, user_labels=user_labels),
+        model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
+        federation=replace(federation, participants=participants, groups=groups, rounds=rounds),
+    )
+
+
+def make_parts(config: Config, dataset: sources.Dataset) -> tuple[split.Parts, split.Index]:
+    """Who gets which images, and the images set aside for validation."""
+    wanted = config.split
+    labels = dataset.labels.numpy()
+    held, kept = split.hold_out(labels, config.data.validation, wanted.seed)
+    usable = kept[labels[kept] >= 0]
+    given = (labels[usable], wanted.users)
+    more = (wanted.server_labels or 0, wanted.seed)
+    if wanted.scheme == "skew":
+        parts = split.skewed(*given, wanted.skew, *more)
+    elif wanted.scheme == "iid":
+        parts = split.iid(*given, *more)
+    elif wanted.scheme == "dirichlet":
+        parts = split.dirichlet(*given, wanted.alpha, *more)
+    elif wanted.scheme == "shards":
+        parts = split.shards(*given, wanted.classes_per_user, *more)
+    else:
+        parts = split.mixture(*given, wanted.mixtures, *more)
+    parts = split.Parts(usable[parts.server], [usable[user] for user in parts.users])
+    if len(usable) < len(kept):
+        parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
+    if wanted.labels_at != "server":
+        parts = split.label_some(labels, parts, wanted.user_labels or 0, wanted.seed)
+    return parts, held
+
+
+def make(config: Config) -> Simulation:
+    """A simulation that is ready to play."""
+    device = choose_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    dataset = load_data(config)
+    config = resolve(config, dataset)
+    parts, held = make_parts(config, dataset)
+    dtype = {"float32": torch.float32, "float64": torch.float64}[config.train.precision]
+    model = models.build(
+        config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm
+    ).to(device, dtype)
+    layout = layout_of(model)
+    pool = Pool(
+        dataset.images.to(device), dataset.labels.to(device),
+        dataset.mean, dataset.std, bool(config.data.flip), dtype,
+    )  # fmt: skip
+    run = replace(
+        config.run,
+        device=str(device),
+        threads=torch.get_num_threads(),
+        engine=engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine,
+        users_at_once=config.run.users_at_once or config.federation.participants,
+    )
+    config = replace(config, run=run)
+    train = config.train
+    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
+    engine = engines.make(run.engine, model, layout, pool, optimizer, run.users_at_once or 1)
+    labelled = None if parts.labelled is None else Owners.of(parts.labelled, device)
+    return Simulation(
+        config, dataset, parts, held, pool, model, layout, engine,
+        Owners.of(parts.users, device), labelled, torch.from_numpy(parts.server).to(device), device,
+    )  # fmt: skip
+
+
+def describe_split(
+    dataset: sources.Dataset, parts: split.Parts, held: split.Index
+) -> dict[str, Any]:
+    """split.json: who holds how much of what."""
+    labels = dataset.labels.numpy()
+    users = parts.users
+    described: dict[str, Any] = {
+        "classes": list(dataset.classes),
+        "users": len(users),
+        "sizes": [len(user) for user in users],
+        "server": split.class_counts(labels, [parts.server])[0].tolist(),
+        "user_classes": split.class_counts(labels, users).tolist(),
+        "measured_skew": split.measured_skew(labels, users),
+        "validation": len(held),
+        "test": len(dataset.test_labels),
+        "fingerprint": fingerprint(dataset),
+    }
+    if parts.labelled is not None:
+        described["user_labelled"] = [len(user) for user in parts.labelled]
+    return described
+
+
+def fingerprint(dataset: sources.Dataset) -> str:
+    """A checksum of the images and labels, to know them again."""
+    digest = hashlib.sha256()
+    for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
+        digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()

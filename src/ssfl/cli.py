@@ -1,0 +1,149 @@
+"""The command line: one function per verb, each a few lines."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ssfl.errors import SsflError
+
+app = typer.Typer(
+    name="ssfl",
+    help="Semi-supervised federated learning: one classifier from a few labels at a server and the "
+    "unlabelled images of many users.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+ConfigName = Annotated[str, typer.Argument(help="A preset's name or a TOML file.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+@app.command()
+def run(
+    config: ConfigName = "quickstart",
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    quiet: Quiet = False,
+    json_only: Json = False,
+) -> None:
+    """Train a federation.  Example: ssfl run --set split.users=20 --set method.name=grouping"""
+    from ssfl import train
+    from ssfl.config import load_config
+    from ssfl.runs import next_free
+
+    loaded = load_config(config, sets or [])
+    target = out or next_free(
+        Path("runs") / (Path(config).stem if not sets else loaded.method.name)
+    )
+    _carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
+
+
+@app.command()
+def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> None:
+    """Go on with a run that was stopped.  Example: ssfl resume runs/quickstart"""
+    from ssfl import train
+
+    def warn(message: str) -> None:
+        print(f"ssfl: warning: {message}", file=sys.stderr)
+
+    _carry_out(lambda report: train.resume(run, report, warn), quiet or json_only, json_only)
+
+
+@app.command()
+def split(config: ConfigName = "quickstart", sets: Sets = None, json_only: Json = False) -> None:
+    """Show who would get which images.  Example: ssfl split --set split.skew=1"""
+    from ssfl.assemble import describe_split, load_data, make_parts, resolve
+    from ssfl.config import load_config
+    from ssfl.report import text
+
+    loaded = load_config(config, sets or [])
+    dataset = load_data(loaded)
+    resolved = resolve(loaded, dataset)
+    described = describe_split(dataset, *make_parts(resolved, dataset))
+    print(json.dumps(described) if json_only else text.split(resolved, described))
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    json_only: Json = False,
+) -> None:
+    """Class and confidence of images.  Example: ssfl predict runs/quickstart scan.png"""
+    from ssfl.predict import predict as predicted
+
+    told = predicted(run, images)
+    if json_only:
+        print(json.dumps(told))
+    else:
+        for row in told:
+            print(f"{row['file']}\t{row['class']}\t{row['confidence']:.3f}")
+
+
+@app.command()
+def export(
+    run: RunFolder, file: Annotated[Path, typer.Argument(help="The name to write, without ending.")]
+) -> None:
+    """Write the model as safetensors, a JSON card and a torch.export program.  Example: ssfl export
+    runs/quickstart digits"""
+    from ssfl.predict import export as exported
+
+    for path in exported(run, file):
+        print(path)
+
+
+@app.command()
+def compare(first: RunFolder, second: RunFolder) -> None:
+    """Name the first round, user and quantity in which two runs differ (exit code 1 if they do).
+    Example: ssfl compare runs/a runs/b"""
+    from ssfl import compare as comparison
+
+    for line in comparison.settings(first, second):
+        print(f"config  {line}")
+    difference = comparison.first_difference(first, second)
+    if difference is not None:
+        print(f"first difference  {difference}")
+        raise typer.Exit(1)
+    print("the same events in every round")
+
+
+def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
+    """Run with or without a progress display, then tell the result."""
+    from ssfl import progress, runs
+
+    if quiet:
+        result = start(None)
+    else:
+        with progress.Reporter() as reporter:
+            result = start(reporter)
+    if json_only:
+        print(json.dumps(runs.read_summary(result.path)))
+    elif not quiet:
+        print(f"accuracy {100 * result.accuracy:.2f} %  in {result.path}")
+
+
+def main() -> None:
+    """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
+    the input, 3 training diverged, 130 stopped by Ctrl-C."""
+    # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        app()
+    except SsflError as error:
+        print(f"ssfl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as stop:
+        print(f"ssfl: {stop or 'stopped'}", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,327 @@
+"""Weak and strong views of a whole batch of images, every image with its own random draws.
+
+Everything happens on the device of the images, in batched arithmetic that no compiler can fuse into
+another rounding and without a data-dependent shape, so the same draws give the same bytes on every
+device, compiled or in a CUDA graph. The fourteen operations are Pillow's, byte for byte. Their
+tables are made on first use and then kept: run a view once before compiling or capturing it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssfl.draws import below
+
+OPERATIONS: tuple[str, ...] = (
+    "AutoContrast",
+    "Brightness",
+    "Color",
+    "Contrast",
+    "Equalize",
+    "Identity",
+    "Posterize",
+    "Rotate",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "Solarize",
+    "TranslateX",
+    "TranslateY",
+)
+WEAK_DRAWS: int = 3  # flip, shift in y, shift in x
+STRONG_DRAWS: int = (
+    WEAK_DRAWS + 2 * 4 + 2
+)  # twice (operation, applied, magnitude, sign), then Cutout
+
+_IDENTITY, _AUTOCONTRAST, _EQUALIZE = map(
+    OPERATIONS.index, ("Identity", "AutoContrast", "Equalize")
+)
+_CUTOUT_FILL = 127
+_FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
+
+
+class _Tables(NamedTuple):
+    """What the operations look up, on one device; operation, magnitude 0..9 and sign are indexes."""
+
+    moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
+    sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
+    levels: Tensor  # uint8 [operation, magnitude, level]: the new level for an old one
+    stretch: Tensor  # float64 [range, level]: level * (255 / range), for AutoContrast
+    weights: Tensor  # int32 [operation, magnitude, 4]: of image, grey, mean grey and smoothed
+
+
+_TABLES: dict[tuple[int, int, torch.device], _Tables] = {}
+
+
+def weak(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
+    """Weak views (flip and shift) of uint8 images [N, C, H, W], drawn from `generator`."""
+    _check(images)
+    return weak_views(images, _draw(images, generator, WEAK_DRAWS), flip)
+
+
+def strong(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
+    """Strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W]."""
+    _check(images)
+    return strong_views(images, _draw(images, generator, STRONG_DRAWS), flip)
+
+
+def normalise(
+    images: Tensor,
+    mean: Sequence[float] | Tensor,
+    std: Sequence[float] | Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """uint8 [N, C, H, W] as (x / 255 - mean) / std per channel, rounded once, to `dtype`.
+
+    Inside a CUDA graph pass mean and std as tensors on the images' device.
+    """
+    work = torch.promote_types(dtype, torch.float32)
+    centre, spread = (torch.as_tensor(x, dtype=work, device=images.device) for x in (mean, std))
+    if images.dim() != 4 or centre.shape != spread.shape or centre.shape != images.shape[1:2]:
+        raise ValueError(
+            "normalise: pass images [N, C, H, W] and one mean and one std for each of the C "
+            f"channels, not {list(images.shape)} with {list(centre.shape)} and {list(spread.shape)}"
+        )
+    scaled = images.to(work) / 255
+    return ((scaled - centre.view(-1, 1, 1)) / spread.view(-1, 1, 1)).to(dtype)
+
+
+def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
+    """Flip with probability 1/2 (if `flip`), then shift by at most 1/8 with reflected edges."""
+    flips, shift_y, shift_x = draws.unsqueeze(-1).unbind(1)
+    height, width = images.shape[-2:]
+    y = _shifted(shift_y, height)
+    x = _shifted(shift_x, width)
+    if flip:
+        x = torch.where(below(flips, 2) == 1, width - 1 - x, x)
+    return _take(images, (y.unsqueeze(2) * width + x.unsqueeze(1)).flatten(1))
+
+
+def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
+    """A weak view, then two operations (each applied with probability 1/2), then Cutout."""
+    views = weak_views(images, draws[:, :WEAK_DRAWS], flip)
+    for first in (WEAK_DRAWS, WEAK_DRAWS + 4):
+        choice, applied, magnitude, sign = draws[:, first : first + 4].unbind(1)
+        op = below(choice, len(OPERATIONS))
+        op = torch.where(below(applied, 2) == 1, op, _IDENTITY)
+        views = apply_operation(views, op, 1 + below(magnitude, 9), below(sign, 2) == 1)
+    return _cutout(views, draws[:, -2], draws[:, -1])
+
+
+def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
+    """`OPERATIONS[op]` with magnitude 1..9, to the negative side or not, for each image its own.
+
+    Every image goes through all three stages below; those that are not of its operation return it
+    as it is. This does more arithmetic than it must, but keeps every shape fixed.
+    """
+    tables = _tables_for(images)
+    images = _take(images, tables.sources[tables.moves[op, magnitude, negative.long()]])
+    images = _recolour(images, op, magnitude, tables)
+    return _enhance(images, tables.weights[op, magnitude])
+
+
+def _check(images: Tensor) -> None:
+    shape = list(images.shape)
+    fits = len(shape) == 4 and shape[1] in (1, 3) and min(shape[2:]) >= 4
+    if images.dtype != torch.uint8 or not fits:
+        raise ValueError(
+            "pass a batch of images as a uint8 tensor [N, C, H, W] with C 1 or 3 and H, W at "
+            f"least 4, not {images.dtype} {shape}"
+        )
+
+
+def _draw(images: Tensor, generator: torch.Generator | None, count: int) -> Tensor:
+    device = torch.device("cpu") if generator is None else generator.device
+    bound = 2**63 - 1
+    shape = (len(images), count)
+    draws = torch.randint(-bound - 1, bound, shape, generator=generator, device=device)
+    return draws.to(images.device)
+
+
+def _take(images: Tensor, source: Tensor) -> Tensor:
+    """Every pixel from pixel `source` [N, H * W] of the same image; number H * W is black."""
+    n, channels, height, width = images.shape
+    index = source.unsqueeze(1).expand(n, channels, height * width)
+    pixels = torch.nn.functional.pad(images.flatten(2), (0, 1))
+    return pixels.gather(2, index).view(images.shape)
+
+
+def _shifted(draw: Tensor, size: int) -> Tensor:
+    """Source coordinates [N, size] after a shift by -pad..pad that reflects without the edge."""
+    pad = max(1, size // 8)
+    place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
+    return size - 1 - (size - 1 - place.abs()).abs()
+
+
+def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
+    """A grey square of side H // 2 around a uniform centre, cut off at the image's far edges."""
+    height, width = images.shape[-2:]
+    side = height // 2
+    inside = []
+    for draw, size in ((draw_y, height), (draw_x, width)):
+        start = (below(draw, size) - side // 2).clamp(min=0).unsqueeze(1)
+        place = torch.arange(size, device=images.device)
+        inside.append((place >= start) & (place < start + side))
+    square = (inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1).to(torch.uint8)
+    return images * (1 - square) + _CUTOUT_FILL * square  # several times faster than masked_fill
+
+
+def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) -> Tensor:
+    """AutoContrast, Equalize, Posterize and Solarize: new levels for old, per image and channel."""
+    index = images.flatten(2).long()
+    low, high = (x.unsqueeze(2).long() for x in (images.amin((2, 3)), images.amax((2, 3))))
+    levels = tables.levels[op, magnitude].unsqueeze(1)
+
+    rows = tables.stretch[(high - low).squeeze(2)]
+    stretched = (rows - rows.gather(2, low)).clamp_(0, 255).to(torch.uint8)
+    chosen = (op == _AUTOCONTRAST).view(-1, 1, 1) & (high > low)
+    levels = torch.where(chosen, stretched, levels)
+
+    if index.shape[2] > 255:  # Pillow's Equalize leaves smaller images as they are
+        step, equalised = _equalise(index, high)
+        chosen = (op == _EQUALIZE).view(-1, 1, 1) & (step > 0)
+        levels = torch.where(chosen, equalised, levels)
+    return levels.gather(2, index).view(images.shape)
+
+
+def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Pillow's step [N, C, 1] (0: leave the channel alone) and new levels [N, C, 256]."""
+    n, channels, count = index.shape
+    ones = torch.ones((), dtype=torch.int32, device=index.device).expand(index.shape)
+    counts = torch.zeros(n, channels, 256, dtype=torch.int32, device=index.device)
+    counts = counts.scatter_add(2, index, ones)
+    step = (count - counts.gather(2, high)) // 255
+    darker = counts.cumsum(2, dtype=torch.int32) - counts
+    levels = (step // 2 + darker) // step.clamp(min=1)
+    return step, levels.clamp_(max=255).to(torch.uint8)
+
+
+def _enhance(images: Tensor, weights: Tensor) -> Tensor:
+    """Brightness, Color, Contrast and Sharpness: blends with black, grey, mean grey and smoothed.
+
+    All are weighted sums in fixed point; an operation's weights of what it does not use are zero.
+    """
+    for_image, for_grey, for_mean, for_smooth = weights.view(-1, 4, 1, 1, 1).unbind(1)
+    wide = images.to(torch.int32)
+    grey = _lightness(wide)
+    count = images.shape[2] * images.shape[3]
+    mean = (2 * grey.sum((1, 2, 3), keepdim=True, dtype=torch.int32) + count) // (2 * count)
+    flat = grey * for_grey + mean * for_mean
+    blend = _smooth(images).mul_(for_smooth).add_(wide.mul_(for_image)).add_(flat)
+    return (blend >> _FRACTION).to(torch.uint8)
+
+
+def _lightness(images: Tensor) -> Tensor:
+    """Pillow's conversion of int32 [N, C, H, W] to grey [N, 1, H, W]."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.unbind(1)
+    return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).unsqueeze(1)
+
+
+def _smooth(images: Tensor) -> Tensor:
+    """Pillow's SMOOTH filter, int32: ones with 5 in the middle, over 13; the border stays."""
+    short = images.to(torch.int16)  # holds every sum below
+    rows = short[..., :-2, :] + short[..., 1:-1, :] + short[..., 2:, :]
+    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    total.add_(short[..., 1:-1, 1:-1], alpha=4)
+    smooth = images.to(torch.int32)
+    # Rounded division: (n + 6) // 13 is (n + 6) * 5042 >> 16 for all n up to 13 * 255.
+    smooth[..., 1:-1, 1:-1] = total.to(torch.int32).add_(6).mul_(5042) >> 16
+    return smooth
+
+
+def _tables_for(images: Tensor) -> _Tables:
+    height, width = images.shape[-2:]
+    key = (height, width, images.device)
+    if key not in _TABLES:  # a plain dict, which a compiler looks into where it skips lru_cache
+        moves, sources = _move_tables(height, width)
+        made = (moves, sources, _level_table(), _stretch_table(), _weight_table())
+        _TABLES[key] = _Tables(*(table.to(images.device) for table in made))
+    return _TABLES[key]
+
+
+def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
+    maps = [
+        _fixed_affine(name, sign * v, height, width)
+        for name in OPERATIONS
+        for v in range(10)
+        for sign in (1, -1)
+    ]
+    distinct = sorted(set(maps))
+    moves = torch.tensor([distinct.index(each) for each in maps]).view(len(OPERATIONS), 10, 2)
+    xx, xy, x0, yx, yy, y0 = torch.tensor(distinct).view(-1, 6, 1, 1).unbind(1)
+    rows, columns = torch.arange(height).unsqueeze(1), torch.arange(width)
+    x = (xx * columns + xy * rows + x0) >> 16
+    y = (yx * columns + yy * rows + y0) >> 16
+    outside = (x < 0) | (x >= width) | (y < 0) | (y >= height)
+    return moves, torch.where(outside, height * width, y * width + x).flatten(1)
+
+
+def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
+    """Pillow's map from a pixel to its source in 16.16 fixed point, for a signed magnitude v."""
+    a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
+    if name == "Rotate":
+        angle = -math.radians(3 * v % 360.0)
+        a = e = round(math.cos(angle), 15)
+        b, d = round(math.sin(angle), 15), round(-math.sin(angle), 15)
+        c = a * -(width / 2) + b * -(height / 2) + width / 2
+        f = d * -(width / 2) + e * -(height / 2) + height / 2
+    elif name == "ShearX":
+        b = v * 0.3 / 10
+    elif name == "ShearY":
+        d = v * 0.3 / 10
+    elif name == "TranslateX":
+        c = int(v * 0.3 / 10 * width)
+    elif name == "TranslateY":
+        f = int(v * 0.3 / 10 * height)
+    # Pillow samples at pixel centres, hence the halves.
+    exact = (a, b, c + a * 0.5 + b * 0.5, d, e, f + d * 0.5 + e * 0.5)
+    return tuple(math.floor(value * 65536.0 + 0.5) for value in exact)
+
+
+def _level_table() -> Tensor:
+    levels = torch.arange(256, dtype=torch.uint8)
+    table = levels.repeat(len(OPERATIONS), 10, 1)
+    for v in range(1, 10):
+        dropped = 4 - int(0.4 * v)
+        table[OPERATIONS.index("Posterize"), v] = levels >> dropped << dropped
+        turned = levels >= 256 - int(25.6 * v)
+        table[OPERATIONS.index("Solarize"), v] = torch.where(turned, 255 - levels, levels)
+    return table
+
+
+def _stretch_table() -> Tensor:
+    """Pillow's int(level * scale - low * scale) is sometimes one below the quotient in whole
+    numbers, so the products have to be rounded as it rounds them.
+    """
+    levels = torch.arange(256, dtype=torch.float64)
+    # Not 255.0 / levels: torch multiplies by the reciprocal then, which rounds twice.
+    scale = torch.full_like(levels, 255.0) / levels.clamp(min=1)
+    return scale.unsqueeze(1) * levels
+
+
+def _weight_table() -> Tensor:
+    """Weights that floor to what Pillow's float32 arithmetic with the factor .05 + .09 v truncates to, for
+    every pair of levels. Rounding both weights up keeps whole results whole: the excess stays far
+    below the 1/100 that separates the others from the next level. With the factor .59 alone float32
+    falls short of some whole results (100 or 200 levels above a very dark other image); those
+    weights lean just enough to fall short of the same ones.
+    """
+    one = 1 << _FRACTION
+    table = torch.zeros(len(OPERATIONS), 10, 4, dtype=torch.int32)
+    table[:, :, 0] = one
+    blends = {"Brightness": None, "Color": 1, "Contrast": 2, "Sharpness": 3}
+    for v in range(1, 10):
+        percent = 5 + 9 * v
+        for_image, for_other = (math.ceil(share * one / 100) for share in (percent, 100 - percent))
+        if v == 6:
+            for_image, for_other = for_image - 2, for_other + 27
+        for name, column in blends.items():
+            table[OPERATIONS.index(name), v, 0] = for_image
+            if column is not None:
+                table[OPERATIONS.index(name), v, column] = for_other
+    return table

@@ -1,0 +1,174 @@
+"""The official files of the public datasets: where they lie, and how they are fetched."""
+
+import hashlib
+import os
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+from ssfl.data.formats import reading
+from ssfl.errors import DataError
+
+TIMEOUT = 30.0  # seconds without a byte after which a connection counts as dead
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file on the web, and what a faithful copy of it looks like."""
+
+    file: str
+    url: str
+    md5: str
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Official:
+    """A public dataset: its files on the web and, if they are archives, what is inside."""
+
+    remotes: tuple[Remote, ...]
+    folder: str = ""  # the folder that the archive unpacks to
+    members: tuple[str, ...] = ()  # the files needed from the archive
+    extras: tuple[str, ...] = ()  # files that may be missing
+
+
+OFFICIAL: dict[str, Official] = {
+    "cifar10": Official(
+        remotes=(
+            Remote(
+                "cifar-10-binary.tar.gz",
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                "c32a1d4ab5d03f1284b67883e8d87530",
+                170_052_171,
+            ),
+        ),
+        folder="cifar-10-batches-bin",
+        members=(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
+        extras=("batches.meta.txt",),
+    ),
+    "svhn": Official(
+        remotes=(
+            Remote(
+                "train_32x32.mat",
+                "http://ufldl.stanford.edu/housenumbers/train_32x32.mat",
+                "e26dedcc434d2e4c54c9b2d4a06d8373",
+                182_040_794,
+            ),
+            Remote(
+                "test_32x32.mat",
+                "http://ufldl.stanford.edu/housenumbers/test_32x32.mat",
+                "eb5a983be6a315427106f1b164d9cef3",
+                64_275_384,
+            ),
+        ),
+    ),
+    "emnist": Official(
+        remotes=(
+            Remote(
+                "gzip.zip",
+                "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
+                "58c8d27c78d21e728a6bc7b3cc06412e",
+                561_753_746,
+            ),
+        ),
+        folder="gzip",
+        members=tuple(
+            f"emnist-balanced-{split}-{part}-ubyte"
+            for split in ("train", "test")
+            for part in ("images-idx3", "labels-idx1")
+        ),
+    ),
+    "stl10": Official(
+        remotes=(
+            Remote(
+                "stl10_binary.tar.gz",
+                "http://ai.stanford.edu/~acoates/stl10/stl10_binary.tar.gz",
+                "91f7769df0f17e558f3565bffb0c7dfb",
+                2_640_397_119,
+            ),
+        ),
+        folder="stl10_binary",
+        members=("train_X.bin", "train_y.bin", "test_X.bin", "test_y.bin", "unlabeled_X.bin"),
+        extras=("class_names.txt",),
+    ),
+}
+
+
+def obtain(name: str, root: Path, download: bool) -> list[Path]:
+    """The files or the folder to read a public dataset from, looked up in root and root/name."""
+    official = OFFICIAL[name]
+    folders = (root, root / name)
+    for folder in folders:
+        for place in (folder / official.folder, folder):
+            for member in official.members:
+                for file in (place / member, place / f"{member}.gz"):
+                    with reading(file):
+                        if file.exists():
+                            return [place]
+    return [_obtain_file(remote, folders, download) for remote in official.remotes]
+
+
+def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> Path:
+    for folder in folders:
+        with reading(folder / remote.file):
+            if (folder / remote.file).exists():
+                return folder / remote.file
+    target = folders[-1] / remote.file
+    if not download:
+        raise DataError(
+            f"{target}: this file is missing; fetch {remote.url} (md5 {remote.md5}) into "
+            f"{target.parent}, or let --set data.download=true fetch it"
+        )
+    fetch(remote, target)
+    return target
+
+
+def fetch(remote: Remote, target: Path) -> None:
+    """Download to a temporary file beside the target, renamed only once its checksum is right."""
+    by_hand = f"fetch it by hand (md5 {remote.md5}) and put {target.name} into {target.parent}"
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        digest = _stream(remote, part)
+        if digest != remote.md5:
+            raise DataError(
+                f"{remote.url}: the download has md5 {digest} instead of {remote.md5} and was "
+                f"removed; try again, or {by_hand}"
+            )
+        part.replace(target)
+    except (OSError, HTTPException) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{remote.url}: cannot be downloaded ({reason}); {by_hand}") from error
+    finally:
+        with suppress(OSError):  # it was renamed, or never made
+            part.unlink()
+
+
+def _stream(remote: Remote, part: Path) -> str:
+    """Write the body of the answer to `part`, with a progress bar on stderr; return its md5."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    request = urllib.request.Request(remote.url, headers={"User-Agent": "ssfl"})
+    digest = hashlib.md5(usedforsecurity=False)
+    received = 0
+    with (
+        urllib.request.urlopen(request, timeout=TIMEOUT) as answer,
+        part.open("wb") as out,
+        Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as progress,
+    ):
+        announced = answer.headers.get("Content-Length", "")
+        total = int(announced) if announced.isdecimal() else None
+        bar = progress.add_task(remote.file, total=total or remote.size)
+        while block := answer.read(_BLOCK):
+            out.write(block)
+            digest.update(block)
+            received += len(block)
+            progress.update(bar, completed=received)
+    if total is not None and received < total:
+        raise ConnectionError(f"it ended after {received} of {total} bytes")
+    return digest.hexdigest()

@@ -1,0 +1,409 @@
+"""Low-level readers of file formats: each gives arrays, or one line that says what is wrong."""
+
+import gzip
+import os
+import struct
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssfl.errors import DataError
+
+SMALLEST, LARGEST = 4, 1024  # pixels on a side
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+)
+_BATCH = 2_000  # images that are handled at once where a copy is needed
+_GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
+_ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
+
+
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Turn whatever a reader trips over into one line that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except MemoryError as error:
+        raise DataError(
+            f"{where}: damaged, or too large for this machine's memory; check the file or use a smaller one"
+        ) from error
+    except Exception as error:  # the decoders of other libraries raise almost anything
+        if isinstance(error, OSError) and error.strerror:
+            raise DataError(
+                f"{where}: cannot be read ({error.strerror}); check that it is there and that you may read it"
+            ) from error
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise DataError(f"{where}: damaged or cut short ({reason}); replace it with a fresh copy") from error
+
+
+# Files inside folders and archives
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file that lies in a folder or an archive, open for reading."""
+
+    name: str  # without its folder and without ".gz"
+    where: str  # how messages name it
+    size: int
+    stream: IO[bytes]
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        with reading(self.where):
+            data = self.stream.read(count)
+        if len(data) < count:
+            raise DataError(f"{self.where}: cut short; replace it with a fresh copy")
+        return data
+
+    def take_all(self) -> bytes:
+        """Everything, unpacked if it is gzipped."""
+        data = self.take(self.size)
+        with reading(self.where):
+            return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+
+
+def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
+    """The wanted files, plain or gzipped, of a folder, a tar or a zip, in the order they lie in."""
+    with reading(source):
+        if source.is_dir():
+            for name in wanted:
+                for path in (source / name, source / f"{name}.gz"):
+                    if path.exists():
+                        with reading(path), path.open("rb") as stream:
+                            yield Member(name, str(path), path.stat().st_size, stream)
+                        break
+        elif source.suffix == ".zip":
+            with zipfile.ZipFile(source) as zipped:
+                for entry in zipped.infolist():
+                    name = Path(entry.filename).name.removesuffix(".gz")
+                    if name in wanted:
+                        with zipped.open(entry) as stream:
+                            where = f"{source} ({entry.filename})"
+                            yield Member(name, where, entry.file_size, stream)
+        else:
+            with tarfile.open(source, "r:gz") as tar:
+                for info in tar:
+                    name = Path(info.name).name.removesuffix(".gz")
+                    if name in wanted and (inner := tar.extractfile(info)):
+                        yield Member(name, f"{source} ({info.name})", info.size, inner)
+
+
+# Official formats
+
+
+def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
+    """CIFAR-10 binary: records of one label and 32x32 pixels in planes of red, green and blue."""
+    record = 1 + 3 * 32 * 32
+    count = _records(member, record)
+    records = np.frombuffer(member.take(member.size), np.uint8).reshape(count, record)
+    labels = _labels_below(records[:, 0].astype(np.int64), 10, member.where)
+    return torch.from_numpy(records[:, 1:].copy()).view(count, 3, 32, 32), labels
+
+
+def read_idx(member: Member, axes: int) -> np.ndarray:
+    """An idx file of bytes, such as MNIST's: a magic number, the length of each axis, the data."""
+    data = member.take_all()
+    head = 4 + 4 * axes
+    if data[:4] != bytes((0, 0, 8, axes)) or len(data) < head:
+        raise DataError(f"{member.where}: not an idx{axes} file of bytes; replace it with a fresh copy")
+    shape = struct.unpack(f">{axes}I", data[4:head])
+    expected = int(np.prod(shape, dtype=object))
+    if len(data) - head != expected:
+        raise DataError(
+            f"{member.where}: {len(data) - head} bytes of data where its header promises "
+            f"{expected}; replace it with a fresh copy"
+        )
+    return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+
+
+def read_emnist_images(member: Member) -> Tensor:
+    """EMNIST stores its images transposed; here they are upright."""
+    images = read_idx(member, 3)
+    return torch.from_numpy(images.transpose(0, 2, 1).copy()).unsqueeze(1)
+
+
+def read_emnist_labels(member: Member, classes: int) -> Tensor:
+    return _labels_below(read_idx(member, 1).astype(np.int64), classes, member.where)
+
+
+def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
+    """SVHN cropped digits: a MATLAB file of X, 32x32x3xN, and y, where 10 stands for a 0."""
+    from scipy.io import loadmat
+
+    with reading(path):
+        content = loadmat(str(path), variable_names=["X", "y"])
+    if "X" not in content or "y" not in content:
+        raise DataError(f"{path}: holds no X and y; replace it with the official file")
+    with reading(path):
+        pixels, labels = np.asarray(content["X"]), np.asarray(content["y"])
+        content.clear()
+        if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
+            raise DataError(
+                f"{path}: X is {pixels.dtype} {pixels.shape}, not uint8 (32, 32, 3, N); "
+                "replace it with the official file"
+            )
+        images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)))
+        digits = labels.reshape(-1).astype(np.int64)
+    return images, _labels_below(np.where(digits == 10, 0, digits), 10, path)
+
+
+def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
+    """STL-10 binary: 96x96 pixels in planes of red, green and blue, each column by column.
+
+    In batches, resized as they come, since the unlabelled images alone fill 2.8 GB.
+    """
+    record = 3 * 96 * 96
+    count = _records(member, record)
+    parts = []
+    for start in range(0, count, _BATCH):
+        data = member.take(min(_BATCH, count - start) * record)
+        columns = np.frombuffer(data, np.uint8).reshape(-1, 3, 96, 96)
+        parts.append(resized(torch.from_numpy(columns.transpose(0, 1, 3, 2).copy()), size))
+    return parts
+
+
+def read_stl_labels(member: Member) -> Tensor:
+    """STL-10 counts its classes from 1."""
+    labels = np.frombuffer(member.take(member.size), np.uint8).astype(np.int64) - 1
+    return _labels_below(labels, 10, member.where)
+
+
+def read_names(member: Member, count: int) -> tuple[str, ...]:
+    """The names of the classes, one in a line."""
+    with reading(member.where):
+        text = member.take(member.size).decode()
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if len(set(names)) != count or len(names) != count:
+        raise DataError(
+            f"{member.where}: does not name {count} classes, one in a line; "
+            "replace it with a fresh copy or remove it"
+        )
+    return names
+
+
+def _records(member: Member, record: int) -> int:
+    """How many records of so many bytes a file holds."""
+    if member.size == 0 or member.size % record:
+        raise DataError(
+            f"{member.where}: {member.size} bytes are no whole number of {record}-byte records; "
+            "replace it with a fresh copy"
+        )
+    return member.size // record
+
+
+def _labels_below(labels: np.ndarray, classes: int, where: object) -> Tensor:
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise DataError(f"{where}: holds a label outside its {classes} classes; replace it with a fresh copy")
+    return torch.from_numpy(labels)
+
+
+# Images
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Pillow's warnings, which would stand beside the one line on a damaged file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def is_grey(path: Path) -> bool:
+    """Whether an image file has no colours, by its header."""
+    from PIL import Image
+
+    with reading(path), _quiet(), Image.open(path) as image:
+        return image.mode in _GREY_MODES
+
+
+def decode(path: Path, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
+    """An image file, upright, as uint8 [channels, height, width], resized if a size is given.
+
+    What is transparent becomes white; 16 bits become 8.
+    """
+    from PIL import Image, ImageOps
+
+    with reading(path), _quiet(), Image.open(path) as opened:
+        image: Image.Image = ImageOps.exif_transpose(opened)
+        if image.mode == "F":
+            raise DataError(f"{path}: has floating-point pixels; save it with 8 bits per channel")
+        if image.mode.startswith("I"):
+            deep = np.asarray(image).astype(np.int64).clip(0, 65_535)
+            image = Image.fromarray(((deep + 128) // 257).astype(np.uint8))
+        elif image.mode in _ALPHA_MODES or "transparency" in image.info:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        image = image.convert("L" if channels == 1 else "RGB")
+        if size is not None and image.size != (size[1], size[0]):
+            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        return np.array(image).reshape(image.height, image.width, channels).transpose(2, 0, 1)
+
+
+def batches(images: Tensor, count: int) -> Iterator[Tensor]:
+    """Views of so many images at a time, for what needs a copy of them."""
+    return (images[start : start + count] for start in range(0, len(images), count))
+
+
+def resized(images: Tensor, size: int | None) -> Tensor:
+    """Images [N, C, H, W] at size x size: bilinear with antialiasing, as Pillow resizes."""
+    if size is None or images.shape[2:] == (size, size):
+        return images
+    return join(
+        [
+            torch.nn.functional.interpolate(
+                batch, size=(size, size), mode="bilinear", antialias=True
+            ).contiguous()
+            for batch in batches(images, _BATCH)
+        ]
+    )
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """One tensor of all parts; each part is let go as soon as it is copied, so empties the list."""
+    if len(parts) == 1:
+        return parts.pop()
+    whole = torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=torch.uint8)
+    end = len(whole)
+    while parts:
+        part = parts.pop()
+        whole[end - len(part) : end] = part
+        end -= len(part)
+    return whole
+
+
+def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
+    """Pixels as uint8: whole numbers from 0 to 255, floats from 0 to 1, or true and false."""
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    kinds: dict[str, tuple[int, int]] = {"b": (1, 255), "i": (255, 1), "u": (255, 1), "f": (1, 255)}
+    if array.dtype.kind not in kinds:
+        raise DataError(f"{where}: has type {array.dtype}; save images as uint8")
+    highest, scale = kinds[array.dtype.kind]
+    low, high = array.min(), array.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise DataError(f"{where}: holds NaN or infinite values; remove them")
+    if low < 0 or high > highest:
+        raise DataError(
+            f"{where}: {array.dtype} values from {low} to {high} lie outside 0..{highest}; "
+            "save images as uint8 from 0 to 255 or as floats from 0 to 1"
+        )
+    pixels = np.empty(array.shape, np.uint8)
+    for start in range(0, len(array), _BATCH):
+        batch = array[start : start + _BATCH].astype(np.float32)
+        pixels[start : start + _BATCH] = np.rint(batch * scale)
+    return pixels
+
+
+def decode_all(files: Sequence[Path], channels: int, size: int | None) -> Tensor:
+    """Image files of one size, or resized to size x size, as uint8 [N, channels, height, width]."""
+    target = None if size is None else (size, size)
+    first = decode(files[0], channels, target)
+    _, height, width = first.shape
+    check_side(height, width, files[0])
+    images = np.empty((len(files), *first.shape), np.uint8)
+    for index, file in enumerate(files):
+        pixels = first if index == 0 else decode(file, channels, target)
+        if pixels.shape != first.shape:
+            raise DataError(
+                f"{file}: {pixels.shape[2]}x{pixels.shape[1]} pixels where {files[0]} has "
+                f"{width}x{height}; --set data.size=N resizes all images to NxN"
+            )
+        images[index] = pixels
+    return torch.from_numpy(images)
+
+
+def check_side(height: int, width: int, where: object) -> None:
+    if not (min(height, width) >= SMALLEST and max(height, width) <= LARGEST):
+        raise DataError(
+            f"{where}: images of {width}x{height} pixels; between {SMALLEST} and {LARGEST} on a "
+            "side are possible, and --set data.size=N resizes all images to NxN"
+        )
+
+
+# Folders and .npz files
+
+
+def list_folders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted, without hidden ones."""
+    with reading(folder):
+        inner = (entry for entry in folder.iterdir() if entry.is_dir())
+        return sorted(entry for entry in inner if not entry.name.startswith("."))
+
+
+def list_images(folder: Path, nested: bool = True) -> list[Path]:
+    """The image files in a folder and, if wanted, in those inside it: sorted, none hidden."""
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    with reading(folder):
+        if not folder.is_dir():
+            return found
+        for place, inner, files in os.walk(folder, onerror=unreadable):
+            inner[:] = [name for name in inner if nested and not name.startswith(".")]
+            found += [
+                Path(place) / name
+                for name in files
+                if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+            ]
+    return sorted(found)
+
+
+def npz_array(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
+    with reading(f"{path} ({name})"):
+        try:
+            array = content[name]
+        except ValueError as error:
+            if "allow_pickle" not in str(error):
+                raise
+            raise DataError(
+                f"{path}: array {name} holds Python objects; save plain numbers or strings"
+            ) from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path}: {name} is not an array; save it with numpy's savez")
+    if not array.size:
+        raise DataError(f"{path}: array {name} is empty; it needs at least one entry")
+    return array
+
+
+def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
+    array = npz_array(content, path, name)
+    if array.ndim == 3:
+        array = array[..., None]
+    if array.ndim != 4 or array.shape[3] not in (1, 3):
+        raise DataError(
+            f"{path}: array {name} has shape {array.shape}; images are N x H x W, "
+            "or N x H x W x 1, or N x H x W x 3"
+        )
+    pixels = as_bytes(array, f"{path}: array {name}")
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+
+def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
+    """Labels as int64 or strings, one for each image; N x 1 will do as well."""
+    array = npz_array(content, path, name)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "biuUS":
+        raise DataError(
+            f"{path}: array {name} is {array.dtype} {array.shape}; it must be a list of whole "
+            "numbers or strings"
+        )
+    with reading(f"{path} ({name})"):
+        if array.dtype.kind == "S":
+            return np.char.decode(array, "utf-8")
+        return array if array.dtype.kind == "U" else array.astype(np.int64)

@@ -1,0 +1,83 @@
+"""Named randomness: every draw is a hash of (seed, purpose, round, user, step, index), never a state.
+
+The same name gives the same bits on every device, in every engine and in every process, whoever
+else runs and in whatever order. Integer arithmetic in 64 bits, after splitmix64 (Steele et al. 2014).
+"""
+
+import torch
+from torch import Tensor
+
+PURPOSES = {
+    "participants": 1,  # which users take part in a round
+    "groups": 2,  # which of them share a group
+    "return": 3,  # whether a participant comes back
+    "batches": 4,  # the order of a user's images
+    "labelled": 5,  # the order of a trainer's labelled images
+    "weak": 6,  # the weak view of an image
+    "strong": 7,  # the strong view of an image
+    "dropout": 8,  # dropout masks inside the model
+    "diversity": 9,  # views for the full-data gradients
+    "split": 10,  # who gets which image
+}
+SERVER = -1  # the server's number where a user's number stands
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits, read as the signed integer that torch and safetensors hold."""
+    value &= _WORD
+    return value - (1 << 64) if value >> 63 else value
+
+
+_MULTIPLY_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    return x ^ (x >> 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MULTIPLY_1
+    x = (x ^ _shift(x, 27)) * _MULTIPLY_2
+    return x ^ _shift(x, 31)
+
+
+def key(seed: int, purpose: str, *parts: int) -> int:
+    """The key of a named draw, for example `key(seed, "weak", round, user, step)`."""
+    state = _mix_int((seed + _GAMMA) & _WORD)
+    for part in (PURPOSES[purpose], *parts):
+        state = _mix_int((state + (part + 1) * _GAMMA) & _WORD)
+    return _signed(state)
+
+
+def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
+    """Keys extended by one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
+    if isinstance(parts, int):
+        return _mix(keys + _signed((parts + 1) * _GAMMA))
+    return _mix(keys + (parts + 1) * _signed(_GAMMA))
+
+
+def bits(keys: Tensor, count: int) -> Tensor:
+    """`count` draws of 64 bits for each key: shape [..., count], int64."""
+    index = torch.arange(count, device=keys.device)
+    return fold(keys.unsqueeze(-1), index)
+
+
+def below(draw: Tensor, bound: Tensor | int) -> Tensor:
+    """Draws of 64 bits as integers from 0 up to, not including, `bound` (at most 2**31)."""
+    return (_shift(draw, 32) * bound) >> 32
+
+
+def uniform(draw: Tensor) -> Tensor:
+    """Draws of 64 bits as float32 in [0, 1), exact: 24 bits, the most that float32 holds evenly."""
+    return _shift(draw, 40).to(torch.float32) * 2.0**-24

@@ -1,0 +1,25 @@
+"""What can go wrong through somebody's input: one line that says what to do, and an exit code."""
+
+
+class SsflError(Exception):
+    """A mistake that its author can mend; the CLI prints the message alone, without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(SsflError):
+    """A key, value or combination of settings that cannot be used."""
+
+
+class DataError(SsflError):
+    """A data file or folder that is missing, broken or unsuitable."""
+
+
+class RunError(SsflError):
+    """A run folder or checkpoint that is missing, broken, or does not belong to this config."""
+
+
+class DivergedError(SsflError):
+    """Training produced a number that is not finite."""
+
+    exit_code = 3

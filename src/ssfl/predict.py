@@ -1,0 +1,105 @@
+"""Using a trained model: load it, predict with it, export it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssfl import models, runs
+from ssfl.data import sources
+from ssfl.errors import RunError
+
+
+class Classifier(nn.Module):
+    """A trained network with its normalisation: images as they are in, logits out."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, card: dict[str, Any]) -> None:
+        super().__init__()
+        self.network = network
+        self.card = card
+        self.classes: tuple[str, ...] = tuple(card["classes"])
+        self.shape: tuple[int, int, int] = tuple(card["shape"])
+        self.register_buffer("mean", torch.tensor(card["mean"]))
+        self.register_buffer("std", torch.tensor(card["std"]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images [N, C, H, W]: uint8, or floats from 0 to 1."""
+        scale = 1.0 if images.is_floating_point() else 255.0
+        weight = next(self.network.parameters())
+        x = images.to(weight.dtype) / scale
+        x = (x - self.mean[:, None, None]) / self.std[:, None, None]
+        return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
+
+
+def load_model(run: str | Path) -> Classifier:
+    """The averaged model of a finished run, in eval mode, with `.classes`."""
+    path = Path(run)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        runs.read_config(path)  # says so where it is not a run folder at all
+        raise RunError(f"{path} has no model yet: finish it with `ssfl resume {path}`")
+    tensors, card = runs.read_model(file)
+    try:
+        network = models.build(
+            card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"]
+        )
+        network.load_state_dict(tensors)
+        if next(iter(tensors.values())).dtype == torch.float64:
+            network.double()
+            network.load_state_dict(tensors)
+        return Classifier(network, card).eval()
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise RunError(f"{file} does not fit the network that its card names: {error}") from error
+
+
+def predict(run: str | Path, images: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """Class and confidence of each image file; a folder stands for the images in it."""
+    model = load_model(run)
+    files = sources.image_files(images)
+    told = []
+    for start in range(0, len(files), 256):
+        part = files[start : start + 256]
+        with torch.no_grad():
+            shares = model(sources.read_image_files(part, *model.shape)).softmax(-1)
+        confidence, label = shares.max(-1)
+        told += [
+            {"file": str(file), "class": model.classes[int(index)], "confidence": float(sure)}
+            for file, index, sure in zip(part, label, confidence, strict=True)
+        ]
+    return told
+
+
+def export(run: str | Path, target: str | Path) -> list[Path]:
+    """Write TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program).
+
+    The program takes uint8 images [N, C, H, W] and includes the normalisation.
+    """
+    model = load_model(run)
+    target = Path(target)
+    base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
+    files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
+    taken = [str(file) for file in files if file.exists()]
+    if taken:
+        raise RunError(
+            f"{', '.join(taken)} exists already and is not overwritten: choose another name"
+        )
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {base.parent}: {error.strerror}") from error
+    channels, height, width = model.shape
+    card = model.card | {"input": f"uint8 [N, {channels}, {height}, {width}]", "output": "logits"}
+    example = torch.zeros(2, *model.shape, dtype=torch.uint8)
+    program = torch.export.export(
+        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
+    )
+    runs.write_model(files[0], model.network.state_dict(), card)
+    runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
+    torch.export.save(program, files[2])
+    return files

@@ -1,0 +1,58 @@
+"""Seeing a run work: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ssfl.runs import Event
+
+LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
+
+
+class Reporter:
+    """Shows events as they come; use as a context."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.started = self.shown = time.monotonic()
+        self.rounds = self.first = 0
+        self.told, self.accuracy = "starting", ""
+        self.bar = Progress(
+            TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"),
+            TextColumn("left"), TimeRemainingColumn(), console=self.console,
+            disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=None, told=self.told)
+
+    def __enter__(self) -> "Reporter":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "start":
+            self.rounds, self.first = event["rounds"], event["round"]
+            self.bar.update(self.task, total=self.rounds, completed=self.first)
+        elif event["event"] == "round":
+            mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
+            self.told = f"{mask}{event['seconds']:.2f} s/round"
+        elif event["event"] == "eval":
+            self.accuracy = f"accuracy {100 * event['accuracy']:.1f} %  "
+        told = self.accuracy + self.told
+        self.bar.update(self.task, completed=event["round"], told=told)
+        late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
+        if not self.console.is_terminal and (event["event"] == "eval" or late):
+            self.shown = time.monotonic()
+            pace = (self.shown - self.started) / max(event["round"] - self.first, 1)
+            left = pace * (self.rounds - event["round"])
+            line = f"round {event['round']}/{self.rounds}  {told}  {left:.0f} s left"
+            self.console.print(line, soft_wrap=True, highlight=False)

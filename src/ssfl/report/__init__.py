@@ -1,0 +1,1 @@
+"""Runs and splits for people: text for the terminal and plots."""

@@ -1,0 +1,41 @@
+"""Figures from run folders, with matplotlib (the extra `report`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ssfl.errors import SsflError
+from ssfl.runs import Event
+
+STYLES = ["-", "--", "-.", ":"]
+
+
+def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
+    """Test accuracy and mask rate over rounds, a line for each run; read without colour vision."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SsflError("plots need matplotlib: pip install 'ssfl[report]'") from error
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(7, 6), sharex=True, height_ratios=[2, 1], layout="constrained"
+    )
+    for number, (name, events) in enumerate(histories.items()):
+        style = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 2}
+        evals = [(e["round"], 100 * e["accuracy"]) for e in events if e["event"] == "eval"]
+        masks = [(e["round"], e["mask_rate"]) for e in events if "mask_rate" in e]
+        (line,) = top.plot(
+            *zip(*evals, strict=True), label=f"{name}: {evals[-1][1]:.1f} %", **style
+        )
+        if masks:
+            bottom.plot(*zip(*masks, strict=True), color=line.get_color(), **style)
+    top.set(ylabel="test accuracy, %", ylim=(0, 100), title=title)
+    bottom.set(xlabel="round", ylabel="mask rate", ylim=(0, 1.02))
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    top.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

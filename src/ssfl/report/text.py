@@ -1,0 +1,56 @@
+"""Plain text for the terminal."""
+
+from typing import Any
+
+from ssfl.config import Config
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+MOST_USERS = 30
+
+
+def histogram(counts: list[int]) -> str:
+    """A row of bars, one for each class; the largest is at full height, none is a blank."""
+    most = max([*counts, 1])
+    return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
+
+
+def split(config: Config, described: dict[str, Any]) -> str:
+    """Who would get what, with a histogram of classes for each user."""
+    sizes, rows, classes = described["sizes"], described["user_classes"], described["classes"]
+    wanted = config.split
+    scheme = {
+        "skew": f"skew R = {wanted.skew}",
+        "dirichlet": f"Dirichlet({wanted.alpha})",
+        "shards": f"{wanted.classes_per_user} classes per user",
+    }.get(wanted.scheme, wanted.scheme)
+    lines = [
+        f"{len(sizes)} users by {scheme}, seed {wanted.seed}; {len(classes)} classes "
+        f"({_few(classes)})",
+        f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
+    ]
+    for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):
+        lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}")
+    if len(sizes) > MOST_USERS:
+        lines.append(f"... and {len(sizes) - MOST_USERS} more users")
+    lines.append(
+        f"measured skew R = {described['measured_skew']:.4f} (Definition 2: 0 is iid, 1 is disjoint)"
+    )
+    if described["validation"]:
+        lines.append(f"{described['validation']} images set aside for validation")
+    lines.append(_typical(sizes[0], rows[0], classes))
+    if "user_labelled" in described:
+        lines.append(f"labels at the users: {sum(described['user_labelled'])} images in all")
+    return "\n".join(lines)
+
+
+def _typical(size: int, counts: list[int], classes: list[str]) -> str:
+    """What one user would look like, in words."""
+    if not sum(counts):
+        return f"user 0 holds {size} images whose classes nobody knows"
+    order = sorted(range(len(counts)), key=lambda label: -counts[label])
+    shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
+    return f"user 0, for example, holds {size} images: {', '.join(shares)} and so on"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 12 else [*names[:5], "...", names[-1]])

@@ -1,0 +1,67 @@
+"""A model is a row: its weights, flattened, then its normalisation statistics, if it has any.
+
+Layer shapes appear only here and inside the networks. Everything else (averaging, momentum,
+diversity, checkpoints, messages) works on rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a network lies in its row."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    weights: int
+    """How many of the row's numbers are trained; the statistics follow."""
+
+    @property
+    def length(self) -> int:
+        return sum(self.sizes)
+
+    def unflatten(self, row: Tensor) -> dict[str, Tensor]:
+        """The named tensors of one row, or of a matrix of rows (its first dimension stays first)."""
+        parts = row.split(self.sizes, dim=-1)
+        lead = row.shape[:-1]
+        return {
+            name: part.reshape(*lead, *shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
+
+    def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
+        """The row of these tensors: all of them, or the weights alone; `lead` dimensions stay."""
+        return torch.cat(
+            [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
+            dim=-1,
+        )
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout of a network: parameters in their order, then floating buffers in theirs."""
+    parameters = dict(model.named_parameters())
+    tensors = parameters | {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+    return Layout(
+        tuple(tensors),
+        tuple(tuple(t.shape) for t in tensors.values()),
+        tuple(t.numel() for t in tensors.values()),
+        sum(t.numel() for t in parameters.values()),
+    )
+
+
+def row_of(model: nn.Module, layout: Layout) -> Tensor:
+    """The row of a network's present weights and statistics, a copy."""
+    state = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    return layout.flatten(state).clone()
+
+
+def write_row(model: nn.Module, layout: Layout, row: Tensor) -> None:
+    """Set a network's weights and statistics to those of a row."""
+    values = layout.unflatten(row)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(values[name])

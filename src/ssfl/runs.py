@@ -1,0 +1,242 @@
+"""The run folder: resolved config, events, split, checkpoints, model, summary.
+
+safetensors, JSON and TOML alone, each file written whole or not at all. A checkpoint is checked when
+it is read, and the one before it is kept, so that a torn file costs a few rounds and never a run.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ssfl.config import Config, from_dict, to_toml
+from ssfl.errors import RunError
+from ssfl.federation import State
+
+Event = dict[str, Any]
+FORMAT = "1"
+WALL_CLOCK = ("seconds",)
+"""Event fields that tell the time and differ between equal runs."""
+KEPT = 2
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run depend on besides its config."""
+    try:
+        own = metadata.version("ssfl")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        own = "uninstalled"
+    return {"ssfl": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state with what the run had counted by then."""
+
+    state: State
+    totals: dict[str, float]
+    versions: dict[str, str]
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write beside, flush to disk, rename: readers see the old file or the new one, never half."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write {path}: {error.strerror}; earlier checkpoints are intact: "
+            f"make room, then `ssfl resume`"
+        ) from error
+
+
+def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
+    """Start a run folder; one that is there already is never touched."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise RunError(
+            f"{path} exists already and is not overwritten: choose another --out, "
+            f"or go on with `ssfl resume {path}`"
+        ) from None
+    except OSError as error:
+        raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
+    (path / "checkpoints").mkdir()
+    write_atomic(path / "split.json", _json(parts))
+    write_atomic(path / "events.jsonl", b"")
+    write_atomic(path / "config.toml", to_toml(config).encode())
+
+
+def next_free(base: Path) -> Path:
+    """`base`, or `base-2`, `base-3`, ... if it is taken."""
+    number, path = 1, base
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def read_config(path: Path) -> Config:
+    """The resolved config of a run folder."""
+    import tomllib
+
+    if not (path / "config.toml").is_file():
+        raise RunError(f"{path} is not a run folder: it has no config.toml")
+    try:
+        return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path / 'config.toml'}: {error}") from error
+
+
+def append_event(path: Path, event: Event) -> None:
+    """Add one line to events.jsonl."""
+    try:
+        with (path / "events.jsonl").open("ab") as file:
+            file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path / 'events.jsonl'}: {error.strerror}; checkpoints are intact: "
+            f"make room, then `ssfl resume {path}`"
+        ) from error
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run, in order; a line torn by a crash ends them."""
+    try:
+        lines = (path / "events.jsonl").read_bytes().split(b"\n")
+    except OSError:
+        raise RunError(f"{path} is not a run folder: it has no events.jsonl") from None
+    for line in lines[:-1]:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def cut_events(path: Path, rounds: int) -> list[Event]:
+    """Drop what was logged after the given round; returns the rest."""
+    kept = [event for event in read_events(path) if event["round"] <= rounds]
+    lines = [json.dumps(event).encode() + b"\n" for event in kept]
+    write_atomic(path / "events.jsonl", b"".join(lines))
+    return kept
+
+
+def save_checkpoint(path: Path, config: Config, checkpoint: Checkpoint) -> None:
+    """Write checkpoints/round-N.safetensors, then remove all but the last few."""
+    state = checkpoint.state
+    tensors = {
+        "streams": state.streams.detach().cpu().contiguous(),
+        "average": state.average.detach().cpu().contiguous(),
+        "momentum": state.momentum.detach().cpu().contiguous(),
+    }
+    header = {
+        "format": FORMAT,
+        "round": str(state.round),
+        "config": _digest(config),
+        "totals": json.dumps(checkpoint.totals),
+        "versions": json.dumps(checkpoint.versions),
+        "sha256": _hash(tensors),
+    }
+    folder = path / "checkpoints"
+    write_atomic(folder / f"round-{state.round:07d}.safetensors", save(tensors, header))
+    for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, config: Config, device: torch.device) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where there is none at all."""
+    files = sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+    broken = []
+    for file in files:
+        try:
+            return _read_checkpoint(file, config, device)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            broken.append(f"{file.name} ({error})")
+    if broken:
+        raise RunError(f"no checkpoint of {path} can be read: {'; '.join(broken)}")
+    return None
+
+
+def _read_checkpoint(file: Path, config: Config, device: torch.device) -> Checkpoint:
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata() or {}
+        tensors = {name: opened.get_tensor(name) for name in ("streams", "average", "momentum")}
+    if header["format"] != FORMAT:
+        raise RunError(
+            f"{file} has checkpoint format {header['format']}, this ssfl reads {FORMAT}: "
+            "install the ssfl that wrote it"
+        )
+    if header["config"] != _digest(config):
+        raise RunError(
+            f"{file} belongs to another config than {file.parent.parent / 'config.toml'}: "
+            "put the config back as it was, or start a new run"
+        )
+    if header["sha256"] != _hash(tensors):
+        raise ValueError("its checksum does not match")
+    state = State(int(header["round"]), *(t.to(device) for t in tensors.values()))
+    return Checkpoint(state, json.loads(header["totals"]), json.loads(header["versions"]))
+
+
+def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
+    """model.safetensors: the averaged model by name, with a card that says how to build it."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomic(path, save(whole, {"card": json.dumps(card)}))
+
+
+def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the card of a model file."""
+    try:
+        with safe_open(path, "pt") as opened:
+            card = json.loads((opened.metadata() or {})["card"])
+            return {name: opened.get_tensor(name) for name in opened.keys()}, card  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise RunError(f"{path} is not a readable model: {error}") from error
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    write_atomic(path / "summary.json", _json(summary))
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """The summary of a finished run; None while it is unfinished."""
+    try:
+        return json.loads((path / "summary.json").read_text())  # type: ignore[no-any-return]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / 'summary.json'} cannot be read: {error}") from error
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _digest(config: Config) -> str:
+    return hashlib.sha256(to_toml(config).encode()).hexdigest()
+
+
+def _hash(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

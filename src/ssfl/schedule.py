@@ -1,0 +1,23 @@
+"""The learning rate."""
+
+import math
+
+
+def learning_rate(
+    step: float,
+    *,
+    base: float,
+    steps: float,
+    warmup: float = 0,
+    cycles: float = 7 / 16,
+    floor: float = 1e-4,
+) -> float:
+    """The paper's formula, literally: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)), floor).
+
+    Before `warmup` the rate rises linearly from zero. The cosine is periodic: with `cycles` above
+    1/2 it reaches the floor, and above 3/2 it rises again before the end (2.3 ends at 0.588 · base).
+    """
+    if step < warmup:
+        return base * step / warmup
+    progress = (step - warmup) / max(steps - warmup, 1)
+    return base * max(math.cos(math.pi * cycles * progress), floor)

@@ -1,0 +1,320 @@
+"""A federation on one machine: plays rounds, evaluates, and tells what happened as events.
+
+`assemble.py` makes one from a config; `train.py` loops over its rounds. Nothing here writes a file.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssfl import diversity, draws, engines, models
+from ssfl.config import Config
+from ssfl.data import sources, split
+from ssfl.errors import DivergedError
+from ssfl.federation import Cohort, Outcome, State, Train, draw_cohort, play_round
+from ssfl.rows import Layout, layout_of, row_of, write_row
+from ssfl.schedule import learning_rate
+from ssfl.work import Objective, Pool, Trained, Work, positions
+
+Event = dict[str, Any]
+EVAL_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Lists of image indices, one after another, so that any number of owners is two arrays."""
+
+    images: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, lists: list[split.Index], device: torch.device) -> "Owners":
+        sizes = torch.tensor([len(owned) for owned in lists])
+        flat = torch.from_numpy(np.concatenate(lists))
+        return cls(flat.to(device), (sizes.cumsum(0) - sizes).to(device), sizes.to(device))
+
+    def at(self, owners: Tensor, places: Tensor) -> Tensor:
+        """The image at each place [n, m] of each owner [n]."""
+        return self.images[self.starts[owners][:, None] + places]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One experiment, ready to play rounds."""
+
+    config: Config
+    """Resolved: nothing is left to be chosen."""
+    dataset: sources.Dataset
+    parts: split.Parts
+    validation: split.Index
+    pool: Pool
+    model: nn.Module
+    layout: Layout
+    engine: engines.Engine
+    users: Owners
+    labelled: Owners | None
+    server: Tensor
+    device: torch.device
+
+    @property
+    def rounds(self) -> int:
+        return self.config.federation.rounds or 0
+
+    def initial(self) -> State:
+        """Every stream and the server start from the same random weights (seed run.seed)."""
+        network = models.build(
+            self.config.model.name or "", len(self.dataset.classes), self.dataset.shape,
+            self.config.model.norm, self.config.run.seed,
+        )  # fmt: skip
+        row = row_of(network, self.layout).to(self.device, self.pool.dtype)
+        slots = {
+            "reset": 0,
+            "slot": self._participants + 1,
+            "user": self.config.split.users + 1,
+        }[self.config.train.momentum_policy]
+        groups = self.config.federation.groups or 1
+        momentum = row.new_zeros(slots, self.layout.weights)
+        return State(0, row.repeat(groups, 1), row, momentum)
+
+    def play(self, state: State) -> tuple[State, list[Event]]:
+        """The next round and what it tells; raises where a number is not finite."""
+        cohort = self._cohort(state.round)
+        method = self.config.method
+        by_user = self.config.train.momentum_policy == "user"
+        server_statistics = self.config.model.norm_statistics == "server"
+        new, outcome = play_round(
+            state,
+            cohort,
+            train_users=self._train(self._users_work(state.round, cohort)),
+            train_server=self._train(self._server_work(state.round)),
+            server=method.server,
+            server_weight=method.server_weight,
+            slots=cohort.users if by_user else range(len(cohort.users)),
+            statistics=slice(self.layout.weights, None) if server_statistics else None,
+        )
+        events = [self._round_event(new.round, cohort, outcome)]
+        every = self.config.run.diversity_every
+        if every and (state.round % every == 0 or new.round == self.rounds) and cohort.users:
+            events.append(self._diversity_event(state, cohort, outcome))
+        return new, events
+
+    def evaluate(self, state: State) -> Event:
+        """The averaged model on the test images (and on the validation images, if any)."""
+        row = self.final_row(state)
+        accuracy, loss, per_class = self._score(
+            row, self.dataset.test_images, self.dataset.test_labels
+        )
+        event: Event = {
+            "event": "eval",
+            "round": state.round,
+            "accuracy": accuracy,
+            "loss": loss,
+            "class_accuracy": per_class,
+        }
+        if len(self.validation):
+            held = torch.from_numpy(self.validation)
+            images, labels = self.dataset.images[held], self.dataset.labels[held]
+            event["validation_accuracy"] = self._score(row, images, labels)[0]
+        return event
+
+    def final_row(self, state: State) -> Tensor:
+        """w_avg, with statistics recomputed on the server's images where that was asked for."""
+        if self.config.model.norm_statistics != "recompute":
+            return state.average
+        write_row(self.model, self.layout, state.average)
+        layers = [m for m in self.model.modules() if isinstance(m, models.BatchNorm)]
+        self.model.train()
+        with torch.no_grad():
+            for count, chosen in enumerate(self.server.split(self.config.train.batch_size)):
+                for layer in layers:  # the plain mean over batches
+                    layer.momentum = 1 / (count + 1)
+                key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
+                self.model(self.pool.normalised(self.pool.images[chosen]), key.to(self.device))
+        for layer in layers:
+            layer.momentum = 0.1
+        return row_of(self.model, self.layout)
+
+    def message_bytes(self) -> int:
+        """The size of one model on its way."""
+        return self.layout.length * self.pool.dtype.itemsize
+
+    @property
+    def _participants(self) -> int:
+        return self.config.federation.participants or 0
+
+    def _cohort(self, round: int) -> Cohort:
+        if self.config.method.objective == "none":
+            return Cohort((), (), ((),), ())
+        return draw_cohort(
+            round,
+            seed=self.config.run.seed,
+            users=self.config.split.users,
+            participants=self._participants,
+            groups=self.config.federation.groups or 1,
+            dropout=self.config.federation.dropout,
+        )
+
+    def _train(self, work: Work) -> Train:
+        def train(rows: Tensor, momentum: Tensor) -> Trained:
+            return self.engine.train(rows, momentum, work)
+
+        return train
+
+    def _rates(self, round: int) -> tuple[float, ...]:
+        train, period = self.config.train, self.config.federation.period
+        rate = partial(
+            learning_rate,
+            base=train.lr,
+            steps=self.rounds * period,
+            warmup=train.warmup,
+            cycles=train.cycles,
+            floor=train.floor,
+        )
+        return tuple(rate(round * period + step) for step in range(period))
+
+    def _work(
+        self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor
+    ) -> Work:
+        period, size = self.config.federation.period, self.config.train.batch_size
+        seed, count = self.config.run.seed, period * size
+
+        def batches(owners: Owners, purpose: str) -> Tensor:
+            sizes = owners.sizes[who]
+            base = draws.key(seed, purpose)
+            places = positions(base, trainers, sizes.clamp(min=1), round * count, count)
+            chosen = owners.at(who, places.clamp(max=len(owners.images)))
+            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, period, size)
+
+        labelled = None
+        if owners is self.users and self.labelled is not None:
+            labelled = batches(self.labelled, "labelled")
+        return Work(
+            objective,
+            trainers,
+            batches(owners, "batches"),
+            labelled,
+            self._rates(round),
+            seed,
+            round,
+        )
+
+    def _users_work(self, round: int, cohort: Cohort) -> Work:
+        who = torch.tensor(cohort.users, dtype=torch.int64, device=self.device)
+        return self._work(round, _objective(self.config), who, self.users, who)
+
+    def _server_work(self, round: int) -> Work:
+        trainer = torch.tensor([draws.SERVER], device=self.device)
+        owners = Owners(self.server, trainer * 0, trainer * 0 + len(self.server))
+        return self._work(round, Objective("supervised"), trainer, owners, trainer * 0)
+
+    def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
+        size, weights = self.message_bytes(), self.layout.weights
+        event: Event = {
+            "event": "round",
+            "round": round,
+            "lr": self._rates(round - 1)[0],
+            "participants": list(cohort.drawn),
+            "returned": list(cohort.users),
+            "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
+            "bytes_down": size * len(cohort.drawn),
+            "bytes_up": size * len(cohort.users),
+        }
+        if outcome.users is not None:
+            moved = (outcome.users.rows - outcome.sent)[:, :weights].norm(dim=1)
+            told = {name: value.tolist() for name, value in outcome.users.stats.items()}
+            count = len(cohort.users)
+            event |= {
+                "loss": sum(told["loss"]) / count,
+                "mask_rate": sum(told["masked"]) / count,
+                "pseudo_accuracy": _ratio(sum(told["right"]), sum(told["told"])),
+                "user_loss": told["loss"],
+                "user_mask_rate": told["masked"],
+                "user_update_norm": moved.tolist(),
+            }
+            event["update_norm"] = sum(event["user_update_norm"]) / count
+            for user, *numbers in zip(
+                cohort.users, event["user_loss"], event["user_update_norm"], strict=True
+            ):
+                self._require_finite(round, f"user {user}", numbers)
+        if outcome.server is not None and outcome.server_sent is not None:
+            moved = (outcome.server.rows - outcome.server_sent)[:, :weights].norm(dim=1)
+            event["server_loss"] = float(outcome.server.stats["loss"][0])
+            event["server_update_norm"] = float(moved[0])
+            numbers = [event["server_loss"], event["server_update_norm"]]
+            self._require_finite(round, "the server", numbers)
+        return event
+
+    def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
+        if not all(math.isfinite(number) for number in numbers):
+            raise DivergedError(
+                f"training broke down in round {round}: the loss or update of {who} is not finite; "
+                f"lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
+            )
+
+    def _diversity_event(self, state: State, cohort: Cohort, outcome: Outcome) -> Event:
+        """Definition 1 and its variants, at the weights that this round started from."""
+        seed = draws.key(self.config.run.seed, "diversity")
+        size, weights = self.config.train.batch_size, self.layout.weights
+
+        def full(work: Work, owners: Owners, who: Tensor, rows: Tensor) -> Tensor:
+            sizes = owners.sizes[who]
+            steps = -(-int(sizes.max()) // size)
+            places = torch.arange(steps * size, device=self.device) % sizes[:, None]
+            batches = owners.at(who, places).reshape(len(who), steps, size)
+            # the unlabelled loss alone, over all data; labelled images of users are not part of it
+            whole = replace(work, batches=batches, labelled=None, seed=seed)
+            return self.engine.gradients(rows, whole, sizes)
+
+        work = self._users_work(state.round, cohort)
+        assert outcome.users is not None
+        rows = {
+            "gradient": full(work, self.users, work.trainers, outcome.sent),
+            "update": (outcome.users.rows - outcome.sent)[:, :weights],
+        }
+        server: dict[str, Tensor | None] = {}
+        if outcome.server is not None and outcome.server_sent is not None:
+            own = self._server_work(state.round)
+            owner = own.trainers * 0
+            owners = Owners(self.server, owner, owner + len(self.server))
+            server = {
+                "gradient": full(own, owners, owner, outcome.server_sent[None])[0],
+                "update": (outcome.server.rows[0] - outcome.server_sent)[:weights],
+            }
+        table = diversity.variants(rows, server, cohort.groups)
+        return {"event": "diversity", "round": state.round + 1, **table}
+
+    def _score(
+        self, row: Tensor, images: Tensor, labels: Tensor
+    ) -> tuple[float, float, list[float | None]]:
+        """Accuracy, mean loss and accuracy per class."""
+        write_row(self.model, self.layout, row)
+        self.model.eval()
+        with torch.no_grad():
+            logits = torch.cat(
+                [
+                    self.model(self.pool.normalised(part.to(self.device))).cpu()
+                    for part in images.split(EVAL_BATCH)
+                ]
+            )
+        loss = nn.functional.cross_entropy(logits, labels)
+        right = logits.argmax(1) == labels
+        count = len(self.dataset.classes)
+        hits = torch.bincount(labels[right], minlength=count).tolist()
+        totals = torch.bincount(labels, minlength=count).tolist()
+        per_class = [_ratio(hit, total) for hit, total in zip(hits, totals, strict=True)]
+        return float(right.double().mean()), float(loss), per_class
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _objective(config: Config) -> Objective:
+    method = config.method
+    return Objective(method.objective, method.threshold, method.views, method.teacher_mode)

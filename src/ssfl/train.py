@@ -1,0 +1,206 @@
+"""run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssfl import assemble, runs
+from ssfl.config import Config
+from ssfl.errors import RunError
+from ssfl.federation import State
+from ssfl.runs import Checkpoint, Event
+from ssfl.simulation import Simulation
+
+Report = Callable[[Event], None]
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave."""
+
+    accuracy: float
+    """Of the averaged model on the test images, after the last round."""
+    history: list[Event]
+    """The events in order: "round", "eval" and "diversity" objects."""
+    path: Path
+    """The run folder."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped by Ctrl-C and saved."""
+
+    def __init__(self, path: Path, round: int) -> None:
+        super().__init__(f"stopped after round {round}; go on with `ssfl resume {path}`")
+        self.path, self.round = path, round
+
+
+def run(config: Config, out: str | Path | None = None, report: Report | None = None) -> Result:
+    """Train from the start into a new run folder (by itself the next free runs/METHOD)."""
+    path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
+    if path.exists():
+        runs.create(path, config, {})  # says that it is there already
+    with deterministic():
+        sim = assemble.make(config)
+        parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
+        runs.create(path, sim.config, parts)
+        return _rounds(sim, path, Checkpoint(sim.initial(), {}, runs.versions()), report)
+
+
+def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
+    """Go on from the last whole checkpoint, to the same bytes as if nothing had happened."""
+    path = Path(path)
+    config = runs.read_config(path)
+    summary = runs.read_summary(path)
+    if summary is not None:
+        return Result(summary["accuracy"], list(runs.read_events(path)), path)
+    with deterministic():
+        sim = assemble.make(config)
+        _check_unchanged(sim, path)
+        found = runs.load_checkpoint(path, config, sim.device)
+        start = found or Checkpoint(sim.initial(), {}, runs.versions())
+        if start.versions != runs.versions() and warn is not None:
+            warn(
+                f"this run was begun with {_words(start.versions)} and goes on with "
+                f"{_words(runs.versions())}: numbers may differ from here on"
+            )
+        runs.cut_events(path, start.state.round)
+        return _rounds(sim, path, start, report)
+
+
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+    state = start.state
+    totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
+    every = sim.config.run
+    history = list(runs.read_events(path))
+    if report is not None:
+        report({"event": "start", "round": state.round, "rounds": sim.rounds})
+    with _interruptible() as interrupted:
+        while state.round < sim.rounds:
+            began = time.perf_counter()
+            state, events = sim.play(state)
+            last = state.round == sim.rounds
+            if last or state.round % every.eval_every == 0:
+                events.append(sim.evaluate(state))
+            seconds = time.perf_counter() - began
+            totals["seconds"] += seconds
+            events[0]["seconds"] = seconds
+            for key in ("bytes_up", "bytes_down"):
+                totals[key] += events[0][key]
+            for event in events:
+                runs.append_event(path, event)
+                if report is not None:
+                    report(event)
+            history += events
+            if last or interrupted.is_set() or state.round % every.checkpoint_every == 0:
+                runs.save_checkpoint(path, sim.config, Checkpoint(state, totals, runs.versions()))
+            if interrupted.is_set() and not last:
+                raise Interrupted(path, state.round)
+    return _finish(sim, path, state, totals, history)
+
+
+def _finish(
+    sim: Simulation, path: Path, state: State, totals: dict[str, float], events: list[Event]
+) -> Result:
+    evaluation = [event for event in events if event["event"] == "eval"][-1]
+    tensors = sim.layout.unflatten(sim.final_row(state))
+    runs.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation["accuracy"]))
+    summary: dict[str, Any] = {
+        "accuracy": evaluation["accuracy"],
+        "loss": evaluation["loss"],
+        "rounds": state.round,
+        "seconds": totals["seconds"],
+        "bytes_up": int(totals["bytes_up"]),
+        "bytes_down": int(totals["bytes_down"]),
+        "parameters": sim.layout.weights,
+        "method": sim.config.method.name,
+        "data": sim.dataset.name,
+        "engine": sim.config.run.engine,
+        "device": device_name(sim.device),
+        "threads": sim.config.run.threads,
+        "users_at_once": sim.config.run.users_at_once,
+        "versions": runs.versions(),
+    }
+    if "validation_accuracy" in evaluation:
+        summary["validation_accuracy"] = evaluation["validation_accuracy"]
+    runs.write_summary(path, summary)
+    return Result(evaluation["accuracy"], events, path)
+
+
+def model_card(sim: Simulation, accuracy: float) -> dict[str, Any]:
+    """What a reader of the model file needs to build and use the network."""
+    return {
+        "model": sim.config.model.name,
+        "norm": sim.config.model.norm,
+        "classes": list(sim.dataset.classes),
+        "shape": list(sim.dataset.shape),
+        "mean": list(sim.dataset.mean),
+        "std": list(sim.dataset.std),
+        "data": sim.dataset.name,
+        "method": sim.config.method.name,
+        "accuracy": accuracy,
+        "versions": runs.versions(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _check_unchanged(sim: Simulation, path: Path) -> None:
+    """A resumed run needs the same images."""
+    try:
+        before = json.loads((path / "split.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        raise RunError(f"{path} is not a whole run folder: split.json cannot be read") from None
+    if before != assemble.fingerprint(sim.dataset):
+        raise RunError(
+            f"the images of {sim.dataset.name} are not those that {path} was started with"
+        )
+
+
+def _words(table: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in table.items())
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Algorithms that give the same bits every time, where torch has them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C is noted, so that the round ends and is saved; a second one stops at once."""
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        noted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
