@@ -38,9 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 def random_images(n: int, c: int, h: int, w: int, seed: int = 0) -> Tensor:
-    return torch.from_numpy(
-        np.random.default_rng(seed).integers(0, 256, (n, c, h, w), dtype=np.uint8)
-    )
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (n, c, h, w), dtype=np.uint8))
 
 
 def draws_for(n: int, count: int, seed: int = 1) -> Tensor:
@@ -75,12 +73,8 @@ PILLOW: dict[str, Callable[[Image.Image, int, int], Image.Image]] = {
     "ShearX": lambda image, v, s: affine(image, 1, s * 0.03 * v, 0, 0, 1, 0),
     "ShearY": lambda image, v, s: affine(image, 1, 0, 0, s * 0.03 * v, 1, 0),
     "Solarize": lambda image, v, s: ImageOps.solarize(image, 256 - int(25.6 * v)),
-    "TranslateX": lambda image, v, s: affine(
-        image, 1, 0, int(s * v * 0.3 / 10 * image.width), 0, 1, 0
-    ),
-    "TranslateY": lambda image, v, s: affine(
-        image, 1, 0, 0, 0, 1, int(s * v * 0.3 / 10 * image.height)
-    ),
+    "TranslateX": lambda image, v, s: affine(image, 1, 0, int(s * v * 0.3 / 10 * image.width), 0, 1, 0),
+    "TranslateY": lambda image, v, s: affine(image, 1, 0, 0, 0, 1, int(s * v * 0.3 / 10 * image.height)),
 }
 
 
@@ -216,9 +210,7 @@ def test_weak_view_is_pad_crop_flip(size: tuple[int, int], flip: bool) -> None:
     assert {x for _, _, x in seen} == set(range(2 * pad_x + 1))
 
 
-@pytest.mark.parametrize(
-    ("views", "count"), [(weak_views, WEAK_DRAWS), (strong_views, STRONG_DRAWS)]
-)
+@pytest.mark.parametrize(("views", "count"), [(weak_views, WEAK_DRAWS), (strong_views, STRONG_DRAWS)])
 def test_identical_images_get_different_views(
     views: Callable[[Tensor, Tensor, bool], Tensor], count: int
 ) -> None:
@@ -227,9 +219,7 @@ def test_identical_images_get_different_views(
     assert len({view.numpy().tobytes() for view in made}) > (100 if count == WEAK_DRAWS else 190)
 
 
-@pytest.mark.parametrize(
-    ("views", "count"), [(weak_views, WEAK_DRAWS), (strong_views, STRONG_DRAWS)]
-)
+@pytest.mark.parametrize(("views", "count"), [(weak_views, WEAK_DRAWS), (strong_views, STRONG_DRAWS)])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_view_depends_on_its_own_image_and_draws_alone(
     views: Callable[[Tensor, Tensor, bool], Tensor], count: int, channels: int
@@ -260,6 +250,14 @@ def test_views_that_are_not_contiguous_count_the_same() -> None:
     draws = draws_for(16, STRONG_DRAWS)
     plain = strong_views(images.contiguous(), draws, True)
     assert torch.equal(strong_views(images, draws, True), plain)
+
+
+def test_strong_views_trace_as_one_graph() -> None:
+    """No shape and no branch depends on the data, or the tracer would refuse."""
+    images, draws = random_images(8, 3, 16, 16), draws_for(8, STRONG_DRAWS)
+    expected = strong_views(images, draws, True)
+    traced = torch.compile(strong_views, fullgraph=True, backend="eager")
+    assert torch.equal(traced(images, draws, True), expected)
 
 
 @pytest.mark.parametrize("size", [*SIZES, (9, 9), (37, 20)], ids=str)
@@ -365,9 +363,8 @@ def test_normalise(channels: int, dtype: torch.dtype) -> None:
     assert made.dtype == dtype
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     np.testing.assert_allclose(made.double().numpy(), direct, rtol=tolerance, atol=tolerance)
-    assert torch.equal(normalise(images, torch.tensor(mean), torch.tensor(std), dtype), made) or (
-        dtype == torch.float64  # a float32 tensor of means holds less than float64 asks for
-    )
+    means, stds = (torch.tensor(x, dtype=torch.float64) for x in (mean, std))
+    assert torch.equal(normalise(images, means, stds, dtype), made)
 
 
 def test_normalise_wants_one_mean_per_channel() -> None:

@@ -5,6 +5,7 @@ Every mistake in the input shows here, before anything is written.
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def load_data(config: Config) -> sources.Dataset:
     """The images that [data] names."""
     data = config.data
     return sources.load(
-        data.name, data.path, root=data.root, download=data.download, size=data.size,
+        data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
         test_fraction=data.test_fraction, seed=config.split.seed,
     )  # fmt: skip
 
@@ -106,30 +107,36 @@ def make_parts(config: Config, dataset: sources.Dataset) -> tuple[split.Parts, s
         parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
     if wanted.labels_at != "server":
         parts = split.label_some(labels, parts, wanted.user_labels or 0, wanted.seed)
+    empty = sum(len(user) == 0 for user in parts.users)
+    if empty:
+        raise ConfigError(
+            f"{empty} of {len(parts.users)} users would have no image: lower split.users "
+            "or split.server_labels, or use more images"
+        )
     return parts, held
 
 
 def make(config: Config) -> Simulation:
     """A simulation that is ready to play."""
     device = choose_device(config.run.device)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
     dataset = load_data(config)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
     dtype = {"float32": torch.float32, "float64": torch.float64}[config.train.precision]
-    model = models.build(
-        config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm
-    ).to(device, dtype)
+    model = models.build(config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm).to(
+        device, dtype
+    )
     layout = layout_of(model)
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
         dataset.mean, dataset.std, bool(config.data.flip), dtype,
     )  # fmt: skip
+    threads = config.run.threads or engines.threads(device, layout)
+    torch.set_num_threads(threads)
     run = replace(
         config.run,
         device=str(device),
-        threads=torch.get_num_threads(),
+        threads=threads,
         engine=engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine,
         users_at_once=config.run.users_at_once or config.federation.participants,
     )
@@ -144,9 +151,7 @@ def make(config: Config) -> Simulation:
     )  # fmt: skip
 
 
-def describe_split(
-    dataset: sources.Dataset, parts: split.Parts, held: split.Index
-) -> dict[str, Any]:
+def describe_split(dataset: sources.Dataset, parts: split.Parts, held: split.Index) -> dict[str, Any]:
     """split.json: who holds how much of what."""
     labels = dataset.labels.numpy()
     users = parts.users
@@ -170,5 +175,5 @@ def fingerprint(dataset: sources.Dataset) -> str:
     """A checksum of the images and labels, to know them again."""
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 
-def mixing(
-    groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None
-) -> Tensor:
+def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
     """The matrix [S, 1 + C] that takes (server, users) to streams; each row sums to one.
 
     `groups` lists the users of each group by their place among the C rows. Without a server its
@@ -55,8 +53,6 @@ def weighted(server: Tensor, users: Tensor, server_weight: float) -> Tensor:
     return average(server, users, mixing(everybody, True, server_weight))[1]
 
 
-def grouping(
-    server: Tensor | None, users: Tensor, groups: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor]:
+def grouping(server: Tensor | None, users: Tensor, groups: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Equation (7): every group averages its users with the server; w_avg is the groups' mean."""
     return average(server, users, mixing(groups, server is not None))

@@ -43,9 +43,7 @@ def run(
     from ssfl.runs import next_free
 
     loaded = load_config(config, sets or [])
-    target = out or next_free(
-        Path("runs") / (Path(config).stem if not sets else loaded.method.name)
-    )
+    target = out or next_free(Path("runs") / Path(config).stem)
     _carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
 
 
@@ -144,6 +142,3 @@ def main() -> None:
     except SsflError as error:
         print(f"ssfl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as stop:
-        print(f"ssfl: {stop or 'stopped'}", file=sys.stderr)
-        sys.exit(130)

@@ -169,7 +169,7 @@ class Run:
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", ..."""
     threads: int | None = None
-    """CPU threads; by itself what torch chooses."""
+    """CPU threads; by itself one for small models on a CPU, else what torch chooses."""
     eval_every: int = 5
     """Rounds between evaluations on the test images; the last round is always evaluated."""
     checkpoint_every: int = 10
@@ -273,8 +273,7 @@ def from_dict(given: dict[str, dict[str, Any]]) -> Config:
     _check_choice("method.name", name)
     settings = METHODS[name]
     sections = {
-        section: _section(section, settings.get(section, {}) | given.get(section, {}))
-        for section in SECTIONS
+        section: _section(section, settings.get(section, {}) | given.get(section, {})) for section in SECTIONS
     }
     config = Config(**sections)
     _check(config)
@@ -318,9 +317,7 @@ def _set(given: dict[str, Any], override: str) -> None:
     if not equals or not dot:
         raise ConfigError(f"--set {override!r}: write section.key=value, such as split.users=20")
     if section not in SECTIONS:
-        raise ConfigError(
-            f"unknown section {section!r} in --set {override}{_suggest(section, SECTIONS)}"
-        )
+        raise ConfigError(f"unknown section {section!r} in --set {override}{_suggest(section, SECTIONS)}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -364,8 +361,7 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 def _check_choice(key: str, value: Any) -> None:
     if value is not None and key in CHOICES and value not in CHOICES[key]:
         raise ConfigError(
-            f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}"
-            f"{_suggest(str(value), CHOICES[key])}"
+            f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}{_suggest(str(value), CHOICES[key])}"
         )
 
 
@@ -406,21 +402,15 @@ def _check(config: Config) -> None:
     if method.objective == "none" and method.server == "none":
         raise ConfigError("nobody would train: set method.objective or method.server")
     if split.labels_at == "users" and method.server != "none":
-        raise ConfigError(
-            "split.labels_at = 'users' leaves the server no data: add method.server = 'none'"
-        )
+        raise ConfigError("split.labels_at = 'users' leaves the server no data: add method.server = 'none'")
     if split.labels_at != "server" and method.objective == "none":
         raise ConfigError(
             f"method.name = {method.name!r} does not train users: use split.labels_at = 'server'"
         )
     if split.scheme == "mixture" and not split.mixtures:
-        raise ConfigError(
-            "split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user"
-        )
+        raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
     if config.train.nesterov and config.train.momentum == 0:
-        raise ConfigError(
-            "train.nesterov = true needs train.momentum above 0: set train.nesterov=false"
-        )
+        raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
 
 
 def _suggest(word: str, known: Iterable[str], section: str = "") -> str:

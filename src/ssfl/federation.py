@@ -74,8 +74,7 @@ def draw_cohort(
     group_of = {int(drawn[place]): deal % groups for deal, place in enumerate(dealt.tolist())}
     streams = tuple(group_of[user] for user in back.tolist())
     members = tuple(
-        tuple(place for place, stream in enumerate(streams) if stream == group)
-        for group in range(groups)
+        tuple(place for place, stream in enumerate(streams) if stream == group) for group in range(groups)
     )
     return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), members, streams)
 
@@ -135,6 +134,4 @@ def play_round(
 
     if statistics is not None and own is not None:
         streams[:, statistics] = average[statistics] = own.rows[0, statistics]
-    return State(state.round + 1, streams, average, momentum), Outcome(
-        sent, users, server_sent, own
-    )
+    return State(state.round + 1, streams, average, momentum), Outcome(sent, users, server_sent, own)

@@ -61,20 +61,20 @@ def dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
 
 
 class Small(nn.Module):
-    """A two-layer CNN for images of a few pixels, such as the 8×8 digits."""
+    """A two-layer CNN for images of a few pixels, such as the 8×8 digits; strides instead of pools."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
         channels, height, width = shape
         self.conv1 = nn.Conv2d(channels, 16, 3, padding=1)
         self.norm1 = normalisation(norm, 16)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1)
         self.norm2 = normalisation(norm, 32)
-        self.fc = nn.Linear(32 * (height // 2) * (width // 2), classes)
+        self.fc = nn.Linear(32 * -(-height // 2) * -(-width // 2), classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         x = F.relu(self.norm1(self.conv1(x)))
-        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
+        x = F.relu(self.norm2(self.conv2(x)))
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -131,10 +131,7 @@ class ResNet18(nn.Module):
         widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
         strides = [1, 1, 2, 1, 2, 1, 2, 1]
         self.blocks = nn.Sequential(
-            *(
-                BasicBlock(a, b, s, norm)
-                for a, b, s in zip(widths, widths[1:], strides, strict=False)
-            )
+            *(BasicBlock(a, b, s, norm) for a, b, s in zip(widths, widths[1:], strides, strict=False))
         )
         self.fc = nn.Linear(512, classes)
 
@@ -253,9 +250,7 @@ def suited(shape: tuple[int, int, int]) -> str:
     return "resnet18" if pixels <= 64 else "vgg11"
 
 
-def build(
-    name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1
-) -> nn.Module:
+def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
     """A network with PyTorch's default initial weights, a function of the seed alone."""
     if min(shape[1:]) < SMALLEST[name]:
         raise ConfigError(

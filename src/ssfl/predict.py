@@ -46,9 +46,7 @@ def load_model(run: str | Path) -> Classifier:
         raise RunError(f"{path} has no model yet: finish it with `ssfl resume {path}`")
     tensors, card = runs.read_model(file)
     try:
-        network = models.build(
-            card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"]
-        )
+        network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
         network.load_state_dict(tensors)
         if next(iter(tensors.values())).dtype == torch.float64:
             network.double()
@@ -86,9 +84,7 @@ def export(run: str | Path, target: str | Path) -> list[Path]:
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
     taken = [str(file) for file in files if file.exists()]
     if taken:
-        raise RunError(
-            f"{', '.join(taken)} exists already and is not overwritten: choose another name"
-        )
+        raise RunError(f"{', '.join(taken)} exists already and is not overwritten: choose another name")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,10 +16,10 @@ from ssfl import diversity, draws, engines, models
 from ssfl.config import Config
 from ssfl.data import sources, split
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, Train, draw_cohort, play_round
-from ssfl.rows import Layout, layout_of, row_of, write_row
+from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
+from ssfl.rows import Layout, row_of, write_row
 from ssfl.schedule import learning_rate
-from ssfl.work import Objective, Pool, Trained, Work, positions
+from ssfl.work import Objective, Pool, Work, positions
 
 Event = dict[str, Any]
 EVAL_BATCH = 1000
@@ -91,8 +91,10 @@ class Simulation:
         new, outcome = play_round(
             state,
             cohort,
-            train_users=self._train(self._users_work(state.round, cohort)),
-            train_server=self._train(self._server_work(state.round)),
+            train_users=lambda rows, kept: self.engine.train(
+                rows, kept, self._users_work(state.round, cohort)
+            ),
+            train_server=lambda rows, kept: self.engine.train(rows, kept, self._server_work(state.round)),
             server=method.server,
             server_weight=method.server_weight,
             slots=cohort.users if by_user else range(len(cohort.users)),
@@ -107,9 +109,7 @@ class Simulation:
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""
         row = self.final_row(state)
-        accuracy, loss, per_class = self._score(
-            row, self.dataset.test_images, self.dataset.test_labels
-        )
+        accuracy, loss, per_class = self._score(row, self.dataset.test_images, self.dataset.test_labels)
         event: Event = {
             "event": "eval",
             "round": state.round,
@@ -150,7 +150,7 @@ class Simulation:
 
     def _cohort(self, round: int) -> Cohort:
         if self.config.method.objective == "none":
-            return Cohort((), (), ((),), ())
+            return Cohort((), (), ((),) * (self.config.federation.groups or 1), ())
         return draw_cohort(
             round,
             seed=self.config.run.seed,
@@ -159,12 +159,6 @@ class Simulation:
             groups=self.config.federation.groups or 1,
             dropout=self.config.federation.dropout,
         )
-
-    def _train(self, work: Work) -> Train:
-        def train(rows: Tensor, momentum: Tensor) -> Trained:
-            return self.engine.train(rows, momentum, work)
-
-        return train
 
     def _rates(self, round: int) -> tuple[float, ...]:
         train, period = self.config.train, self.config.federation.period
@@ -178,9 +172,7 @@ class Simulation:
         )
         return tuple(rate(round * period + step) for step in range(period))
 
-    def _work(
-        self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor
-    ) -> Work:
+    def _work(self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
         period, size = self.config.federation.period, self.config.train.batch_size
         seed, count = self.config.run.seed, period * size
 
@@ -289,9 +281,7 @@ class Simulation:
         table = diversity.variants(rows, server, cohort.groups)
         return {"event": "diversity", "round": state.round + 1, **table}
 
-    def _score(
-        self, row: Tensor, images: Tensor, labels: Tensor
-    ) -> tuple[float, float, list[float | None]]:
+    def _score(self, row: Tensor, images: Tensor, labels: Tensor) -> tuple[float, float, list[float | None]]:
         """Accuracy, mean loss and accuracy per class."""
         write_row(self.model, self.layout, row)
         self.model.eval()

@@ -14,7 +14,7 @@ import torch
 
 from ssfl import assemble, runs
 from ssfl.config import Config
-from ssfl.errors import RunError
+from ssfl.errors import RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
 from ssfl.simulation import Simulation
@@ -35,8 +35,10 @@ class Result:
     """The run folder."""
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(SsflError):
     """The run was stopped by Ctrl-C and saved."""
+
+    exit_code = 130
 
     def __init__(self, path: Path, round: int) -> None:
         super().__init__(f"stopped after round {round}; go on with `ssfl resume {path}`")
@@ -48,7 +50,7 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
     if path.exists():
         runs.create(path, config, {})  # says that it is there already
-    with deterministic():
+    with reproducible():
         sim = assemble.make(config)
         parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
         runs.create(path, sim.config, parts)
@@ -62,7 +64,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
     summary = runs.read_summary(path)
     if summary is not None:
         return Result(summary["accuracy"], list(runs.read_events(path)), path)
-    with deterministic():
+    with reproducible():
         sim = assemble.make(config)
         _check_unchanged(sim, path)
         found = runs.load_checkpoint(path, config, sim.device)
@@ -83,7 +85,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
     history = list(runs.read_events(path))
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
-    with _interruptible() as interrupted:
+    with _interruptible(report) as interrupted:
         while state.round < sim.rounds:
             began = time.perf_counter()
             state, events = sim.play(state)
@@ -163,9 +165,7 @@ def _check_unchanged(sim: Simulation, path: Path) -> None:
     except (OSError, ValueError, KeyError):
         raise RunError(f"{path} is not a whole run folder: split.json cannot be read") from None
     if before != assemble.fingerprint(sim.dataset):
-        raise RunError(
-            f"the images of {sim.dataset.name} are not those that {path} was started with"
-        )
+        raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
 
 
 def _words(table: dict[str, str]) -> str:
@@ -173,21 +173,23 @@ def _words(table: dict[str, str]) -> str:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Algorithms that give the same bits every time, where torch has them."""
+def reproducible() -> Iterator[None]:
+    """The same bits every time, where torch can; its global settings are put back afterwards."""
     before = torch.are_deterministic_algorithms_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    threads = torch.get_num_threads()
+    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
+        torch.set_num_threads(threads)
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
+def _interruptible(report: Report | None) -> Iterator[threading.Event]:
     """The first Ctrl-C is noted, so that the round ends and is saved; a second one stops at once."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -197,6 +199,8 @@ def _interruptible() -> Iterator[threading.Event]:
 
     def note(*_: object) -> None:
         noted.set()
+        if report is not None:
+            report({"event": "stopping"})
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, note)

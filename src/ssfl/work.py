@@ -123,9 +123,7 @@ def positions(base: int, trainers: Tensor, sizes: Tensor, first: int, count: int
     """
     place = torch.arange(first, first + count, device=trainers.device)
     size = sizes[:, None]
-    keys = draws.fold(
-        draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size
-    )
+    keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
     for turn in range(SHUFFLE_ROUNDS):
         key = draws.fold(keys, turn)
@@ -150,15 +148,11 @@ def make_batch(pool: Pool, work: Work, step: int, indices: Tensor | None = None)
     trainers, size = chosen.shape
     images = pool.images[chosen.reshape(-1)]
 
-    def views(
-        make: Callable[[Tensor, Tensor, bool], Tensor], images: Tensor, drawn: Tensor
-    ) -> Tensor:
+    def views(make: Callable[[Tensor, Tensor, bool], Tensor], images: Tensor, drawn: Tensor) -> Tensor:
         made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
         return made.reshape(trainers, -1, *made.shape[1:])
 
-    weak = views(
-        augment.weak_views, images, _view_draws(work, "weak", step, augment.WEAK_DRAWS, size)
-    )
+    weak = views(augment.weak_views, images, _view_draws(work, "weak", step, augment.WEAK_DRAWS, size))
     strong, own = weak[:, :0], weak[:, :0]
     own_labels = pool.labels[chosen[:, :0]]
     if work.objective.name == "consistency":
@@ -178,9 +172,7 @@ def make_batch(pool: Pool, work: Work, step: int, indices: Tensor | None = None)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, keys, even)
 
 
-def local_loss(
-    forward: Forward, batch: Batch, objective: Objective
-) -> tuple[Tensor, dict[str, Tensor]]:
+def local_loss(forward: Forward, batch: Batch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one trainer's step and what is told about it (`batch` without the n dimension)."""
 
     def named(number: int) -> Tensor:
@@ -195,12 +187,10 @@ def local_loss(
         found = objectives.supervised(forward(batch.weak, True, named(1)), batch.labels)
     elif objective.name == "self-training":
         logits = forward(batch.weak, True, named(1))
-        found = objectives.self_training(
-            logits if joint else teacher(), logits, objective.threshold
-        )
+        found = objectives.self_training(logits if joint else teacher(), logits, objective.threshold)
     elif joint:
-        both = forward(torch.cat([batch.weak, batch.strong]), True, named(1))
-        found = objectives.consistency(*both.chunk(2), objective.threshold)
+        weak, strong = forward(torch.cat([batch.weak, batch.strong]), True, named(1)).chunk(2)
+        found = objectives.consistency(weak, strong, objective.threshold)
     else:
         # the teacher first: with batch normalisation its pass also moves the statistics
         weak = teacher()
@@ -208,9 +198,7 @@ def local_loss(
         found = objectives.consistency(weak, strong, objective.threshold)
     loss = (found.loss * batch.weights).sum()
     if len(batch.own):
-        own = objectives.supervised(
-            forward(batch.own, True, named(2)), batch.own_labels.clamp(min=0)
-        )
+        own = objectives.supervised(forward(batch.own, True, named(2)), batch.own_labels.clamp(min=0))
         loss = loss + (own.loss * (batch.own_labels >= 0)).mean()
     mask = found.mask
     known = batch.labels >= 0

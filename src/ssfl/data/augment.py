@@ -32,19 +32,15 @@ OPERATIONS: tuple[str, ...] = (
     "TranslateY",
 )
 WEAK_DRAWS: int = 3  # flip, shift in y, shift in x
-STRONG_DRAWS: int = (
-    WEAK_DRAWS + 2 * 4 + 2
-)  # twice (operation, applied, magnitude, sign), then Cutout
+STRONG_DRAWS: int = WEAK_DRAWS + 2 * 4 + 2  # twice (operation, applied, magnitude, sign), then Cutout
 
-_IDENTITY, _AUTOCONTRAST, _EQUALIZE = map(
-    OPERATIONS.index, ("Identity", "AutoContrast", "Equalize")
-)
+_IDENTITY, _AUTOCONTRAST, _EQUALIZE = map(OPERATIONS.index, ("Identity", "AutoContrast", "Equalize"))
 _CUTOUT_FILL = 127
 _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
 
 class _Tables(NamedTuple):
-    """What the operations look up, on one device; operation, magnitude 0..9 and sign are indexes."""
+    """What the operations look up, on one device. Magnitudes count from 0, which nothing uses."""
 
     moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
     sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
@@ -118,7 +114,8 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
     as it is. This does more arithmetic than it must, but keeps every shape fixed.
     """
     tables = _tables_for(images)
-    images = _take(images, tables.sources[tables.moves[op, magnitude, negative.long()]])
+    moves = tables.moves[op, magnitude, negative.long()]
+    images = _take(images, tables.sources.index_select(0, moves))
     images = _recolour(images, op, magnitude, tables)
     return _enhance(images, tables.weights[op, magnitude])
 
@@ -172,10 +169,12 @@ def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
 def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) -> Tensor:
     """AutoContrast, Equalize, Posterize and Solarize: new levels for old, per image and channel."""
     index = images.flatten(2).long()
-    low, high = (x.unsqueeze(2).long() for x in (images.amin((2, 3)), images.amax((2, 3))))
+    # Not of uint8, whose minimum comes out wrong when compiled for CPUs (pytorch issue 191499).
+    short = images.to(torch.int16).flatten(2)
+    low, high = (x.long() for x in (short.amin(2, keepdim=True), short.amax(2, keepdim=True)))
     levels = tables.levels[op, magnitude].unsqueeze(1)
 
-    rows = tables.stretch[(high - low).squeeze(2)]
+    rows = tables.stretch.index_select(0, (high - low).flatten()).view(*index.shape[:2], 256)
     stretched = (rows - rows.gather(2, low)).clamp_(0, 255).to(torch.uint8)
     chosen = (op == _AUTOCONTRAST).view(-1, 1, 1) & (high > low)
     levels = torch.where(chosen, stretched, levels)
@@ -211,7 +210,8 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
     mean = (2 * grey.sum((1, 2, 3), keepdim=True, dtype=torch.int32) + count) // (2 * count)
     flat = grey * for_grey + mean * for_mean
     blend = _smooth(images).mul_(for_smooth).add_(wide.mul_(for_image)).add_(flat)
-    return (blend >> _FRACTION).to(torch.uint8)
+    blend >>= _FRACTION
+    return blend.to(torch.uint8)
 
 
 def _lightness(images: Tensor) -> Tensor:
@@ -227,10 +227,12 @@ def _smooth(images: Tensor) -> Tensor:
     short = images.to(torch.int16)  # holds every sum below
     rows = short[..., :-2, :] + short[..., 1:-1, :] + short[..., 2:, :]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    total.add_(short[..., 1:-1, 1:-1], alpha=4)
-    smooth = images.to(torch.int32)
+    total = total.add_(short[..., 1:-1, 1:-1], alpha=4).to(torch.int32)
     # Rounded division: (n + 6) // 13 is (n + 6) * 5042 >> 16 for all n up to 13 * 255.
-    smooth[..., 1:-1, 1:-1] = total.to(torch.int32).add_(6).mul_(5042) >> 16
+    total = total.add_(6).mul_(5042)
+    total >>= 16
+    smooth = images.to(torch.int32)
+    smooth[..., 1:-1, 1:-1] = total
     return smooth
 
 
@@ -305,23 +307,23 @@ def _stretch_table() -> Tensor:
 
 
 def _weight_table() -> Tensor:
-    """Weights that floor to what Pillow's float32 arithmetic with the factor .05 + .09 v truncates to, for
-    every pair of levels. Rounding both weights up keeps whole results whole: the excess stays far
-    below the 1/100 that separates the others from the next level. With the factor .59 alone float32
-    falls short of some whole results (100 or 200 levels above a very dark other image); those
-    weights lean just enough to fall short of the same ones.
+    """Weights whose sums floor to what Pillow's float32 blend with .05 + .09 v truncates to.
+
+    This holds for every pair of levels. Rounding both weights up keeps whole results whole: the
+    excess stays far below the 1/100 that separates the others from the next level. With the factor
+    .59 alone float32 falls short of some whole results (100 or 200 levels above a very dark other
+    image); those weights lean just enough to fall short of the same ones.
     """
     one = 1 << _FRACTION
     table = torch.zeros(len(OPERATIONS), 10, 4, dtype=torch.int32)
     table[:, :, 0] = one
-    blends = {"Brightness": None, "Color": 1, "Contrast": 2, "Sharpness": 3}
     for v in range(1, 10):
         percent = 5 + 9 * v
         for_image, for_other = (math.ceil(share * one / 100) for share in (percent, 100 - percent))
         if v == 6:
             for_image, for_other = for_image - 2, for_other + 27
-        for name, column in blends.items():
-            table[OPERATIONS.index(name), v, 0] = for_image
-            if column is not None:
-                table[OPERATIONS.index(name), v, column] = for_other
+        for column, name in enumerate(("Brightness", "Color", "Contrast", "Sharpness")):
+            row = table[OPERATIONS.index(name), v]
+            row[column] = for_other
+            row[0] = for_image  # last: Brightness blends with black, which needs no weight
     return table

@@ -28,9 +28,7 @@ class Parts:
     """Labelled images of each user, where users have labels."""
 
 
-def skewed(
-    labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019
-) -> Parts:
+def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019) -> Parts:
     """The paper's assignment for a given non-iidness R (Appendix A.2), for any K and any classes.
 
     A user whose main classes are J gets  R · n_i · [i in J] + (1 - R) · n_i · sum of q_j over J  of
@@ -52,18 +50,16 @@ def skewed(
     for row, among in enumerate(sharers):
         taken = [pool[e - c : e] for pool, e, c in zip(pools, ends[row], counts[row], strict=True)]
         owners += _deal(np.concatenate(taken), among)
-    return _checked(server, owners)
+    return Parts(server, owners)
 
 
 def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019) -> Parts:
     """Every class dealt evenly to all users: each holds each class, and all, to within one image."""
     server, pools = _take_server(labels, server_labels, seed)
-    return _checked(server, _deal(np.concatenate(pools), users))
+    return Parts(server, _deal(np.concatenate(pools), users))
 
 
-def dirichlet(
-    labels: ArrayLike, users: int, alpha: float, server_labels: int = 0, seed: int = 2019
-) -> Parts:
+def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 0, seed: int = 2019) -> Parts:
     """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
 
     Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
@@ -79,7 +75,7 @@ def dirichlet(
         shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
         counts = _apportion(shares, sizes)
         if counts.sum(1).min() >= least:
-            return _checked(server, _hand_out(pools, counts))
+            return Parts(server, _hand_out(pools, counts))
     raise ConfigError(
         f"split.alpha = {alpha} leaves some of the {users} users without images: "
         "raise split.alpha or lower split.users"
@@ -109,7 +105,7 @@ def shards(
         holds[user, chosen] = 1
         held[chosen] += 1
     counts = _apportion(holds / held, np.array([len(pool) for pool in pools]))
-    return _checked(server, _hand_out(pools, counts))
+    return Parts(server, _hand_out(pools, counts))
 
 
 def mixture(
@@ -127,9 +123,7 @@ def mixture(
     server, pools = _take_server(labels, server_labels, seed)
     table = np.asarray(mixtures, float)
     if table.ndim != 2 or table.shape[1] != len(pools):
-        raise ConfigError(
-            f"split.mixtures must be rows of {len(pools)} numbers, one for each class"
-        )
+        raise ConfigError(f"split.mixtures must be rows of {len(pools)} numbers, one for each class")
     if not np.isfinite(table).all() or (table < 0).any():
         raise ConfigError("split.mixtures must hold finite numbers of at least 0")
     weights = table[np.arange(users) % len(table)]
@@ -139,7 +133,7 @@ def mixture(
             f"split.mixtures gives class {int(np.argmin(totals))} to no user: give it a weight above 0"
         )
     counts = _apportion(weights / totals, np.array([len(pool) for pool in pools]))
-    return _checked(server, _hand_out(pools, counts))
+    return Parts(server, _hand_out(pools, counts))
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
@@ -195,7 +189,7 @@ def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
     """Images without labels dealt evenly to the users, on top of what they have."""
     dealt = _deal(_shuffled(images, seed, 0), len(parts.users))
     users = [np.sort(np.concatenate(pair)) for pair in zip(parts.users, dealt, strict=True)]
-    return _checked(parts.server, users)
+    return Parts(parts.server, users)
 
 
 def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
@@ -223,27 +217,28 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Swap classes between two users, or move one, while that evens their loads."""
-    improved = True
-    while improved:
-        improved = False
-        order = sorted(range(len(mains)), key=lambda user: -sum(sizes[mains[user]]))
-        for heavy, light in ((h, i) for h in order for i in reversed(order) if h != i):
-            gap = int(sum(sizes[mains[heavy]]) - sum(sizes[mains[light]]))
-            trades = [(a, b) for a in mains[heavy] for b in [*mains[light], None]]
-            gain, give, take = max(
-                ((gap - abs(gap - 2 * int(sizes[a] - (0 if b is None else sizes[b]))), a, b)
-                 for a, b in trades if b is not None or len(mains[heavy]) > 1),
-                key=lambda trade: trade[0], default=(0, None, None),
-            )  # fmt: skip
-            if gap > 0 and gain > 0 and give is not None:
-                mains[heavy].remove(give)
-                mains[light].append(give)
-                if take is not None:
-                    mains[light].remove(take)
-                    mains[heavy].append(take)
-                improved = True
-                break
+    """Move a class to a lighter user, or swap two, while that brings the two users closer."""
+
+    def trade() -> bool:
+        loads = [sum(int(sizes[label]) for label in row) for row in mains]
+        order = sorted(range(len(mains)), key=lambda user: loads[user])
+        for heavy, light in ((h, i) for h in reversed(order) for i in order if loads[h] > loads[i]):
+            for give in mains[heavy]:
+                for take in [*mains[light], None]:
+                    change = int(sizes[give]) - (0 if take is None else int(sizes[take]))
+                    if 0 < change < loads[heavy] - loads[light] and (
+                        take is not None or len(mains[heavy]) > 1
+                    ):
+                        mains[heavy].remove(give)
+                        mains[light].append(give)
+                        if take is not None:
+                            mains[light].remove(take)
+                            mains[heavy].append(take)
+                        return True
+        return False
+
+    while trade():
+        pass
 
 
 def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -299,16 +294,14 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
         raise ConfigError("nothing to split: no image has a label")
     order = np.argsort(labels, kind="stable")
     edges = np.searchsorted(labels[order], np.arange(classes + 1))
-    return [
-        _shuffled(order[edges[label] : edges[label + 1]], seed, -1 - label)
-        for label in range(classes)
-    ]
+    return [_shuffled(order[edges[label] : edges[label + 1]], seed, -1 - label) for label in range(classes)]
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
     """The same indices in the order of their hashes."""
     base = torch.tensor(draws.key(seed, "split", part))
-    return images[draws.fold(base, torch.from_numpy(images)).argsort(stable=True).numpy()]
+    order: Index = draws.fold(base, torch.from_numpy(images)).argsort(stable=True).numpy()
+    return images[order]
 
 
 def _deal(images: Index, users: int) -> list[Index]:
@@ -336,14 +329,3 @@ def _hand_out(pools: list[Index], counts: NDArray[np.int64]) -> list[Index]:
         ))
         for user, row in enumerate(counts)
     ]  # fmt: skip
-
-
-def _checked(server: Index, users: list[Index]) -> Parts:
-    """Parts in which every user has something to train on."""
-    empty = sum(len(user) == 0 for user in users)
-    if empty:
-        raise ConfigError(
-            f"{empty} of {len(users)} users would have no image: lower split.users "
-            "or split.server_labels, or use more images"
-        )
-    return Parts(server, users)

@@ -11,7 +11,7 @@ from ssfl.rows import Layout
 from ssfl.work import Optimizer, Pool, Trained, Work
 
 SMALL = 200_000
-"""On a CPU, models of up to this many numbers train faster together than one after another."""
+"""On a CPU, models of up to this many numbers are small: they train faster together, in one thread."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class Engine:
 def choose(device: torch.device, layout: Layout) -> str:
     """The engine for this device and model when nobody chose one."""
     return "vmap" if device.type != "cpu" or layout.length <= SMALL else "loop"
+
+
+def threads(device: torch.device, layout: Layout) -> int:
+    """CPU threads when nobody chose: a small model's steps are too short to be shared out."""
+    small = device.type == "cpu" and layout.length <= SMALL
+    return 1 if small else torch.get_num_threads()
 
 
 def make(
@@ -55,10 +61,7 @@ def make(
 
     def gradients(rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         return torch.cat(
-            [
-                module.gradients(model, layout, pool, rows[s], work.of(s), sizes[s])
-                for s in slices(len(rows))
-            ]
+            [module.gradients(model, layout, pool, rows[s], work.of(s), sizes[s]) for s in slices(len(rows))]
         )
 
     return Engine(train, gradients)

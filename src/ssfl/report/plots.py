@@ -26,9 +26,7 @@ def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path
         style = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 2}
         evals = [(e["round"], 100 * e["accuracy"]) for e in events if e["event"] == "eval"]
         masks = [(e["round"], e["mask_rate"]) for e in events if "mask_rate" in e]
-        (line,) = top.plot(
-            *zip(*evals, strict=True), label=f"{name}: {evals[-1][1]:.1f} %", **style
-        )
+        (line,) = top.plot(*zip(*evals, strict=True), label=f"{name}: {evals[-1][1]:.1f} %", **style)
         if masks:
             bottom.plot(*zip(*masks, strict=True), color=line.get_color(), **style)
     top.set(ylabel="test accuracy, %", ylim=(0, 100), title=title)

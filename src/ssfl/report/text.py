@@ -24,8 +24,7 @@ def split(config: Config, described: dict[str, Any]) -> str:
         "shards": f"{wanted.classes_per_user} classes per user",
     }.get(wanted.scheme, wanted.scheme)
     lines = [
-        f"{len(sizes)} users by {scheme}, seed {wanted.seed}; {len(classes)} classes "
-        f"({_few(classes)})",
+        f"{len(sizes)} users by {scheme}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
         f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
     ]
     for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):

@@ -1,0 +1,181 @@
+"""The command line as a person meets it: output, exit codes, one clear line for every mistake."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssfl import cli
+
+SHORT = [
+    "--set", "federation.rounds=2", "--set", "federation.period=2", "--set", "train.batch_size=8",
+    "--set", "run.threads=1",
+]  # fmt: skip
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ssfl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Call the command in a scratch folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ssfl", *words])
+        try:
+            cli.main()
+            code: int | str | None = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return int(code or 0), out, err
+
+    return call
+
+
+def test_the_quickstart_writes_a_run_folder_and_plain_lines(ssfl: Call) -> None:
+    code, out, err = ssfl("run", *SHORT)
+    assert code == 0
+    assert "accuracy" in out
+    assert "runs/quickstart" in out
+    assert "round 2/2" in err
+    code, out, _ = ssfl("run", *SHORT, "--quiet")
+    assert (code, out) == (0, "")
+    assert Path("runs/quickstart-2/summary.json").is_file()
+
+
+def test_json_prints_the_summary_alone(ssfl: Call) -> None:
+    code, out, err = ssfl("run", *SHORT, "--json", "--out", "a")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads(Path("a/summary.json").read_text())
+    code, again, _ = ssfl("resume", "a", "--json")
+    assert (code, again) == (0, out)
+
+
+def test_split_shows_who_gets_what(ssfl: Call) -> None:
+    code, out, _ = ssfl("split", "--set", "split.skew=1")
+    assert code == 0
+    assert "measured skew R = 1.0000" in out
+    assert "100 % 0" in out
+    assert out.count("user ") >= 10
+    code, out, _ = ssfl("split", "--set", "split.users=40", "--json")
+    assert len(json.loads(out)["sizes"]) == 40
+
+
+def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
+    import torch
+
+    import ssfl as library
+
+    ssfl("run", *SHORT, "--out", "a", "--quiet")
+    model = library.load_model("a")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    Path("scans").mkdir()
+    Image.fromarray(pixels).save("scans/one.png")
+    Image.fromarray(pixels).resize((64, 64)).convert("RGB").save("scans/two.jpg")
+    code, out, _ = ssfl("predict", "a", "scans", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert [Path(row["file"]).name for row in told] == ["one.png", "two.jpg"]
+    shares = model(torch.from_numpy(pixels)[None, None]).detach().softmax(-1)[0]
+    assert told[0]["class"] == model.classes[int(shares.argmax())]
+    assert told[0]["confidence"] == pytest.approx(float(shares.max()), rel=1e-5)
+    code, out, _ = ssfl("predict", "a", "scans/one.png")
+    assert out.startswith("scans/one.png\t")
+
+    code, out, _ = ssfl("export", "a", "out/digits")
+    assert code == 0
+    assert out.split() == ["out/digits.safetensors", "out/digits.json", "out/digits.pt2"]
+    program = torch.export.load("out/digits.pt2").module()
+    images = torch.from_numpy(np.stack([pixels] * 5))[:, None]
+    torch.testing.assert_close(program(images), model(images))
+    assert json.loads(Path("out/digits.json").read_text())["classes"] == list("0123456789")
+    assert library.load_model("out/digits.safetensors").classes == model.classes
+    assert ssfl("export", "a", "out/digits.pt2")[0] == 2
+
+
+def test_compare_tells_by_its_exit_code(ssfl: Call) -> None:
+    for out in ("a", "b"):
+        ssfl("run", *SHORT, "--quiet", "--out", out)
+    ssfl("run", *SHORT, "--quiet", "--out", "c", "--set", "run.seed=2")
+    assert ssfl("compare", "a", "b")[:2] == (0, "the same events in every round\n")
+    code, out, _ = ssfl("compare", "a", "c")
+    assert code == 1
+    assert "config  run.seed: 1 | 2" in out
+    assert "first difference  round 1" in out
+
+
+def npz(**changes: np.ndarray) -> None:
+    arrays = {
+        "x_train": np.zeros((8, 8, 8), np.uint8), "y_train": np.arange(8) % 2,
+        "x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.arange(2),
+    } | changes  # fmt: skip
+    np.savez("bad.npz", **arrays)  # type: ignore[arg-type]
+
+
+def mixed_sizes() -> None:
+    for name, size in (("a/1.png", 8), ("a/2.png", 9), ("b/1.png", 8), ("b/2.png", 8)):
+        Path("images", name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (size, size)).save(Path("images", name))
+
+
+@pytest.mark.parametrize(
+    ("words", "prepare", "told"),
+    [
+        (["run", "--set", "split.usrs=3"], None, "did you mean split.users?"),
+        (["run", "--set", "split.users=three"], None, "must be a whole number"),
+        (["run", "--set", "federation.participants=11"], None, "set it to at most 10"),
+        (["run", "--set", "method.name=grouping", "--set", "federation.groups=11"], None, "at most 10"),
+        (["run", "--set", "split.skew=2"], None, "between 0 and 1"),
+        (["run", "--set", "method.threshold=2"], None, "between 0 and 1"),
+        (["run", "--set", "split.server_labels=2000"], None, "lower it to at most"),
+        (["run", "--set", "split.users=1500"], None, "users would have no image: lower split.users"),
+        (["run", "--set", "run.device=cuda:7"], None, "use 'cpu' or 'auto'"),
+        (["run", "nothing"], None, "presets: emnist, quickstart"),
+        (["run", "--set", "data.name=cifar10"], None, "cifar-10-binary.tar.gz"),
+        (["run", "--set", "data.path=no.npz"], None, "no.npz"),
+        (["run", "--set", "data.path=bad.npz"], lambda: Path("bad.npz").write_bytes(b""), "bad.npz"),
+        (["run", "--set", "data.path=bad.npz"], lambda: Path("bad.npz").write_bytes(b"PK\3\4"), "bad.npz"),
+        (["run", "--set", "data.path=bad.npz"], lambda: npz(x_train=np.full((8, 8, 8), np.nan)), "x_train"),
+        (["run", "--set", "data.path=bad.npz"],
+         lambda: npz(y_train=np.zeros(8, int), y_test=np.zeros(2, int)),
+         "one class only"),
+        (["run", "--set", "data.path=images"], mixed_sizes, "data.size"),
+        (["run", "--out", "."], None, "exists already"),
+        (["resume", "nowhere"], None, "is not a run folder"),
+        (["predict", "nowhere", "x.png"], None, "is not a run folder"),
+        (["compare", "nowhere", "nowhere"], None, "is not a run folder"),
+        (["run", "--set", "train.lr=1000", "--set", "model.norm=none", "--set", "train.cycles=0"], None,
+         "lower train.lr"),
+    ],
+)  # fmt: skip
+def test_every_mistake_gets_one_clear_line(
+    ssfl: Call, words: list[str], prepare: Callable[[], object] | None, told: str
+) -> None:
+    if prepare is not None:
+        prepare()
+    before = sorted(Path().rglob("*"))
+    code, out, err = ssfl(*words, *(["--quiet"] if words[0] == "run" else []))
+    assert code == (3 if "lower train.lr" in told else 2)
+    assert told in err
+    assert err.startswith("ssfl: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    if code == 2:
+        assert sorted(Path().rglob("*")) == before
+
+
+def test_help_is_quick_and_lists_the_verbs() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ssfl", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for verb in ("run", "resume", "split", "predict", "export", "compare"):
+        assert verb in shown.stdout
+    assert " torch\n" not in shown.stderr

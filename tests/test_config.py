@@ -1,0 +1,124 @@
+"""Settings: precedence, round trips, and errors that name the key, the value and the fix."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ssfl.config import CHOICES, RANGES, SECTIONS, Config, from_dict, load_config, presets, to_toml
+from ssfl.errors import ConfigError
+from ssfl.methods import METHODS
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_loads(name: str) -> None:
+    assert isinstance(load_config(name), Config)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_fills_in_what_nobody_set_and_a_persons_keys_win(method: str) -> None:
+    config = load_config("quickstart", [f"method.name={method}"])
+    for section, values in METHODS[method].items():
+        for key, value in values.items():
+            assert getattr(getattr(config, section), key) == value
+    changed = load_config("quickstart", ["model.norm=none", f"method.name={method}"])
+    assert changed.model.norm == "none"
+
+
+def test_toml_goes_round() -> None:
+    config = load_config(
+        "quickstart",
+        ["split.mixtures=[[0.5, 0.5], [1, 0]]", 'data.path=a "strange" näme.npz', "train.lr=1e-7"],
+    )
+    assert config.split.mixtures == ((0.5, 0.5), (1.0, 0.0))
+    assert from_dict(tomllib.loads(to_toml(config))) == config
+
+
+def test_a_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\nname = "digits"\n[federation]\nepochs = 3\n[train]\nlr = 1\n')
+    config = load_config(file, ["federation.rounds=7", "run.device=cpu"])
+    assert config.train.lr == 1.0
+    assert (config.federation.rounds, config.federation.epochs) == (7, None)
+
+
+def test_the_papers_seeds_are_the_defaults() -> None:
+    config = load_config("quickstart")
+    assert (config.split.seed, config.run.seed) == (2019, 1)
+
+
+def test_every_checked_key_is_a_field_and_every_field_is_explained() -> None:
+    fields = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__annotations__}
+    assert set(CHOICES) | set(RANGES) <= fields
+    source = Path(load_config.__code__.co_filename).read_text().splitlines()
+    for number, line in enumerate(source):
+        if line.startswith("    ") and ": " in line and "=" in line and line.strip()[0].isalpha():
+            if source[number - 1].strip().startswith(("def ", "for ")) or "field(" in line:
+                continue
+            key = line.strip().split(":")[0]
+            if any(f.endswith(f".{key}") for f in fields):
+                assert source[number + 1].strip().startswith('"""'), key
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("split.user=3", "unknown key split.user: did you mean split.users?"),
+        ("split.lr=3", "did you mean train.lr?"),
+        ("splt.users=3", "unknown section 'splt'.*did you mean split"),
+        ("split.users", "section.key=value"),
+        ("split.users=many", "split.users = 'many' must be a whole number"),
+        ("split.users=2.5", "must be a whole number"),
+        ("train.nesterov=1", "train.nesterov = 1 must be true or false"),
+        ("split.users=0", "between 1 and"),
+        ("split.skew=1.5", "split.skew = 1.5 must lie between 0 and 1"),
+        ("split.skew=nan", "split.skew = nan must lie between"),
+        ("method.threshold=-0.1", "method.threshold = -0.1 must lie between 0 and 1"),
+        ("federation.participants=11", "more than split.users = 10: set it to at most 10"),
+        ("federation.groups=2", "needs method.averaging = 'grouping'"),
+        ("method.name=groping", "did you mean grouping"),
+        ("method.name=3", "is not one of"),
+        ("model.norm=layer", "model.norm = 'layer' is not one of group, batch, none"),
+        ("method.averaging=weighted", "go together"),
+        ("split.scheme=mixture", "needs split.mixtures"),
+        ("split.mixtures=[1]", "rows of numbers"),
+        ("split.labels_at=users", "add method.server = 'none'"),
+        ("train.momentum=0", "set train.nesterov=false"),
+    ],
+)
+def test_mistakes_are_named(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config("quickstart", [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_more_groups_than_participants() -> None:
+    with pytest.raises(ConfigError, match="groups = 4 is more than the 3 participants"):
+        load_config(
+            "quickstart", ["method.name=grouping", "federation.groups=4", "federation.participants=3"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data = 3", r"\[data\] must be a section"),
+        ("[data", "not valid TOML"),
+        ('[data]\nname = "digits"', "federation.rounds or federation.epochs"),
+        ("[federation]\nrounds = 3", "data.name .* or data.path"),
+        ('[data]\nname = "mnist"', "data.name = 'mnist' is not one of digits"),
+        ("[tain]\nlr = 1", r"unknown section \[tain\]: did you mean train"),
+    ],
+)
+def test_files_with_mistakes(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(file)
+
+
+def test_configs_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean quickstart"):
+        load_config("quickstar")
+    with pytest.raises(ConfigError, match=r"cannot read .*no\.toml"):
+        load_config(tmp_path / "no.toml")

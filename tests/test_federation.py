@@ -1,0 +1,171 @@
+"""A round, with trainers simple enough to follow by hand."""
+
+import pytest
+import torch
+
+from ssfl.federation import Cohort, State, draw_cohort, play_round
+from ssfl.work import Trained
+
+
+def state(streams: list[float], momentum: int = 0) -> State:
+    rows = torch.tensor(streams, dtype=torch.float64)[:, None]
+    return State(5, rows, rows.mean(0), torch.zeros(momentum, 1, dtype=torch.float64))
+
+
+def add(amounts: list[float]):  # type: ignore[no-untyped-def]
+    """A trainer that adds to each row; momentum counts the visits."""
+
+    def train(rows: torch.Tensor, momentum: torch.Tensor) -> Trained:
+        return Trained(rows + torch.tensor(amounts, dtype=torch.float64)[:, None], momentum + 1, {})
+
+    return train
+
+
+GROUPED = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1))
+
+
+def test_users_start_from_their_groups_stream_and_the_server_from_the_mean() -> None:
+    new, outcome = play_round(
+        state([10, 20]), GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([30]), server="parallel"
+    )
+    assert outcome.sent.flatten().tolist() == [10, 20, 10, 20]
+    assert outcome.server_sent is not None
+    assert outcome.server_sent.item() == 15
+    # w_s = 45; stream 1 = (45 + 11 + 13) / 3; stream 2 = (45 + 22 + 24) / 3
+    assert new.streams.flatten().tolist() == pytest.approx([23, 91 / 3])
+    assert new.average.item() == pytest.approx((23 + 91 / 3) / 2)
+    assert new.round == 6
+
+
+def test_a_groups_members_are_whoever_is_dealt_there() -> None:
+    moved = Cohort((0, 1), (0, 1), ((1,), (0,)), (1, 0))
+    _, outcome = play_round(
+        state([10, 20]), moved, train_users=add([0, 0]), train_server=add([0]), server="parallel"
+    )
+    assert outcome.sent.flatten().tolist() == [20, 10]
+
+
+def test_alternate_averages_users_and_then_trains_the_average() -> None:
+    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
+    new, outcome = play_round(
+        state([10]), cohort, train_users=add([2, 4]), train_server=add([100]), server="alternate"
+    )
+    assert outcome.server_sent is not None
+    assert outcome.server_sent.item() == 13
+    assert new.average.item() == 113
+    assert new.streams.tolist() == [[113]]
+
+
+def test_without_a_server_the_mean_is_over_users_alone() -> None:
+    new, outcome = play_round(
+        state([10, 20]), GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([9]), server="none"
+    )
+    assert outcome.server is None
+    assert new.streams.flatten().tolist() == [12, 23]
+
+
+@pytest.mark.parametrize(("server", "expected"), [("parallel", 16), ("alternate", 16), ("none", 15)])
+def test_a_round_in_which_nobody_comes_back(server: str, expected: float) -> None:
+    gone = Cohort((0, 1), (), ((), ()), ())
+    new, outcome = play_round(
+        state([10, 20]), gone, train_users=add([]), train_server=add([1]), server=server
+    )
+    assert outcome.users is None
+    assert new.average.item() == expected
+
+
+def test_the_servers_share_can_be_given() -> None:
+    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
+    new, _ = play_round(
+        state([0]), cohort, train_users=add([1, 3]), train_server=add([10]), server="parallel",
+        server_weight=0.25,
+    )  # fmt: skip
+    assert new.average.item() == pytest.approx(0.25 * 10 + 0.75 * 2)
+
+
+def test_momentum_is_kept_in_its_slots_and_resets_without_any() -> None:
+    cohort = Cohort((1, 3), (1, 3), ((0, 1),), (0, 0))
+    kept = state([0], momentum=5)
+    for _ in range(2):
+        kept, _ = play_round(
+            kept, cohort, train_users=add([1, 1]), train_server=add([1]), server="parallel", slots=[1, 3]
+        )
+    assert kept.momentum.flatten().tolist() == [0, 2, 0, 2, 2]
+    # nothing kept: trainers see zeros of the weights' length
+    seen: list[torch.Tensor] = []
+
+    def look(rows: torch.Tensor, momentum: torch.Tensor) -> Trained:
+        seen.append(momentum)
+        return Trained(rows, momentum + 1, {})
+
+    once = state([0])
+    for _ in range(2):
+        once, _ = play_round(once, cohort, train_users=look, train_server=look, server="parallel")
+    assert [m.flatten().tolist() for m in seen] == [[0, 0], [0], [0, 0], [0]]
+
+
+def test_statistics_can_be_the_servers_own() -> None:
+    cohort = Cohort((0,), (0,), ((0,),), (0,))
+    rows = torch.tensor([[1.0, 2.0, 3.0]])
+    start = State(0, rows, rows[0], torch.zeros(0, 2))
+
+    def move(by: float):  # type: ignore[no-untyped-def]
+        return lambda rows, momentum: Trained(rows + by, momentum, {})
+
+    new, _ = play_round(
+        start, cohort, train_users=move(10), train_server=move(20), server="parallel",
+        statistics=slice(2, None),
+    )  # fmt: skip
+    assert new.average.tolist() == [16, 17, 23]
+    assert new.streams.tolist() == [[16, 17, 23]]
+
+
+def test_a_round_leaves_its_state_alone() -> None:
+    before = state([10, 20], momentum=5)
+    copies = [t.clone() for t in (before.streams, before.average, before.momentum)]
+    play_round(
+        before, GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([3]), server="parallel",
+        slots=[0, 1, 2, 3], statistics=slice(0, 1),
+    )  # fmt: skip
+    for kept, now in zip(copies, (before.streams, before.average, before.momentum), strict=True):
+        assert torch.equal(kept, now)
+
+
+def cohort(round: int, **changes: float) -> Cohort:
+    settings = {"seed": 1, "users": 20, "participants": 7, "groups": 3, "dropout": 0.0} | changes
+    return draw_cohort(round, **settings)  # type: ignore[arg-type]
+
+
+def test_cohorts_are_drawn_without_replacement_and_dealt_evenly() -> None:
+    seen = [0] * 20
+    partners = set()
+    for round in range(400):
+        drawn = cohort(round)
+        assert len(set(drawn.users)) == 7
+        assert sorted(len(group) for group in drawn.groups) == [2, 2, 3]
+        for user in drawn.users:
+            seen[user] += 1
+        partners.add(drawn.groups)
+    assert min(seen) > 100
+    assert max(seen) < 180
+    assert len(partners) > 100
+
+
+def test_everybody_takes_part_when_c_is_k_but_groups_still_change() -> None:
+    everybody = [cohort(round, participants=20) for round in range(5)]
+    assert all(drawn.users == tuple(range(20)) for drawn in everybody)
+    assert len({drawn.groups for drawn in everybody}) == 5
+
+
+def test_some_do_not_come_back() -> None:
+    rounds = [cohort(round, participants=20, dropout=0.3) for round in range(200)]
+    returned = sum(len(drawn.users) for drawn in rounds) / 4000
+    assert abs(returned - 0.7) < 0.03
+    assert all(len(drawn.drawn) == 20 for drawn in rounds)
+    assert cohort(0, dropout=1.0).users == ()
+    # who else drops out changes nobody's group
+    whole, part = cohort(3, participants=20), rounds[3]
+    assert all(
+        whole.streams[whole.users.index(user)] == stream
+        for user, stream in zip(part.users, part.streams, strict=True)
+    )

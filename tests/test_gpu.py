@@ -1,0 +1,52 @@
+"""On a GPU: the same draws and views as on the CPU, the same rounds, the same bytes after a resume."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssfl
+from ssfl import assemble, draws
+from ssfl.config import Config
+from ssfl.work import positions
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+Make = Callable[..., Config]
+
+
+def test_draws_and_batches_are_bit_equal() -> None:
+    keys = torch.arange(1000) * 12345 + draws.key(1, "strong")
+    assert torch.equal(draws.bits(keys.cuda(), 7).cpu(), draws.bits(keys, 7))
+    users, sizes = torch.arange(50), torch.arange(50) * 3 + 1
+    ours = positions(5, users, sizes, 100, 64)
+    assert torch.equal(positions(5, users.cuda(), sizes.cuda(), 100, 64).cpu(), ours)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_float64_rounds_are_the_cpus(quick: Make, engine: str, norm: str) -> None:
+    settings = [f"run.engine={engine}", f"model.norm={norm}", "train.precision=float64", "train.lr=0.05",
+                "method.threshold=0.15"]  # fmt: skip
+    rows = []
+    for device in ("cpu", "cuda"):
+        sim = assemble.make(quick(f"run.device={device}", *settings))
+        state = sim.initial()
+        for _ in range(4):
+            state, events = sim.play(state)
+        rows.append(state.average.cpu())
+    assert events[0]["mask_rate"] > 0
+    assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_the_same_bytes_again_and_after_a_resume(quick: Make, tmp_path: Path, engine: str) -> None:
+    config = quick(f"run.engine={engine}", "run.device=cuda", "run.checkpoint_every=2", "federation.rounds=6")
+    first, second = (ssfl.run(config, tmp_path / name).path for name in ("a", "b"))
+    model = (first / "model.safetensors").read_bytes()
+    assert (second / "model.safetensors").read_bytes() == model
+    for name in ("summary.json", "model.safetensors"):
+        (second / name).unlink()
+    sorted((second / "checkpoints").iterdir())[-1].unlink()
+    ssfl.resume(second)
+    assert (second / "model.safetensors").read_bytes() == model

@@ -1,0 +1,108 @@
+"""Real processes, really killed: what was saved goes on to the same bytes."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROUNDS = 12
+SETTINGS = [
+    f"federation.rounds={ROUNDS}", "federation.period=2", "train.batch_size=8", "run.checkpoint_every=3",
+    "run.eval_every=4", "run.threads=1", "method.name=grouping", "federation.participants=6",
+]  # fmt: skip
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "ssfl", *map(str, words)]
+
+
+def begin(out: Path, engine: str, *more: str) -> subprocess.Popen[str]:
+    sets = [word for s in [*SETTINGS, f"run.engine={engine}", *more] for word in ("--set", s)]
+    return subprocess.Popen(command("run", *sets, "--out", out), stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_round(out: Path, round: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early: {process.communicate()[1]}")
+        events = out / "events.jsonl"
+        if events.is_file() and f'"round": {round},' in events.read_text():
+            return
+        time.sleep(0.01)
+    pytest.fail("the run made no progress")
+
+
+def content(path: Path) -> tuple[bytes, list[dict[str, object]]]:
+    lines = (path / "events.jsonl").read_text().splitlines()
+    events = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    return (path / "model.safetensors").read_bytes(), events
+
+
+@pytest.fixture(scope="module", params=["loop", "vmap"])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    out = tmp_path_factory.mktemp("runs") / "straight"
+    process = begin(out, request.param)
+    assert process.wait(120) == 0, process.communicate()[1]
+    return request.param, out
+
+
+def test_kill_9_and_resume_to_the_same_bytes(straight: tuple[str, Path], tmp_path: Path) -> None:
+    engine, reference = straight
+    out = tmp_path / "killed"
+    process = begin(out, engine)
+    wait_for_round(out, 5, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    assert not (out / "summary.json").exists()
+    resumed = subprocess.run(command("resume", out, "--quiet"), capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr == ""
+    assert content(out) == content(reference)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(straight: tuple[str, Path], tmp_path: Path) -> None:
+    engine, reference = straight
+    out = tmp_path / "stopped"
+    process = begin(out, engine)
+    wait_for_round(out, 4, process)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"go on with `ssfl resume {out}`" in told
+    assert "Traceback" not in told
+    done = max(int(p.stem.split("-")[1]) for p in (out / "checkpoints").iterdir())
+    assert f"stopped after round {done};" in told
+    assert subprocess.run(command("resume", out, "--quiet")).returncode == 0
+    assert content(out) == content(reference)
+
+
+def test_a_full_disk_loses_no_checkpoint(straight: tuple[str, Path], tmp_path: Path) -> None:
+    engine, reference = straight
+    if engine == "vmap":
+        pytest.skip("saving does not depend on the engine")
+    out = tmp_path / "full"
+    process = begin(out, engine)
+    wait_for_round(out, 4, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    before = {p.name: p.read_bytes() for p in (out / "checkpoints").iterdir() if not p.name.startswith(".")}
+
+    def no_room() -> None:  # no file may grow past this, as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+    failed = subprocess.run(
+        command("resume", out, "--quiet"), capture_output=True, text=True, preexec_fn=no_room
+    )
+    assert failed.returncode == 2, failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert "checkpoints are intact" in failed.stderr
+    after = {p.name: p.read_bytes() for p in (out / "checkpoints").iterdir()}
+    assert after == before
+    assert subprocess.run(command("resume", out, "--quiet")).returncode == 0
+    assert content(out) == content(reference)

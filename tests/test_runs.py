@@ -1,0 +1,254 @@
+"""The run folder: what is in it, what survives, what is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ssfl
+from ssfl import compare, runs
+from ssfl.config import Config
+from ssfl.errors import ConfigError, DivergedError, RunError
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def done(quick: Make, tmp_path: Path) -> Path:
+    return ssfl.run(quick("run.checkpoint_every=1", "run.eval_every=2"), tmp_path / "run").path
+
+
+def events_of(path: Path) -> list[dict[str, object]]:
+    return [
+        {key: value for key, value in event.items() if key not in runs.WALL_CLOCK}
+        for event in runs.read_events(path)
+    ]
+
+
+def undone(path: Path) -> None:
+    """Take away what a finished run has and a killed one has not."""
+    (path / "summary.json").unlink()
+    (path / "model.safetensors").unlink()
+
+
+def test_a_run_folder_holds_what_it_should(done: Path) -> None:
+    assert sorted(p.name for p in done.iterdir()) == [
+        "checkpoints", "config.toml", "events.jsonl", "model.safetensors", "split.json", "summary.json",
+    ]  # fmt: skip
+    events = list(runs.read_events(done))
+    assert [e["event"] for e in events] == ["round", "round", "eval", "round", "round", "eval"]
+    for key in ("loss", "mask_rate", "pseudo_accuracy", "update_norm", "server_loss", "seconds", "lr"):
+        assert key in events[0]
+    summary = json.loads((done / "summary.json").read_text())
+    assert summary["accuracy"] == events[-1]["accuracy"]
+    assert summary["rounds"] == 4
+    parameters = summary["parameters"]
+    assert summary["bytes_up"] == summary["bytes_down"] == 4 * 10 * parameters * 4
+    parts = json.loads((done / "split.json").read_text())
+    assert abs(parts["measured_skew"] - 0.4) < 0.03
+    assert parts["server"] == [5] * 10
+    resolved = ssfl.load_config(done / "config.toml")
+    assert resolved.federation.participants == 10
+    assert resolved.model.name == "small"
+    assert resolved.run.engine in ("loop", "vmap")
+
+
+def test_the_model_of_a_run_predicts_what_was_evaluated(done: Path) -> None:
+    from ssfl.data import sources
+
+    model = ssfl.load_model(done)
+    assert model.classes == tuple("0123456789")
+    assert not model.training
+    digits = sources.load("digits", root=Path("data"))
+    with torch.no_grad():
+        right = model(digits.test_images).argmax(1) == digits.test_labels
+        whole = model(digits.test_images.float() / 255)
+    assert float(right.double().mean()) == json.loads((done / "summary.json").read_text())["accuracy"]
+    torch.testing.assert_close(whole, model(digits.test_images), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_going_on_from_any_checkpoint_ends_in_the_same_bytes(
+    quick: Make, tmp_path: Path, engine: str
+) -> None:
+    config = quick(
+        f"run.engine={engine}", "run.checkpoint_every=1", "method.name=grouping", "run.diversity_every=2",
+        "train.momentum_policy=slot", "federation.participants=5", "federation.dropout=0.2",
+    )  # fmt: skip
+    straight = ssfl.run(config, tmp_path / "straight").path
+    model, events = (straight / "model.safetensors").read_bytes(), events_of(straight)
+    checkpoints = sorted((straight / "checkpoints").iterdir())
+    assert len(checkpoints) == 2
+    undone(straight)
+    checkpoints[-1].unlink()
+    assert ssfl.resume(straight).accuracy == events[-1]["accuracy"]
+    assert (straight / "model.safetensors").read_bytes() == model
+    assert events_of(straight) == events
+    # and from nothing: killed before the first checkpoint
+    undone(straight)
+    for file in (straight / "checkpoints").iterdir():
+        file.unlink()
+    ssfl.resume(straight)
+    assert (straight / "model.safetensors").read_bytes() == model
+    assert events_of(straight) == events
+
+
+def test_a_torn_checkpoint_is_passed_over(done: Path) -> None:
+    model, events = (done / "model.safetensors").read_bytes(), events_of(done)
+    older, newest = sorted((done / "checkpoints").iterdir())
+    whole = newest.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-20] ^= 1
+    for torn in (whole[: len(whole) // 2], b"", bytes(damaged), b"x" * 100):
+        undone(done)
+        newest.write_bytes(torn)
+        ssfl.resume(done)
+        assert (done / "model.safetensors").read_bytes() == model
+        assert events_of(done) == events
+    undone(done)
+    for file in (done / "checkpoints").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(RunError, match=r"no checkpoint of .* can be read"):
+        ssfl.resume(done)
+    assert older.exists()
+
+
+def test_events_after_the_checkpoint_and_torn_lines_are_cut(done: Path) -> None:
+    events = events_of(done)
+    undone(done)
+    newest = sorted((done / "checkpoints").iterdir())[-1]
+    newest.unlink()
+    with (done / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "round", "rou')
+    ssfl.resume(done)
+    assert events_of(done) == events
+
+
+def test_a_finished_run_is_only_reported(done: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in done.rglob("*")}
+    result = ssfl.resume(done)
+    assert result.accuracy == result.history[-1]["accuracy"]
+    assert {p: p.stat().st_mtime_ns for p in done.rglob("*")} == before
+
+
+def test_a_folder_that_exists_is_never_overwritten(quick: Make, done: Path) -> None:
+    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    with pytest.raises(RunError, match="exists already and is not overwritten"):
+        ssfl.run(quick(), done)
+    assert {p: p.read_bytes() for p in done.rglob("*") if p.is_file()} == before
+
+
+def test_another_config_another_format_and_other_images_are_refused(done: Path, tmp_path: Path) -> None:
+    undone(done)
+    config = (done / "config.toml").read_text()
+    (done / "config.toml").write_text(config.replace("lr = 0.02", "lr = 0.06"))
+    with pytest.raises(RunError, match="belongs to another config"):
+        ssfl.resume(done)
+    (done / "config.toml").write_text(config)
+    parts = json.loads((done / "split.json").read_text())
+    (done / "split.json").write_text(json.dumps(parts | {"fingerprint": "0"}))
+    with pytest.raises(RunError, match="are not those"):
+        ssfl.resume(done)
+    (done / "split.json").write_text(json.dumps(parts))
+    newest = sorted((done / "checkpoints").iterdir())[-1]
+    raw = newest.read_bytes()
+    assert b'"format":"1"' in raw
+    newest.write_bytes(raw.replace(b'"format":"1"', b'"format":"9"'))
+    with pytest.raises(RunError, match="format 9"):
+        ssfl.resume(done)
+
+
+def test_other_versions_are_told(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undone(done)
+    sorted((done / "checkpoints").iterdir())[-1].unlink()
+    monkeypatch.setattr(runs, "versions", lambda: {"ssfl": "99"})
+    told: list[str] = []
+    ssfl.resume(done, warn=told.append)
+    assert "goes on with ssfl 99" in told[0]
+
+
+@pytest.mark.parametrize("place", ["missing", "empty"])
+def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    if place == "empty":
+        path.mkdir()
+    for verb in (ssfl.resume, ssfl.load_model, lambda p: list(runs.read_events(p))):
+        with pytest.raises(RunError, match="is not a run folder"):
+            verb(path)
+
+
+def test_bad_input_leaves_no_folder_behind(quick: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lower it to at most"):
+        ssfl.run(quick("split.server_labels=100000"), tmp_path / "new")
+    with pytest.raises(ConfigError, match="not available on this machine"):
+        ssfl.run(quick("run.device=cuda:99"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+    quick: Make, tmp_path: Path
+) -> None:
+    config = quick("train.lr=1000", "model.norm=none", "train.warmup=9", "train.cycles=0",
+                   "run.checkpoint_every=1", "federation.rounds=30")  # fmt: skip
+    with pytest.raises(DivergedError, match=r"round \d+: the loss or update of .* lower train.lr"):
+        ssfl.run(config, tmp_path / "run")
+    found = runs.load_checkpoint(tmp_path / "run", runs.read_config(tmp_path / "run"), torch.device("cpu"))
+    if found is not None:
+        assert found.state.average.isfinite().all()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_compare_names_the_first_difference(quick: Make, done: Path, tmp_path: Path) -> None:
+    same = ssfl.run(quick("run.checkpoint_every=1", "run.eval_every=2"), tmp_path / "same").path
+    assert compare.first_difference(done, same) is None
+    other = ssfl.run(quick("run.eval_every=2", "train.lr=0.04"), tmp_path / "other").path
+    assert "train.lr: 0.02 | 0.04" in compare.settings(done, other)
+    assert compare.first_difference(done, other) == "round 1, lr: 0.02 | 0.04"
+    lines = (same / "events.jsonl").read_text().splitlines()
+    event = json.loads(lines[3])
+    event["user_loss"][4] += 1
+    lines[3] = json.dumps(event)
+    (same / "events.jsonl").write_text("\n".join(lines) + "\n")
+    difference = compare.first_difference(done, same)
+    assert difference is not None
+    assert difference.startswith("round 3, user 4, loss: ")
+
+
+@pytest.mark.parametrize("statistics", ["average", "server", "recompute"])
+def test_batch_norm_statistics_are_a_choice(quick: Make, tmp_path: Path, statistics: str) -> None:
+    config = quick("method.name=crl-bn", f"model.norm_statistics={statistics}", "federation.rounds=6",
+                   "federation.period=8", "train.lr=0.02")  # fmt: skip
+    result = ssfl.run(config, tmp_path / "run")
+    assert result.accuracy > 0.3
+    tensors, _ = runs.read_model(tmp_path / "run" / "model.safetensors")
+    assert (tensors["norm1.running_var"] > 0).all()
+
+
+def test_validation_images_are_apart_and_told(quick: Make, tmp_path: Path) -> None:
+    result = ssfl.run(quick("data.validation=0.2"), tmp_path / "run")
+    assert 0 <= result.history[-1]["validation_accuracy"] <= 1
+    parts = json.loads((tmp_path / "run" / "split.json").read_text())
+    assert parts["validation"] + sum(parts["sizes"]) + sum(parts["server"]) == 1797 - 360
+
+
+def test_an_npz_with_unlabelled_images_trains(tmp_path: Path, patterns: Path) -> None:
+    arrays = dict(np.load(patterns))
+    arrays["x_unlabelled"] = arrays["x_train"][120:]
+    arrays |= {"x_train": arrays["x_train"][:40], "y_train": arrays["y_train"][:40]}
+    np.savez(tmp_path / "mine.npz", **arrays)
+    config = ssfl.load_config(
+        "quickstart",
+        [f"data.path={tmp_path / 'mine.npz'}", "split.users=3", "federation.rounds=2", "model.name=small",
+         "federation.period=2"],
+    )  # fmt: skip
+    config = replace(config, split=replace(config.split, server_labels=None))
+    path = ssfl.run(config, tmp_path / "run").path
+    parts = json.loads((path / "split.json").read_text())
+    assert parts["server"] == [10] * 4
+    assert parts["sizes"] == [40, 40, 40]
+    events = list(runs.read_events(path))
+    assert events[0]["mask_rate"] >= 0

@@ -1,0 +1,113 @@
+"""The local work: batches, views and losses are functions of their names alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssfl import draws
+from ssfl.work import Objective, Pool, Work, local_loss, make_batch, positions
+
+POOL = Pool(
+    torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
+    torch.arange(50) % 10, (0.5,), (0.25,), False, torch.float64,
+)  # fmt: skip
+
+
+def work(trainers: list[int], objective: str = "consistency", round: int = 3) -> Work:
+    batches = torch.stack([(torch.arange(12) * 7 + t).reshape(3, 4) % 50 for t in trainers])
+    return Work(Objective(objective), torch.tensor(trainers), batches, None, (0.1,) * 3, 1, round)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 70), min_size=1, max_size=5), passes=st.integers(0, 3))
+def test_batches_are_cut_from_fresh_permutations(sizes: list[int], passes: int) -> None:
+    users = torch.arange(len(sizes)) + 4
+    for user, size in enumerate(sizes):
+        places = positions(9, users, torch.tensor(sizes), passes * size, size)[user]
+        assert sorted(places.tolist()) == list(range(size))
+
+
+def test_a_batch_runs_on_into_the_next_permutation_and_serves_users_with_few_images() -> None:
+    sizes, users = torch.tensor([3, 100]), torch.tensor([0, 1])
+    whole = positions(9, users, sizes, 0, 64)
+    assert whole.shape == (2, 64)
+    parts = [positions(9, users, sizes, start, 16) for start in range(0, 64, 16)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert whole[0].bincount().tolist() == [22, 21, 21] or set(whole[0].bincount().tolist()) == {21, 22}
+    alone = positions(9, users[1:], sizes[1:], 0, 64)
+    assert torch.equal(alone[0], whole[1])
+
+
+def test_permutations_are_as_even_as_chance() -> None:
+    # every image lands in every place equally often, and neighbours are not remembered
+    count, size = 20_000, 6
+    users = torch.arange(count)
+    orders = positions(1, users, torch.full((count,), size), 0, size).numpy()
+    for place in range(size):
+        shares = np.bincount(orders[:, place], minlength=size) / count
+        assert np.abs(shares - 1 / size).max() < 0.012
+    pairs = np.bincount(orders[:, 0] * size + orders[:, 1], minlength=size**2)[[1, 9, 20, 33]] / count
+    assert np.abs(pairs - 1 / 30).max() < 0.006
+    whole = len({tuple(order) for order in orders.tolist()})
+    assert whole == 720
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_views_do_not_depend_on_who_else_trains(step: int) -> None:
+    together = make_batch(POOL, work([3, 7, 9]), step)
+    alone = make_batch(POOL, work([7]), step)
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a[1], b[0])
+
+
+def test_views_differ_between_rounds_users_and_steps() -> None:
+    same = torch.zeros(2, 3, 4, dtype=torch.int64)
+    base = work([3, 7])
+    base = Work(base.objective, base.trainers, same, None, base.rates, 1, 3)
+    strong = make_batch(POOL, base, 0).strong
+    assert not torch.equal(strong[0], strong[1])
+    assert not torch.equal(strong, make_batch(POOL, base, 1).strong)
+    later = Work(base.objective, base.trainers, same, None, base.rates, 1, 4)
+    assert not torch.equal(strong, make_batch(POOL, later, 0).strong)
+
+
+def test_the_loss_is_a_mean_over_the_batch_with_masked_images_as_zeros() -> None:
+    # a network that is sure of bright images alone
+    def forward(images: torch.Tensor, training: bool, key: torch.Tensor) -> torch.Tensor:
+        bright = images.mean((1, 2, 3))
+        return torch.stack([20 * bright, torch.zeros_like(bright)], 1)
+
+    batch = make_batch(POOL, work([1]), 0)
+    batch = type(batch)(*(part[0] for part in batch))
+    loss, stats = local_loss(forward, batch, Objective("consistency", threshold=0.9))
+    sure = [torch.softmax(forward(x[None], True, batch.keys)[0], 0).max() >= 0.9 for x in batch.weak]
+    labels = forward(batch.weak, True, batch.keys).argmax(1)
+    each = torch.nn.functional.cross_entropy(
+        forward(batch.strong, True, batch.keys), labels, reduction="none"
+    )
+    expected = sum(float(value) for value, counts in zip(each, sure, strict=True) if counts) / 4
+    assert float(loss) == pytest.approx(expected)
+    assert float(stats["masked"]) == pytest.approx(sum(map(bool, sure)) / 4)
+
+
+def test_labelled_images_of_users_add_their_own_loss() -> None:
+    def forward(images: torch.Tensor, training: bool, key: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(images), 10, dtype=torch.float64)
+
+    base = work([1, 2])
+    labelled = base.batches.clone()
+    labelled[1] = -1  # the second user has none
+    mine = Work(base.objective, base.trainers, base.batches, labelled, base.rates, 1, 3)
+    batch = make_batch(POOL, mine, 0)
+    losses = [
+        float(local_loss(forward, type(batch)(*(part[i] for part in batch)), mine.objective)[0])
+        for i in range(2)
+    ]
+    assert losses == pytest.approx([np.log(10), 0])
+
+
+def test_the_server_has_a_name_of_its_own() -> None:
+    keys = {draws.key(1, "weak", 0, user) for user in (draws.SERVER, *range(100))}
+    assert len(keys) == 101
