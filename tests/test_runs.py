@@ -145,7 +145,7 @@ def test_a_folder_that_exists_is_never_overwritten(quick: Make, done: Path) -> N
 def test_another_config_another_format_and_other_images_are_refused(done: Path, tmp_path: Path) -> None:
     undone(done)
     config = (done / "config.toml").read_text()
-    (done / "config.toml").write_text(config.replace("lr = 0.02", "lr = 0.06"))
+    (done / "config.toml").write_text(config.replace("lr = 0.03", "lr = 0.06"))
     with pytest.raises(RunError, match="belongs to another config"):
         ssfl.resume(done)
     (done / "config.toml").write_text(config)
@@ -206,8 +206,8 @@ def test_compare_names_the_first_difference(quick: Make, done: Path, tmp_path: P
     same = ssfl.run(quick("run.checkpoint_every=1", "run.eval_every=2"), tmp_path / "same").path
     assert compare.first_difference(done, same) is None
     other = ssfl.run(quick("run.eval_every=2", "train.lr=0.04"), tmp_path / "other").path
-    assert "train.lr: 0.02 | 0.04" in compare.settings(done, other)
-    assert compare.first_difference(done, other) == "round 1, lr: 0.02 | 0.04"
+    assert "train.lr: 0.03 | 0.04" in compare.settings(done, other)
+    assert compare.first_difference(done, other) == "round 1, lr: 0.03 | 0.04"
     lines = (same / "events.jsonl").read_text().splitlines()
     event = json.loads(lines[3])
     event["user_loss"][4] += 1

@@ -20,7 +20,7 @@ def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path
         raise SsflError("plots need matplotlib: pip install 'ssfl[report]'") from error
 
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(7, 6), sharex=True, height_ratios=[2, 1], layout="constrained"
+        2, 1, figsize=(7, 6.4), sharex=True, height_ratios=[2, 1], layout="constrained"
     )
     for number, (name, events) in enumerate(histories.items()):
         style = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 2}
@@ -33,7 +33,7 @@ def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path
     bottom.set(xlabel="round", ylabel="mask rate", ylim=(0, 1.02))
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
-    top.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
