@@ -171,6 +171,22 @@ def test_other_versions_are_told(done: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "goes on with ssfl 99" in told[0]
 
 
+def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
+    quick: Make, tmp_path: Path
+) -> None:
+    path = ssfl.run(quick("run.checkpoint_every=1"), tmp_path / "run").path
+    undone(path)
+    elsewhere = (path / "config.toml").read_text().replace('device = "cpu"', 'device = "cuda:77"')
+    (path / "config.toml").write_text(elsewhere)
+    config = runs.read_config(path)
+    for file in (path / "checkpoints").iterdir():
+        file.unlink()
+    told: list[str] = []
+    ssfl.resume(path, warn=told.append)
+    assert "no cuda:77" in told[0]
+    assert runs.load_checkpoint(path, config, torch.device("cpu")) is not None
+
+
 @pytest.mark.parametrize("place", ["missing", "empty"])
 def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     path = tmp_path / place

@@ -25,8 +25,9 @@ from scipy.io import savemat
 from torch import Tensor
 
 from ssfl.data import download, formats
+from ssfl.data.dataset import Dataset
 from ssfl.data.download import OFFICIAL, Official, Remote
-from ssfl.data.sources import EMNIST_CLASSES, Dataset, load, read_image_files
+from ssfl.data.sources import EMNIST_CLASSES, load, read_image_files
 from ssfl.errors import DataError
 
 

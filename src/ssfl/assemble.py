@@ -13,6 +13,7 @@ import torch
 from ssfl import engines, models
 from ssfl.config import Config
 from ssfl.data import sources, split
+from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError
 from ssfl.rows import layout_of
 from ssfl.simulation import Owners, Simulation
@@ -33,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def load_data(config: Config) -> sources.Dataset:
+def load_data(config: Config) -> Dataset:
     """The images that [data] names."""
     data = config.data
     return sources.load(
@@ -42,7 +43,7 @@ def load_data(config: Config) -> sources.Dataset:
     )  # fmt: skip
 
 
-def resolve(config: Config, dataset: sources.Dataset) -> Config:
+def resolve(config: Config, dataset: Dataset) -> Config:
     """The config with every choice made that depends on the data."""
     federation, wanted = config.federation, config.split
     participants = federation.participants or wanted.users
@@ -84,7 +85,7 @@ def resolve(config: Config, dataset: sources.Dataset) -> Config:
     )
 
 
-def make_parts(config: Config, dataset: sources.Dataset) -> tuple[split.Parts, split.Index]:
+def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, split.Index]:
     """Who gets which images, and the images set aside for validation."""
     wanted = config.split
     labels = dataset.labels.numpy()
@@ -151,7 +152,7 @@ def make(config: Config) -> Simulation:
     )  # fmt: skip
 
 
-def describe_split(dataset: sources.Dataset, parts: split.Parts, held: split.Index) -> dict[str, Any]:
+def describe_split(dataset: Dataset, parts: split.Parts, held: split.Index) -> dict[str, Any]:
     """split.json: who holds how much of what."""
     labels = dataset.labels.numpy()
     users = parts.users
@@ -171,7 +172,7 @@ def describe_split(dataset: sources.Dataset, parts: split.Parts, held: split.Ind
     return described
 
 
-def fingerprint(dataset: sources.Dataset) -> str:
+def fingerprint(dataset: Dataset) -> str:
     """A checksum of the images and labels, to know them again."""
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ssfl import diversity, draws, engines, models
 from ssfl.config import Config
-from ssfl.data import sources, split
+from ssfl.data import split
+from ssfl.data.dataset import Dataset
 from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
 from ssfl.rows import Layout, row_of, write_row
@@ -50,7 +51,7 @@ class Simulation:
 
     config: Config
     """Resolved: nothing is left to be chosen."""
-    dataset: sources.Dataset
+    dataset: Dataset
     parts: split.Parts
     validation: split.Index
     pool: Pool

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ssfl import assemble, runs
 from ssfl.config import Config
-from ssfl.errors import RunError, SsflError
+from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
 from ssfl.simulation import Simulation
@@ -54,7 +54,8 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
         sim = assemble.make(config)
         parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
         runs.create(path, sim.config, parts)
-        return _rounds(sim, path, Checkpoint(sim.initial(), {}, runs.versions()), report)
+        start = Checkpoint(sim.initial(), {}, runs.versions())
+        return _rounds(sim, path, start, report, sim.config)
 
 
 def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
@@ -65,7 +66,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
     if summary is not None:
         return Result(summary["accuracy"], list(runs.read_events(path)), path)
     with reproducible():
-        sim = assemble.make(config)
+        sim = assemble.make(_here(config, warn))
         _check_unchanged(sim, path)
         found = runs.load_checkpoint(path, config, sim.device)
         start = found or Checkpoint(sim.initial(), {}, runs.versions())
@@ -75,10 +76,11 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
                 f"{_words(runs.versions())}: numbers may differ from here on"
             )
         runs.cut_events(path, start.state.round)
-        return _rounds(sim, path, start, report)
+        return _rounds(sim, path, start, report, config)
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, config: Config) -> Result:
+    """From a state to the end; `config` is the one that the run folder holds."""
     state = start.state
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every = sim.config.run
@@ -103,7 +105,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     report(event)
             history += events
             if last or interrupted.is_set() or state.round % every.checkpoint_every == 0:
-                runs.save_checkpoint(path, sim.config, Checkpoint(state, totals, runs.versions()))
+                runs.save_checkpoint(path, config, Checkpoint(state, totals, runs.versions()))
             if interrupted.is_set() and not last:
                 raise Interrupted(path, state.round)
     return _finish(sim, path, state, totals, history)
@@ -166,6 +168,19 @@ def _check_unchanged(sim: Simulation, path: Path) -> None:
         raise RunError(f"{path} is not a whole run folder: split.json cannot be read") from None
     if before != assemble.fingerprint(sim.dataset):
         raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
+
+
+def _here(config: Config, warn: Warn | None) -> Config:
+    """The config on this machine: a device that it has not is replaced, and that is told."""
+    try:
+        assemble.choose_device(config.run.device)
+        return config
+    except ConfigError:
+        if warn is not None:
+            warn(
+                f"this machine has no {config.run.device}: going on elsewhere, numbers may differ from here on"
+            )
+        return replace(config, run=replace(config.run, device="auto"))
 
 
 def _words(table: dict[str, str]) -> str:

@@ -284,29 +284,6 @@ def join(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
-    """Pixels as uint8: whole numbers from 0 to 255, floats from 0 to 1, or true and false."""
-    if array.dtype == np.uint8:
-        return np.ascontiguousarray(array)
-    kinds: dict[str, tuple[int, int]] = {"b": (1, 255), "i": (255, 1), "u": (255, 1), "f": (1, 255)}
-    if array.dtype.kind not in kinds:
-        raise DataError(f"{where}: has type {array.dtype}; save images as uint8")
-    highest, scale = kinds[array.dtype.kind]
-    low, high = array.min(), array.max()
-    if not (np.isfinite(low) and np.isfinite(high)):
-        raise DataError(f"{where}: holds NaN or infinite values; remove them")
-    if low < 0 or high > highest:
-        raise DataError(
-            f"{where}: {array.dtype} values from {low} to {high} lie outside 0..{highest}; "
-            "save images as uint8 from 0 to 255 or as floats from 0 to 1"
-        )
-    pixels = np.empty(array.shape, np.uint8)
-    for start in range(0, len(array), _BATCH):
-        batch = array[start : start + _BATCH].astype(np.float32)
-        pixels[start : start + _BATCH] = np.rint(batch * scale)
-    return pixels
-
-
 def decode_all(files: Sequence[Path], channels: int, size: int | None) -> Tensor:
     """Image files of one size, or resized to size x size, as uint8 [N, channels, height, width]."""
     target = None if size is None else (size, size)
@@ -333,7 +310,7 @@ def check_side(height: int, width: int, where: object) -> None:
         )
 
 
-# Folders and .npz files
+# Folders
 
 
 def list_folders(folder: Path) -> list[Path]:
@@ -361,49 +338,3 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
                 if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
             ]
     return sorted(found)
-
-
-def npz_array(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    with reading(f"{path} ({name})"):
-        try:
-            array = content[name]
-        except ValueError as error:
-            if "allow_pickle" not in str(error):
-                raise
-            raise DataError(
-                f"{path}: array {name} holds Python objects; save plain numbers or strings"
-            ) from error
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{path}: {name} is not an array; save it with numpy's savez")
-    if not array.size:
-        raise DataError(f"{path}: array {name} is empty; it needs at least one entry")
-    return array
-
-
-def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
-    array = npz_array(content, path, name)
-    if array.ndim == 3:
-        array = array[..., None]
-    if array.ndim != 4 or array.shape[3] not in (1, 3):
-        raise DataError(
-            f"{path}: array {name} has shape {array.shape}; images are N x H x W, "
-            "or N x H x W x 1, or N x H x W x 3"
-        )
-    pixels = as_bytes(array, f"{path}: array {name}")
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
-
-
-def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    """Labels as int64 or strings, one for each image; N x 1 will do as well."""
-    array = npz_array(content, path, name)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "biuUS":
-        raise DataError(
-            f"{path}: array {name} is {array.dtype} {array.shape}; it must be a list of whole "
-            "numbers or strings"
-        )
-    with reading(f"{path} ({name})"):
-        if array.dtype.kind == "S":
-            return np.char.decode(array, "utf-8")
-        return array if array.dtype.kind == "U" else array.astype(np.int64)

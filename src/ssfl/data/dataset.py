@@ -1,0 +1,81 @@
+"""A data set in memory, what every one must fulfil, and its normalisation constants."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssfl.data import formats
+from ssfl.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images and what is known of them; pixels stay uint8 until a batch needs them."""
+
+    name: str
+    images: Tensor  # uint8 [N, C, H, W]: the training images, then those that come without labels
+    labels: Tensor  # int64 [N]; -1 where unknown
+    test_images: Tensor  # uint8 [M, C, H, W]
+    test_labels: Tensor  # int64 [M]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]  # of x/255 in each channel
+    std: tuple[float, ...]
+    flip: bool  # whether a mirrored image is still of its class
+
+    @property
+    def labelled(self) -> int:
+        """How many of the images come with a label."""
+        return int((self.labels >= 0).sum())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+
+def checked(data: Dataset, where: object) -> Dataset:
+    """What every source must fulfil."""
+    if not data.labelled:
+        raise DataError(f"{where}: has no labelled training images; add some of each class")
+    if not len(data.test_labels):
+        raise DataError(f"{where}: has no test images; add some of each class")
+    for images, labels, what in (
+        (data.images, data.labels, "training"),
+        (data.test_images, data.test_labels, "test"),
+    ):
+        if len(images) != len(labels):
+            raise DataError(
+                f"{where}: {len(images)} {what} images but {len(labels)} labels; replace it with a fresh copy"
+            )
+    formats.check_side(*data.shape[1:], where)
+    known = torch.unique(data.labels[data.labels >= 0])
+    if len(known) < 2:
+        raise DataError(f"{where}: one class only ({data.classes[int(known[0])]}); at least two are needed")
+    strange = data.test_labels[~torch.isin(data.test_labels, known)]
+    if len(strange):
+        raise DataError(
+            f"{where}: class {data.classes[int(strange[0])]} has test images but no labelled "
+            "training images; add some, or remove it from the test set"
+        )
+    return data
+
+
+def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of x/255 in each channel, the same in any order of adding.
+
+    A channel that never changes gets 1 as its deviation, so that it can be divided by.
+    """
+    total = torch.zeros(images.shape[1], dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for batch in formats.batches(images, max(1, (1 << 20) // images[0].numel())):
+        values = batch.double()  # whole numbers, which float64 adds up without rounding
+        total += values.sum((0, 2, 3))
+        squares += values.square_().sum((0, 2, 3))
+    count = images.numel() // images.shape[1]
+    means = [int(t) / count for t in total]
+    spreads = [
+        max(int(q) * count - int(t) ** 2, 0) ** 0.5 / count for t, q in zip(total, squares, strict=True)
+    ]
+    return tuple(m / 255 for m in means), tuple(s / 255 if s else 1.0 for s in spreads)
