@@ -177,9 +177,7 @@ def _here(config: Config, warn: Warn | None) -> Config:
         return config
     except ConfigError:
         if warn is not None:
-            warn(
-                f"this machine has no {config.run.device}: going on elsewhere, numbers may differ from here on"
-            )
+            warn(f"this machine has no {config.run.device}: numbers may differ from here on")
         return replace(config, run=replace(config.run, device="auto"))
 
 
