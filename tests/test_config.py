@@ -12,7 +12,7 @@ from ssfl.methods import METHODS
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_loads(name: str) -> None:
-    assert isinstance(load_config(name), Config)
+    assert isinstance(load_config(name, ["data.name=digits"]), Config)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -40,6 +40,18 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     config = load_config(file, ["federation.rounds=7", "run.device=cpu"])
     assert config.train.lr == 1.0
     assert (config.federation.rounds, config.federation.epochs) == (7, None)
+
+
+def test_numbers_as_people_write_them_and_the_preset_for_other_data() -> None:
+    assert load_config(None, ["split.skew=.5", "train.lr=1."]).split.skew == 0.5
+    assert load_config().split.server_labels == 50
+    assert load_config(None, ["data.path=x.npz"]).split.server_labels is None
+
+
+def test_a_section_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("split = 3")
+    with pytest.raises(ConfigError, match="must be a section"):
+        load_config(tmp_path / "mine.toml", ["split.users=3"])
 
 
 def test_the_papers_seeds_are_the_defaults() -> None:
@@ -84,6 +96,11 @@ def test_every_checked_key_is_a_field_and_every_field_is_explained() -> None:
         ("split.mixtures=[1]", "rows of numbers"),
         ("split.labels_at=users", "add method.server = 'none'"),
         ("train.momentum=0", "set train.nesterov=false"),
+        ("run.seed=-1", "run.seed = -1 must lie between 0"),
+        ("data.path=", "data.path is empty"),
+        ("split.mixtures=[[1, 2], [1]]", "equally long rows"),
+        (f"train.lr=1{'0' * 400}", "must lie between"),
+        (f"split.users=1{'0' * 5000}", "must be a whole number"),
     ],
 )
 def test_mistakes_are_named(override: str, words: str) -> None:

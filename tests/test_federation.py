@@ -157,6 +157,14 @@ def test_everybody_takes_part_when_c_is_k_but_groups_still_change() -> None:
     assert len({drawn.groups for drawn in everybody}) == 5
 
 
+def test_a_slot_stays_in_its_group_and_is_nobodys_own() -> None:
+    rounds = [cohort(round, participants=20, dropout=0.2) for round in range(20)]
+    for drawn in rounds:
+        assert [slot % 3 for slot in drawn.slots] == list(drawn.streams)
+        assert len(set(drawn.slots)) == len(drawn.slots)
+    assert len({drawn.slots[0] for drawn in rounds if drawn.users[0] == 0}) > 5
+
+
 def test_some_do_not_come_back() -> None:
     rounds = [cohort(round, participants=20, dropout=0.3) for round in range(200)]
     returned = sum(len(drawn.users) for drawn in rounds) / 4000

@@ -36,6 +36,22 @@ def test_grouping_by_hand() -> None:
     assert average.tolist() == pytest.approx([(5.5 + 6.25) / 2, 0.5])
 
 
+def test_rows_may_be_arrays_or_lists_and_groups_anything_that_counts() -> None:
+    expected = averaging.fedavg(SERVER, ROWS).tolist()
+    for kind in (torch.Tensor.tolist, torch.Tensor.numpy, list):
+        server = SERVER if kind is list else kind(SERVER)
+        assert averaging.fedavg(server, kind(ROWS)).tolist() == pytest.approx(expected)
+    assert averaging.fedavg([1, 2], [[3, 4]]).tolist() == [2, 3]
+    streams, _ = averaging.grouping(SERVER, ROWS, [np.array([0, 3]), torch.tensor([1, 2])])
+    assert streams[0].tolist() == pytest.approx([18 / 3, 2 / 3])
+    assert diversity.gradient_diversity(np.eye(3)) == pytest.approx(1)
+    for groups in ([[0], [1]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 3], [3]]):
+        with pytest.raises(ValueError, match="groups"):
+            averaging.grouping(SERVER, ROWS, groups)
+    with pytest.raises(ValueError, match="nobody"):
+        averaging.fedavg(None, ROWS[:0])
+
+
 def test_a_group_that_nobody_came_back_from() -> None:
     streams, _ = averaging.grouping(SERVER, ROWS, [[0, 1, 2, 3], []])
     assert streams[1].tolist() == SERVER.tolist()

@@ -32,7 +32,7 @@ def test_parameter_counts(
     assert count(models.build(name, classes, shape, norm)) == parameters
 
 
-@pytest.mark.parametrize("norm", models.NORMS)
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_network_runs_with_every_norm(name: str, norm: str) -> None:
     shape = {"vgg11": (3, 32, 32), "small": DIGITS, "cnn": EMNIST}.get(name, (3, 16, 16))

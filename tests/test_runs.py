@@ -135,6 +135,53 @@ def test_a_finished_run_is_only_reported(done: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in done.rglob("*")} == before
 
 
+def test_a_finished_run_without_its_model_is_finished_again(done: Path) -> None:
+    model = (done / "model.safetensors").read_bytes()
+    for damage in (b"", None):
+        (done / "model.safetensors").unlink()
+        if damage is not None:
+            (done / "model.safetensors").write_bytes(damage)
+        ssfl.resume(done)
+        assert (done / "model.safetensors").read_bytes() == model
+    (done / "summary.json").write_text("[]")
+    (done / "events.jsonl").write_text("3\n")
+    assert ssfl.resume(done).accuracy > 0
+    assert (done / "model.safetensors").read_bytes() == model
+
+
+def test_two_processes_cannot_train_one_run(done: Path) -> None:
+    undone(done)
+    with runs.locked(done), pytest.raises(RunError, match="another process"):
+        ssfl.resume(done)
+
+
+def test_epochs_become_rounds_and_the_run_can_be_read_back(quick: Make, tmp_path: Path) -> None:
+    config = quick("federation.epochs=2", "federation.epoch_images=96")
+    path = ssfl.run(config, tmp_path / "run").path
+    assert runs.read_config(path).federation.rounds == 4
+    undone(path)
+    assert ssfl.resume(path).path == path
+
+
+def test_a_run_finds_its_images_from_any_folder(
+    quick: Make, patterns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(patterns.parent)
+    settings = ["split.users=3", "split.server_labels=16", "model.name=small", "federation.rounds=1"]
+    path = ssfl.run(quick(f"data.path={patterns.name}", *settings), tmp_path / "run").path
+    undone(path)
+    monkeypatch.chdir(tmp_path)
+    ssfl.resume(path)
+
+
+@pytest.mark.parametrize("labels", [0, 10])
+def test_users_without_any_label_train_beside_those_with(quick: Make, tmp_path: Path, labels: int) -> None:
+    config = quick(
+        "split.labels_at=both", f"split.user_labels={labels}", "split.users=20", "federation.rounds=1"
+    )
+    assert ssfl.run(config, tmp_path / "run").accuracy > 0
+
+
 def test_a_folder_that_exists_is_never_overwritten(quick: Make, done: Path) -> None:
     before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
     with pytest.raises(RunError, match="exists already and is not overwritten"):
@@ -166,9 +213,12 @@ def test_other_versions_are_told(done: Path, monkeypatch: pytest.MonkeyPatch) ->
     undone(done)
     sorted((done / "checkpoints").iterdir())[-1].unlink()
     monkeypatch.setattr(runs, "versions", lambda: {"ssfl": "99"})
+    config = (done / "config.toml").read_text()
+    (done / "config.toml").write_text(config.replace("users_at_once = 10", "users_at_once = 4"))
     told: list[str] = []
     ssfl.resume(done, warn=told.append)
-    assert "goes on with ssfl 99" in told[0]
+    assert "is now 99" in told[0]
+    assert "users_at_once 10 is now 4" in told[0]
 
 
 def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
@@ -178,13 +228,12 @@ def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
     undone(path)
     elsewhere = (path / "config.toml").read_text().replace('device = "cpu"', 'device = "cuda:77"')
     (path / "config.toml").write_text(elsewhere)
-    config = runs.read_config(path)
     for file in (path / "checkpoints").iterdir():
         file.unlink()
     told: list[str] = []
     ssfl.resume(path, warn=told.append)
     assert "no cuda:77" in told[0]
-    assert runs.load_checkpoint(path, config, torch.device("cpu")) is not None
+    assert runs.load_checkpoint(path, torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize("place", ["missing", "empty"])
@@ -212,7 +261,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
                    "run.checkpoint_every=1", "federation.rounds=30")  # fmt: skip
     with pytest.raises(DivergedError, match=r"round \d+: the loss or update of .* lower train.lr"):
         ssfl.run(config, tmp_path / "run")
-    found = runs.load_checkpoint(tmp_path / "run", runs.read_config(tmp_path / "run"), torch.device("cpu"))
+    found = runs.load_checkpoint(tmp_path / "run", torch.device("cpu"))
     if found is not None:
         assert found.state.average.isfinite().all()
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -226,6 +226,16 @@ def test_validation_is_stratified_and_apart() -> None:
     assert sorted([*held, *rest]) == list(range(180))
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, list])
+def test_labels_of_any_kind_and_classes_without_images(kind: type) -> None:
+    labels = np.array([0, 1, 3] * 30)
+    given = labels.tolist() if kind is list else labels.astype(kind)
+    parts = split.skewed(given, 4, 1.0, 0, np.int64(8))  # type: ignore[arg-type]
+    assert owners_once(parts, 90)
+    assert sorted(len(user) for user in parts.users) == [15, 15, 30, 30]
+    assert split.measured_skew(given, parts.users) == pytest.approx(5 / 6)
+
+
 def test_a_split_is_a_function_of_its_seed() -> None:
     labels = labels_of([60] * 5)
     one, same, other = (split.skewed(labels, 7, 0.5, 25, seed) for seed in (1, 1, 2))
@@ -239,6 +249,9 @@ def test_a_split_is_a_function_of_its_seed() -> None:
     [
         (lambda y: split.skewed(y, 3, 1.5), "between 0"),
         (lambda y: split.skewed(y, 3, 0.4, 40), "class 0, which has 12: lower it to at most 20"),
+        (lambda y: split.skewed(y, 0, 0.4), "at least 1"),
+        (lambda y: split.iid(y, 0), "at least 1"),
+        (lambda y: split.skewed(y, 3, 0.4, -4), "at least 0"),
         (lambda y: split.dirichlet(y, 3, 0.0), "above 0"),
         (lambda y: split.shards(y, 3, 5), "between 1 and the 2 classes"),
         (lambda y: split.shards(np.repeat(range(9), 10), 2, 2), "cannot hold all 9 classes"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssfl import engines, models
-from ssfl.config import Config
+from ssfl.config import Config, check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError
@@ -27,10 +27,10 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'"
-        ) from error
+    except (RuntimeError, AssertionError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'")
     return device
 
 
@@ -55,6 +55,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     if rounds is None:
         steps = (federation.epochs or 0) * federation.epoch_images / config.train.batch_size
         rounds = max(1, round(steps / federation.period))
+        if rounds > 10**9:
+            raise ConfigError(f"federation.epochs = {federation.epochs} makes {rounds:.0e} rounds: lower it")
     counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
     labels = wanted.server_labels
     if labels is None:
@@ -71,24 +73,41 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             "split.server_labels = 0 leaves the server nothing to train on: raise it, or set "
             "method.server = 'none'"
         )
-    if config.model.norm_statistics != "average" and labels == 0:
+    if config.model.norm_statistics != "average" and (labels == 0 or config.method.server == "none"):
         raise ConfigError(
-            f"model.norm_statistics = {config.model.norm_statistics!r} needs images at the server"
+            f"model.norm_statistics = {config.model.norm_statistics!r} needs a server that trains: "
+            "use 'average'"
+        )
+    if config.method.objective == "supervised" and bool((dataset.labels < 0).any()):
+        raise ConfigError(
+            "method.objective = 'supervised' needs a label on every image, and some of "
+            f"{dataset.name} have none: choose another method"
         )
     flip = dataset.flip if config.data.flip is None else config.data.flip
+    path = None if config.data.path is None else _absolute(config.data.path)
     return replace(
         config,
-        data=replace(config.data, flip=flip),
+        data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
-        federation=replace(federation, participants=participants, groups=groups, rounds=rounds),
+        federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),
     )
+
+
+def _absolute(path: str) -> str:
+    """A run must find its images again from whatever folder it is resumed."""
+    return str(Path(path).absolute())
 
 
 def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, split.Index]:
     """Who gets which images, and the images set aside for validation."""
     wanted = config.split
     labels = dataset.labels.numpy()
+    if wanted.users > len(labels):
+        raise ConfigError(
+            f"split.users = {wanted.users} is more than the {len(labels)} training images: "
+            "some users would have no image; lower it"
+        )
     held, kept = split.hold_out(labels, config.data.validation, wanted.seed)
     usable = kept[labels[kept] >= 0]
     given = (labels[usable], wanted.users)
@@ -119,6 +138,7 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, split.Ind
 
 def make(config: Config) -> Simulation:
     """A simulation that is ready to play."""
+    check(config)
     device = choose_device(config.run.device)
     dataset = load_data(config)
     config = resolve(config, dataset)
@@ -145,7 +165,8 @@ def make(config: Config) -> Simulation:
     train = config.train
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     engine = engines.make(run.engine, model, layout, pool, optimizer, run.users_at_once or 1)
-    labelled = None if parts.labelled is None else Owners.of(parts.labelled, device)
+    have_labels = parts.labelled is not None and any(len(user) for user in parts.labelled)
+    labelled = Owners.of(parts.labelled, device) if parts.labelled and have_labels else None
     return Simulation(
         config, dataset, parts, held, pool, model, layout, engine,
         Owners.of(parts.users, device), labelled, torch.from_numpy(parts.server).to(device), device,

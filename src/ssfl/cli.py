@@ -19,7 +19,12 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-ConfigName = Annotated[str, typer.Argument(help="A preset's name or a TOML file.")]
+ConfigName = Annotated[
+    str | None,
+    typer.Argument(
+        help="A preset's name or a TOML file; by itself quickstart, or own where --set names other data."
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable."),
@@ -31,7 +36,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 @app.command()
 def run(
-    config: ConfigName = "quickstart",
+    config: ConfigName = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     quiet: Quiet = False,
@@ -43,7 +48,7 @@ def run(
     from ssfl.runs import next_free
 
     loaded = load_config(config, sets or [])
-    target = out or next_free(Path("runs") / Path(config).stem)
+    target = out or next_free(Path("runs") / Path(config or "quickstart").stem)
     _carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
 
 
@@ -59,7 +64,7 @@ def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> Non
 
 
 @app.command()
-def split(config: ConfigName = "quickstart", sets: Sets = None, json_only: Json = False) -> None:
+def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False) -> None:
     """Show who would get which images.  Example: ssfl split --set split.skew=1"""
     from ssfl.assemble import describe_split, load_data, make_parts, resolve
     from ssfl.config import load_config
@@ -140,5 +145,8 @@ def main() -> None:
     try:
         app()
     except SsflError as error:
-        print(f"ssfl: {error}", file=sys.stderr)
+        print(f"ssfl: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"ssfl: {error.strerror}: {str(error.filename)[:200]}", file=sys.stderr)
+        sys.exit(SsflError.exit_code)

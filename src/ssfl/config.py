@@ -158,7 +158,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Run:
-    """[run] How the run is carried out; nothing here but the seed changes what is computed."""
+    """[run] How the run is carried out. Apart from the seed, what is computed stays the same, up to the
+    last digits that another engine, device or number of threads rounds differently."""
 
     seed: int = 1
     """Names the initial weights and every draw of the training; 1 is the paper's."""
@@ -225,6 +226,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "data.test_fraction": (0.01, 0.9, "a part of the labelled images"),
     "data.validation": (0, 0.5, "a part of the training images"),
     "split.users": (1, 10_000_000, "users"),
+    "split.seed": (0, 2**63 - 1, "any whole number"),
+    "run.seed": (0, 2**63 - 1, "any whole number"),
     "split.skew": (0, 1, "0 is iid, 1 is one main class each"),
     "split.server_labels": (0, 10**9, "images"),
     "split.user_labels": (0, 10**9, "images"),
@@ -255,8 +258,16 @@ RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """A config from a preset's name or a TOML file (the default is quickstart) and `key=value`s."""
-    given = _read(source if source is not None else "quickstart")
+    """A config from a preset's name or a TOML file and `key=value`s.
+
+    The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
+    are for the digits.
+    """
+    overrides = list(overrides)
+    if source is None:
+        other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
+        source = "own" if other else "quickstart"
+    given = _read(source)
     for override in overrides:
         _set(given, override)
     return from_dict(given)
@@ -276,7 +287,7 @@ def from_dict(given: dict[str, dict[str, Any]]) -> Config:
         section: _section(section, settings.get(section, {}) | given.get(section, {})) for section in SECTIONS
     }
     config = Config(**sections)
-    _check(config)
+    check(config)
     return config
 
 
@@ -301,12 +312,12 @@ def _read(source: str | Path) -> dict[str, Any]:
         path = CONFIGS / f"{source}.toml"
         if not path.is_file():
             hint = _suggest(str(source), presets()) or f"; presets: {', '.join(presets())}"
-            raise ConfigError(f"no preset {str(source)!r}{hint}; a file's name must end in .toml")
+            raise ConfigError(f"no preset {str(source)!r} (a file's name must end in .toml){hint}")
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -318,13 +329,23 @@ def _set(given: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: write section.key=value, such as split.users=20")
     if section not in SECTIONS:
         raise ConfigError(f"unknown section {section!r} in --set {override}{_suggest(section, SECTIONS)}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
     values = given.setdefault(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
     values.pop(INSTEAD.get(key.strip(), ""), None)
-    values[name.strip()] = value
+    values[name.strip()] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A value from the command line: TOML, or a number as people write it (.4), or a plain word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _section(section: str, values: dict[str, Any]) -> Any:
@@ -345,12 +366,16 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     if key == "split.mixtures":
         if isinstance(value, list | tuple) and all(isinstance(row, list | tuple) for row in value):
             try:
-                return tuple(tuple(float(number) for number in row) for row in value)
-            except (TypeError, ValueError):
+                rows = tuple(tuple(float(number) for number in row) for row in value)
+                if len({len(row) for row in rows}) <= 1 and all(sum(row) < 1e9 for row in rows):
+                    return rows
+            except (TypeError, ValueError, OverflowError):
                 pass
-        raise ConfigError(f"{key} must be rows of numbers, such as [[0.5, 0.5], [0.1, 0.9]]")
+        raise ConfigError(f"{key} must be equally long rows of numbers, such as [[0.5, 0.5], [0.1, 0.9]]")
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(min(max(value, -(10**300)), 10**300))
+    if value == "" and str in allowed:
+        raise ConfigError(f"{key} is empty: give it a value or leave it out")
     if type(value) in allowed:
         return value
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -372,7 +397,7 @@ def _check_range(key: str, value: Any) -> None:
             raise ConfigError(f"{key} = {value} must lie between {least} and {most} ({why})")
 
 
-def _check(config: Config) -> None:
+def check(config: Config) -> None:
     """What must hold between settings."""
     split, method, federation = config.split, config.method, config.federation
     if (config.data.name is None) == (config.data.path is None):

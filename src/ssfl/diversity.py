@@ -7,23 +7,27 @@ a collapse looks like: read it beside the mask rate and the accuracy.
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ssfl.averaging import as_rows
 
-def gradient_diversity(gradients: Tensor, order: int = 2, squared: bool = True) -> float:
+
+def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
     """Sum over k of ‖g_k‖^q / ‖sum of g_k‖^q for rows [n, P]; q is 2 (squared) or 1.
 
     Definition 1 is `order=2, squared=True`. Nothing over nothing is nan; something over nothing, inf.
     """
-    norms = torch.linalg.vector_norm(gradients.double(), order, dim=1)
-    total = torch.linalg.vector_norm(gradients.double().sum(0), order)
+    rows = as_rows(gradients).double()
+    norms = torch.linalg.vector_norm(rows, order, dim=1)
+    total = torch.linalg.vector_norm(rows.sum(0), order)
     power = 2 if squared else 1
     return float((norms**power).sum() / total**power)
 
 
-def authors_diversity(gradients: Tensor, order: int = 2, squared: bool = True) -> float:
+def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
     """What the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
 
     It lies between 1 and n, so that larger cohorts look more diverse; Definition 1 does not.
@@ -41,7 +45,8 @@ def variants(
 
     `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names
     "gradient" and "update"; `server` likewise, a row each or None. Within groups: each group's value
-    (with the server in every group where it counts), averaged over the users. Undefined is None.
+    (with the server in every group where it counts), averaged over the users, so that a group counts by its
+    size. Undefined is None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(

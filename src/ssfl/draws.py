@@ -54,9 +54,9 @@ def _mix(x: Tensor) -> Tensor:
 
 def key(seed: int, purpose: str, *parts: int) -> int:
     """The key of a named draw, for example `key(seed, "weak", round, user, step)`."""
-    state = _mix_int((seed + _GAMMA) & _WORD)
+    state = _mix_int((int(seed) + _GAMMA) & _WORD)  # int: numpy's would overflow
     for part in (PURPOSES[purpose], *parts):
-        state = _mix_int((state + (part + 1) * _GAMMA) & _WORD)
+        state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)
     return _signed(state)
 
 

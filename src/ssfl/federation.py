@@ -43,6 +43,8 @@ class Cohort:
     """G_1 .. G_S: places in `users`."""
     streams: tuple[int, ...]
     """The group of each of `users`."""
+    slots: tuple[int, ...] = ()
+    """Where each of `users` was dealt, 0 to C - 1: the seat it takes for this round."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,13 @@ def draw_cohort(
     drawn = order.sort().values
     back = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
     dealt = hashes("groups", drawn).argsort(stable=True)
-    group_of = {int(drawn[place]): deal % groups for deal, place in enumerate(dealt.tolist())}
-    streams = tuple(group_of[user] for user in back.tolist())
+    seat = {int(drawn[place]): deal for deal, place in enumerate(dealt.tolist())}
+    slots = tuple(seat[user] for user in back.tolist())
+    streams = tuple(slot % groups for slot in slots)
     members = tuple(
         tuple(place for place, stream in enumerate(streams) if stream == group) for group in range(groups)
     )
-    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), members, streams)
+    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), members, streams, slots)
 
 
 def play_round(

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from ssfl import draws
 from ssfl.errors import ConfigError
 
-NORMS = ("group", "batch", "none")
-
 
 class BatchNorm(nn.Module):
     """Batch normalisation of [B, C, ...] whose statistics are replaced, never changed in place.

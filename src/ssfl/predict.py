@@ -1,5 +1,6 @@
 """Using a trained model: load it, predict with it, export it."""
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,8 +53,10 @@ def load_model(run: str | Path) -> Classifier:
             network.double()
             network.load_state_dict(tensors)
         return Classifier(network, card).eval()
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise RunError(f"{file} does not fit the network that its card names: {error}") from error
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{file} does not fit the network that its card names: export or train it again"
+        ) from error
 
 
 def predict(run: str | Path, images: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -82,9 +85,11 @@ def export(run: str | Path, target: str | Path) -> list[Path]:
     target = Path(target)
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
+    if not base.name:
+        raise RunError("give a name to write to, such as digits")
     taken = [str(file) for file in files if file.exists()]
     if taken:
-        raise RunError(f"{', '.join(taken)} exists already and is not overwritten: choose another name")
+        raise RunError(f"{', '.join(taken)} is there already and is not overwritten: choose another name")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,5 +102,7 @@ def export(run: str | Path, target: str | Path) -> list[Path]:
     )
     runs.write_model(files[0], model.network.state_dict(), card)
     runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
-    torch.export.save(program, files[2])
+    program_file = io.BytesIO()
+    torch.export.save(program, program_file)
+    runs.write_atomic(files[2], program_file.getvalue())
     return files

@@ -4,11 +4,15 @@ safetensors, JSON and TOML alone, each file written whole or not at all. A check
 it is read, and the one before it is kept, so that a torn file costs a few rounds and never a run.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
+import shutil
+import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ssfl.config import Config, from_dict, to_toml
-from ssfl.errors import RunError
+from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
 
 Event = dict[str, Any]
@@ -27,6 +31,8 @@ FORMAT = "1"
 WALL_CLOCK = ("seconds",)
 """Event fields that tell the time and differ between equal runs."""
 KEPT = 2
+CONDITIONS = ("engine", "users_at_once", "device", "threads")
+"""Settings of [run] that may change on resume; the change is told."""
 
 
 def versions() -> dict[str, str]:
@@ -44,7 +50,8 @@ class Checkpoint:
 
     state: State
     totals: dict[str, float]
-    versions: dict[str, str]
+    conditions: dict[str, str]
+    """What the last digits depend on: versions, device, engine, threads, users at once."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -64,26 +71,47 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(
-            f"cannot write {path}: {error.strerror}; earlier checkpoints are intact: "
-            f"make room, then `ssfl resume`"
+            f"cannot write {path}: {error.strerror}; earlier files are intact: make room or choose "
+            "another place"
         ) from error
 
 
 def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
     """Start a run folder; one that is there already is never touched."""
+    require_free(path)
     try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise RunError(
-            f"{path} exists already and is not overwritten: choose another --out, "
-            f"or go on with `ssfl resume {path}`"
-        ) from None
+        (path / "checkpoints").mkdir(parents=True)
     except OSError as error:
-        raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
-    (path / "checkpoints").mkdir()
-    write_atomic(path / "split.json", _json(parts))
-    write_atomic(path / "events.jsonl", b"")
-    write_atomic(path / "config.toml", to_toml(config).encode())
+        raise RunError(
+            f"cannot make the run folder {path}: {error.strerror}; choose another --out"
+        ) from error
+    try:
+        write_atomic(path / "split.json", _json(parts))
+        write_atomic(path / "events.jsonl", b"")
+        write_atomic(path / "config.toml", to_toml(config).encode())
+    except RunError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def require_free(path: Path) -> None:
+    """Refuse a path that is taken."""
+    if path.exists():
+        hint = f", or go on with `ssfl resume {path}`" if (path / "config.toml").is_file() else ""
+        raise RunError(f"{path} exists already and is not overwritten: choose another --out{hint}")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep a second process out of the run folder; the lock ends with the process."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RunError(f"{path} is being trained by another process: wait for it, or stop it first") from None
+    finally:
+        os.close(folder)
 
 
 def next_free(base: Path) -> Path:
@@ -97,14 +125,14 @@ def next_free(base: Path) -> Path:
 
 def read_config(path: Path) -> Config:
     """The resolved config of a run folder."""
-    import tomllib
-
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml")
     try:
         return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path / 'config.toml'}: {error}") from error
+    except (OSError, ValueError, ConfigError) as error:
+        raise RunError(
+            f"{path / 'config.toml'} is broken ({error}): put it back as it was, or start a new run"
+        ) from error
 
 
 def append_event(path: Path, event: Event) -> None:
@@ -113,23 +141,23 @@ def append_event(path: Path, event: Event) -> None:
         with (path / "events.jsonl").open("ab") as file:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
     except OSError as error:
-        raise RunError(
-            f"cannot write {path / 'events.jsonl'}: {error.strerror}; checkpoints are intact: "
-            f"make room, then `ssfl resume {path}`"
-        ) from error
+        raise RunError(f"cannot write {path / 'events.jsonl'}: {error.strerror}: make room") from error
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, in order; a line torn by a crash ends them."""
+    """The events of a run, in order; a line torn or damaged by a crash ends them."""
     try:
         lines = (path / "events.jsonl").read_bytes().split(b"\n")
     except OSError:
         raise RunError(f"{path} is not a run folder: it has no events.jsonl") from None
     for line in lines[:-1]:
         try:
-            yield json.loads(line)
+            event = json.loads(line)
         except ValueError:
             return
+        if not isinstance(event, dict) or not isinstance(event.get("round"), int) or "event" not in event:
+            return
+        yield event
 
 
 def cut_events(path: Path, rounds: int) -> list[Event]:
@@ -140,9 +168,11 @@ def cut_events(path: Path, rounds: int) -> list[Event]:
     return kept
 
 
-def save_checkpoint(path: Path, config: Config, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write checkpoints/round-N.safetensors, then remove all but the last few."""
     state = checkpoint.state
+    with (path / "events.jsonl").open("rb") as events:
+        os.fsync(events.fileno())  # a checkpoint never outlives the events before it
     tensors = {
         "streams": state.streams.detach().cpu().contiguous(),
         "average": state.average.detach().cpu().contiguous(),
@@ -151,32 +181,33 @@ def save_checkpoint(path: Path, config: Config, checkpoint: Checkpoint) -> None:
     header = {
         "format": FORMAT,
         "round": str(state.round),
-        "config": _digest(config),
+        "config": _digest(path),
         "totals": json.dumps(checkpoint.totals),
-        "versions": json.dumps(checkpoint.versions),
+        "conditions": json.dumps(checkpoint.conditions),
         "sha256": _hash(tensors),
     }
     folder = path / "checkpoints"
+    folder.mkdir(exist_ok=True)
     write_atomic(folder / f"round-{state.round:07d}.safetensors", save(tensors, header))
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path, config: Config, device: torch.device) -> Checkpoint | None:
+def load_checkpoint(path: Path, device: torch.device) -> Checkpoint | None:
     """The newest checkpoint that is whole; None where there is none at all."""
     files = sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True)
     broken = []
     for file in files:
         try:
-            return _read_checkpoint(file, config, device)
+            return _read_checkpoint(file, device)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             broken.append(f"{file.name} ({error})")
     if broken:
-        raise RunError(f"no checkpoint of {path} can be read: {'; '.join(broken)}")
+        raise RunError(f"no checkpoint of {path} can be read: {'; '.join(broken)}; start a new run")
     return None
 
 
-def _read_checkpoint(file: Path, config: Config, device: torch.device) -> Checkpoint:
+def _read_checkpoint(file: Path, device: torch.device) -> Checkpoint:
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
         tensors = {name: opened.get_tensor(name) for name in ("streams", "average", "momentum")}
@@ -185,7 +216,7 @@ def _read_checkpoint(file: Path, config: Config, device: torch.device) -> Checkp
             f"{file} has checkpoint format {header['format']}, this ssfl reads {FORMAT}: "
             "install the ssfl that wrote it"
         )
-    if header["config"] != _digest(config):
+    if header["config"] != _digest(file.parent.parent):
         raise RunError(
             f"{file} belongs to another config than {file.parent.parent / 'config.toml'}: "
             "put the config back as it was, or start a new run"
@@ -193,7 +224,7 @@ def _read_checkpoint(file: Path, config: Config, device: torch.device) -> Checkp
     if header["sha256"] != _hash(tensors):
         raise ValueError("its checksum does not match")
     state = State(int(header["round"]), *(t.to(device) for t in tensors.values()))
-    return Checkpoint(state, json.loads(header["totals"]), json.loads(header["versions"]))
+    return Checkpoint(state, json.loads(header["totals"]), json.loads(header["conditions"]))
 
 
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
@@ -217,21 +248,23 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """The summary of a finished run; None while it is unfinished."""
+    """The summary of a finished run; None while it is unfinished or where it is broken."""
     try:
-        return json.loads((path / "summary.json").read_text())  # type: ignore[no-any-return]
-    except FileNotFoundError:
+        summary = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
         return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path / 'summary.json'} cannot be read: {error}") from error
+    return summary if isinstance(summary, dict) and isinstance(summary.get("accuracy"), float) else None
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _digest(config: Config) -> str:
-    return hashlib.sha256(to_toml(config).encode()).hexdigest()
+def _digest(path: Path) -> str:
+    """A checksum of a run's config, without the lines that say how it is carried out."""
+    lines = (path / "config.toml").read_text("utf-8").splitlines()
+    kept = [line for line in lines if line.split(" = ")[0] not in CONDITIONS]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

@@ -19,5 +19,5 @@ def learning_rate(
     """
     if step < warmup:
         return base * step / warmup
-    progress = (step - warmup) / max(steps - warmup, 1)
+    progress = (step - warmup) / (steps - warmup) if steps != warmup else 0.0
     return base * max(math.cos(math.pi * cycles * progress), floor)

@@ -42,7 +42,8 @@ class Owners:
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
         """The image at each place [n, m] of each owner [n]."""
-        return self.images[self.starts[owners][:, None] + places]
+        index = self.starts[owners][:, None] + places
+        return self.images[index.clamp(max=len(self.images) - 1)]  # an owner of nothing, at the end
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Simulation:
             train_server=lambda rows, kept: self.engine.train(rows, kept, self._server_work(state.round)),
             server=method.server,
             server_weight=method.server_weight,
-            slots=cohort.users if by_user else range(len(cohort.users)),
+            slots=cohort.users if by_user else cohort.slots,
             statistics=slice(self.layout.weights, None) if server_statistics else None,
         )
         events = [self._round_event(new.round, cohort, outcome)]
@@ -111,6 +112,7 @@ class Simulation:
         """The averaged model on the test images (and on the validation images, if any)."""
         row = self.final_row(state)
         accuracy, loss, per_class = self._score(row, self.dataset.test_images, self.dataset.test_labels)
+        self._require_finite(state.round, "the averaged model on the test images", [loss])
         event: Event = {
             "event": "eval",
             "round": state.round,
@@ -151,7 +153,7 @@ class Simulation:
 
     def _cohort(self, round: int) -> Cohort:
         if self.config.method.objective == "none":
-            return Cohort((), (), ((),) * (self.config.federation.groups or 1), ())
+            return Cohort((), (), ((),) * (self.config.federation.groups or 1), (), ())
         return draw_cohort(
             round,
             seed=self.config.run.seed,
@@ -181,7 +183,7 @@ class Simulation:
             sizes = owners.sizes[who]
             base = draws.key(seed, purpose)
             places = positions(base, trainers, sizes.clamp(min=1), round * count, count)
-            chosen = owners.at(who, places.clamp(max=len(owners.images)))
+            chosen = owners.at(who, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, period, size)
 
         labelled = None
@@ -247,11 +249,12 @@ class Simulation:
         if not all(math.isfinite(number) for number in numbers):
             raise DivergedError(
                 f"training broke down in round {round}: the loss or update of {who} is not finite; "
-                f"lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
+                f""
+                f"in a new run lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
             )
 
     def _diversity_event(self, state: State, cohort: Cohort, outcome: Outcome) -> Event:
-        """Definition 1 and its variants, at the weights that this round started from."""
+        """Definition 1 and its variants, at the weights that each trainer started the round from."""
         seed = draws.key(self.config.run.seed, "diversity")
         size, weights = self.config.train.batch_size, self.layout.weights
 

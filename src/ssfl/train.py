@@ -48,67 +48,79 @@ class Interrupted(SsflError):
 def run(config: Config, out: str | Path | None = None, report: Report | None = None) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD)."""
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
-    if path.exists():
-        runs.create(path, config, {})  # says that it is there already
-    with reproducible():
+    runs.require_free(path)
+    with reproducible(), _enough_memory():
         sim = assemble.make(config)
-        parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
-        runs.create(path, sim.config, parts)
-        start = Checkpoint(sim.initial(), {}, runs.versions())
-        return _rounds(sim, path, start, report, sim.config)
+        runs.create(path, sim.config, assemble.describe_split(sim.dataset, sim.parts, sim.validation))
+        with runs.locked(path):
+            return _rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
 
 
 def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
     """Go on from the last whole checkpoint, to the same bytes as if nothing had happened."""
     path = Path(path)
     config = runs.read_config(path)
-    summary = runs.read_summary(path)
-    if summary is not None:
-        return Result(summary["accuracy"], list(runs.read_events(path)), path)
-    with reproducible():
+    warn = warn or (lambda message: None)
+    with runs.locked(path), reproducible(), _enough_memory():
+        summary = runs.read_summary(path)
+        if summary is not None and _has_model(path):
+            return Result(summary["accuracy"], list(runs.read_events(path)), path)
         sim = assemble.make(_here(config, warn))
         _check_unchanged(sim, path)
-        found = runs.load_checkpoint(path, config, sim.device)
-        start = found or Checkpoint(sim.initial(), {}, runs.versions())
-        if start.versions != runs.versions() and warn is not None:
-            warn(
-                f"this run was begun with {_words(start.versions)} and goes on with "
-                f"{_words(runs.versions())}: numbers may differ from here on"
-            )
+        start = runs.load_checkpoint(path, sim.device)
+        now = conditions(sim)
+        if start is None:
+            start = Checkpoint(sim.initial(), {}, now)
+        changed = [f"{key} {start.conditions.get(key)} is now {now[key]}"
+                   for key in now if start.conditions.get(key) != now[key]]  # fmt: skip
+        if changed:
+            warn(f"{', '.join(changed)}: numbers may differ from here on")
         runs.cut_events(path, start.state.round)
-        return _rounds(sim, path, start, report, config)
+        return _rounds(sim, path, start, report)
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, config: Config) -> Result:
-    """From a state to the end; `config` is the one that the run folder holds."""
+def conditions(sim: Simulation) -> dict[str, str]:
+    """What the last digits of a run depend on besides its config."""
+    settings = {key: str(getattr(sim.config.run, key)) for key in ("engine", "users_at_once", "threads")}
+    return {**runs.versions(), "device": device_name(sim.device), **settings}
+
+
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     state = start.state
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
-    every = sim.config.run
+    every, now = sim.config.run, conditions(sim)
     history = list(runs.read_events(path))
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
-    with _interruptible(report) as interrupted:
-        while state.round < sim.rounds:
-            began = time.perf_counter()
-            state, events = sim.play(state)
-            last = state.round == sim.rounds
-            if last or state.round % every.eval_every == 0:
-                events.append(sim.evaluate(state))
-            seconds = time.perf_counter() - began
-            totals["seconds"] += seconds
-            events[0]["seconds"] = seconds
-            for key in ("bytes_up", "bytes_down"):
-                totals[key] += events[0][key]
-            for event in events:
-                runs.append_event(path, event)
-                if report is not None:
-                    report(event)
-            history += events
-            if last or interrupted.is_set() or state.round % every.checkpoint_every == 0:
-                runs.save_checkpoint(path, config, Checkpoint(state, totals, runs.versions()))
-            if interrupted.is_set() and not last:
-                raise Interrupted(path, state.round)
-    return _finish(sim, path, state, totals, history)
+
+    def tell(event: Event) -> None:
+        runs.append_event(path, event)
+        history.append(event)
+        if report is not None:
+            report(event)
+
+    try:
+        with _interruptible(report) as interrupted:
+            while state.round < sim.rounds:
+                began = time.perf_counter()
+                state, events = sim.play(state)
+                last = state.round == sim.rounds
+                if last or state.round % every.eval_every == 0:
+                    events.append(sim.evaluate(state))
+                events[0]["seconds"] = time.perf_counter() - began
+                for key in totals:
+                    totals[key] += events[0][key]
+                for event in events:
+                    tell(event)
+                if last or interrupted.is_set() or state.round % every.checkpoint_every == 0:
+                    runs.save_checkpoint(path, Checkpoint(state, totals, now))
+                if interrupted.is_set() and not last:
+                    raise Interrupted(path, state.round)
+        if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
+            tell(sim.evaluate(state))  # the last events were lost
+        return _finish(sim, path, state, totals, history)
+    except RunError as error:
+        raise RunError(f"{error}; then go on with `ssfl resume {path}`") from error
 
 
 def _finish(
@@ -139,6 +151,14 @@ def _finish(
     return Result(evaluation["accuracy"], events, path)
 
 
+def _has_model(path: Path) -> bool:
+    try:
+        runs.read_model(path / "model.safetensors")
+    except RunError:
+        return False
+    return True
+
+
 def model_card(sim: Simulation, accuracy: float) -> dict[str, Any]:
     """What a reader of the model file needs to build and use the network."""
     return {
@@ -164,31 +184,41 @@ def _check_unchanged(sim: Simulation, path: Path) -> None:
     """A resumed run needs the same images."""
     try:
         before = json.loads((path / "split.json").read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError):
-        raise RunError(f"{path} is not a whole run folder: split.json cannot be read") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
     if before != assemble.fingerprint(sim.dataset):
         raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
 
 
-def _here(config: Config, warn: Warn | None) -> Config:
+def _here(config: Config, warn: Warn) -> Config:
     """The config on this machine: a device that it has not is replaced, and that is told."""
     try:
         assemble.choose_device(config.run.device)
         return config
     except ConfigError:
-        if warn is not None:
-            warn(f"this machine has no {config.run.device}: numbers may differ from here on")
+        warn(f"this machine has no {config.run.device}: going on with what it has")
         return replace(config, run=replace(config.run, device="auto"))
 
 
-def _words(table: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in table.items())
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Running out of memory is a matter of settings."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not out:
+            raise
+        raise SsflError(
+            "not enough memory: lower train.batch_size, run.users_at_once, federation.period or data.size"
+        ) from error
 
 
 @contextmanager
 def reproducible() -> Iterator[None]:
     """The same bits every time, where torch can; its global settings are put back afterwards."""
     before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -196,7 +226,7 @@ def reproducible() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
         torch.set_num_threads(threads)
 

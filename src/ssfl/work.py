@@ -186,8 +186,9 @@ def local_loss(forward: Forward, batch: Batch, objective: Objective) -> tuple[Te
     if objective.name == "supervised":
         found = objectives.supervised(forward(batch.weak, True, named(1)), batch.labels)
     elif objective.name == "self-training":
+        own = None if joint else teacher()
         logits = forward(batch.weak, True, named(1))
-        found = objectives.self_training(logits if joint else teacher(), logits, objective.threshold)
+        found = objectives.self_training(logits if own is None else own, logits, objective.threshold)
     elif joint:
         weak, strong = forward(torch.cat([batch.weak, batch.strong]), True, named(1)).chunk(2)
         found = objectives.consistency(weak, strong, objective.threshold)
@@ -198,8 +199,8 @@ def local_loss(forward: Forward, batch: Batch, objective: Objective) -> tuple[Te
         found = objectives.consistency(weak, strong, objective.threshold)
     loss = (found.loss * batch.weights).sum()
     if len(batch.own):
-        own = objectives.supervised(forward(batch.own, True, named(2)), batch.own_labels.clamp(min=0))
-        loss = loss + (own.loss * (batch.own_labels >= 0)).mean()
+        labelled = objectives.supervised(forward(batch.own, True, named(2)), batch.own_labels.clamp(min=0))
+        loss = loss + (labelled.loss * (batch.own_labels >= 0)).mean()
     mask = found.mask
     known = batch.labels >= 0
     right = (found.label == batch.labels).to(mask.dtype) * mask

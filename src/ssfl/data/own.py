@@ -251,7 +251,9 @@ def _held_out(files: Sequence[Path], fraction: float, seed: int) -> list[Path]:
         raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
 
     def draw(file: Path) -> bytes:
-        return hashlib.sha256(f"{seed} {file.parent.name}/{file.name}".encode()).digest()
+        return hashlib.sha256(
+            f"{seed} {file.parent.name}/{file.name}".encode(errors="surrogateescape")
+        ).digest()
 
     count = min(max(round(len(files) * fraction), 1), len(files) - 1)
     return sorted(sorted(files, key=draw)[:count])

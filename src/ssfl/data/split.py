@@ -63,19 +63,19 @@ def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 
     """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
 
     Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
-    than half its fair share, where that is less).
+    than half its fair share, where that is less), and then a hundred times while one has none.
     """
     if not alpha > 0:
         raise ConfigError(f"split.alpha = {alpha} must be above 0; 0.1 is very skewed, 100 is even")
     server, pools = _take_server(labels, server_labels, seed)
     sizes = np.array([len(pool) for pool in pools])
-    least = min(10, sizes.sum() // (2 * users))
     generator = np.random.default_rng(seed)
-    for _ in range(100):
-        shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
-        counts = _apportion(shares, sizes)
-        if counts.sum(1).min() >= least:
-            return Parts(server, _hand_out(pools, counts))
+    for least in (min(10, int(sizes.sum()) // (2 * users)), 1):
+        for _ in range(100):
+            shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
+            counts = _apportion(shares, sizes)
+            if counts.sum(1).min() >= least:
+                return Parts(server, _hand_out(pools, counts))
     raise ConfigError(
         f"split.alpha = {alpha} leaves some of the {users} users without images: "
         "raise split.alpha or lower split.users"
@@ -154,26 +154,27 @@ def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
 
 def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.int64]:
     """How many images of each class each owner holds: [owners, classes]; unknown labels left out."""
-    known = np.asarray(labels)
+    known = _labels(labels)
     classes = int(known.max(initial=0)) + 1
     rows = []
     for owned in owners:
-        mine = known[np.asarray(owned, dtype=np.int64)]
+        index = np.asarray(owned)
+        mine = known[index if index.dtype == bool else index.astype(np.int64)]
         rows.append(np.bincount(mine[mine >= 0], minlength=classes))
     return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
 
 
 def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
     """A stratified part of the labelled images for validation, and the rest, both sorted."""
-    chosen = [pool[: round(fraction * len(pool))] for pool in _pools(np.asarray(labels), seed)]
+    chosen = [pool[: round(fraction * len(pool))] for pool in _pools(_labels(labels), seed)]
     held = np.sort(np.concatenate(chosen))
-    rest = np.setdiff1d(np.arange(len(np.asarray(labels))), held)
+    rest = np.setdiff1d(np.arange(len(_labels(labels))), held)
     return held, rest
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
     """The same owners, with labels on `count` of the users' images, uniform over the classes."""
-    known = np.asarray(labels)
+    known = _labels(labels)
     owned = np.sort(np.concatenate(parts.users))
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
     marked = np.zeros(len(known), bool)
@@ -198,14 +199,16 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
     Returns rows of main classes and how many users share each row: with at least as many users as
     classes a row is one class and its m_j users; otherwise a row is one user and its classes J.
     """
-    classes = len(sizes)
-    if users >= classes:
-        sharers = np.ones(classes, int)
-        for _ in range(users - classes):
+    if users < 1:
+        raise ConfigError(f"split.users = {users} must be at least 1")
+    present = np.flatnonzero(sizes)  # a class without images is nobody's main class
+    if users >= len(present) > 0:
+        sharers = np.ones(len(present), int)
+        for _ in range(users - len(present)):
             # Dean's rule: no user moved between two classes brings their users' sizes closer
             harmonic = 2 * sharers * (sharers + 1) / (2 * sharers + 1)
-            sharers[np.argmax(sizes / harmonic)] += 1
-        return [[label] for label in range(classes)], sharers.tolist()
+            sharers[np.argmax(sizes[present] / harmonic)] += 1
+        return [[label] for label in present.tolist()], sharers.tolist()
     mains: list[list[int]] = [[] for _ in range(users)]
     loads = np.zeros(users)
     for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the lightest
@@ -272,7 +275,9 @@ def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
     """`count` images uniform over the classes, and each class's remaining images, shuffled."""
-    pools = _pools(np.asarray(labels), seed)
+    pools = _pools(_labels(labels), seed)
+    if count < 0:
+        raise ConfigError(f"{key} = {count} must be at least 0")
     share, more = divmod(count, len(pools))
     taken: list[Index] = []
     for label, pool in enumerate(pools):
@@ -285,6 +290,10 @@ def _take_server(
         taken.append(pool[:wanted])
         pools[label] = pool[wanted:]
     return np.sort(np.concatenate(taken)), pools
+
+
+def _labels(labels: ArrayLike) -> NDArray[np.int64]:
+    return np.asarray(labels).astype(np.int64)
 
 
 def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
@@ -306,6 +315,8 @@ def _shuffled(images: Index, seed: int, part: int) -> Index:
 
 def _deal(images: Index, users: int) -> list[Index]:
     """Dealt one by one like cards, so that runs of a class are shared evenly; each hand sorted."""
+    if users < 1:
+        raise ConfigError(f"split.users = {users} must be at least 1")
     return [np.sort(images[user::users]) for user in range(users)]
 
 
