@@ -73,7 +73,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight: tuple[str, Path], tmp_path
     wait_for_round(out, 4, process)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, told
     assert f"go on with `ssfl resume {out}`" in told
     assert "Traceback" not in told
     done = max(int(p.stem.split("-")[1]) for p in (out / "checkpoints").iterdir())

@@ -39,9 +39,6 @@ class Reporter:
         self.bar.stop()
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "stopping":
-            self.console.print("finishing the round, then saving; Ctrl-C again stops at once")
-            return
         if event["event"] == "start":
             self.rounds, self.first = event["rounds"], event["round"]
             self.bar.update(self.task, total=self.rounds, completed=self.first)

@@ -1,6 +1,7 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -242,8 +243,8 @@ def _interruptible(report: Report | None) -> Iterator[threading.Event]:
 
     def note(*_: object) -> None:
         noted.set()
-        if report is not None:
-            report({"event": "stopping"})
+        if report is not None:  # a plain write: whatever the signal interrupted may hold the stream
+            os.write(2, b"\nfinishing the round, then saving; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, note)

@@ -29,9 +29,10 @@ def train(
         rows = torch.cat([weights, statistics], 1)
         slope, statistics, stats = _slopes(model, layout, rows, batch, work.objective)
         slope = slope + optimizer.weight_decay * weights
-        velocity = optimizer.momentum * velocity + slope
-        move = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
-        weights = weights - rate * move
+        if optimizer.momentum:
+            velocity = optimizer.momentum * velocity + slope
+            slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
+        weights = weights - rate * slope
         told.append(stats)
     means = {name: torch.stack([t[name] for t in told]).mean(0) for name in told[0]}
     return Trained(torch.cat([weights, statistics], 1), velocity, means)
