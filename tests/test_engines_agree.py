@@ -47,7 +47,7 @@ def warmed(sim: Simulation, rounds: int = 8) -> State:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 CASES = {
