@@ -171,6 +171,18 @@ def test_every_mistake_gets_one_clear_line(
         assert sorted(Path().rglob("*")) == before
 
 
+def test_the_version_and_a_split_of_images_that_nobody_labelled(ssfl: Call, patterns: Path) -> None:
+    code, out, _ = ssfl("--version")
+    assert (code, out.split()[0]) == (0, "ssfl")
+    arrays = dict(np.load(patterns))
+    arrays["x_unlabelled"] = arrays["x_train"]
+    np.savez("mine.npz", **arrays)
+    code, out, _ = ssfl("split", "--set", "data.path=mine.npz", "--set", "split.users=3")
+    assert code == 0
+    assert "240 labelled images" in out
+    assert "not known" in out
+
+
 def test_help_is_quick_and_lists_the_verbs() -> None:
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "ssfl", "--help"],

@@ -69,6 +69,8 @@ def test_the_model_of_a_run_predicts_what_was_evaluated(done: Path) -> None:
         whole = model(digits.test_images.float() / 255)
     assert float(right.double().mean()) == json.loads((done / "summary.json").read_text())["accuracy"]
     torch.testing.assert_close(whole, model(digits.test_images), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\]"):
+        model(digits.test_images[0])
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])

@@ -177,13 +177,14 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: split.Index) -> d
     """split.json: who holds how much of what."""
     labels = dataset.labels.numpy()
     users = parts.users
+    known = split.class_counts(labels, users)
     described: dict[str, Any] = {
         "classes": list(dataset.classes),
         "users": len(users),
         "sizes": [len(user) for user in users],
         "server": split.class_counts(labels, [parts.server])[0].tolist(),
-        "user_classes": split.class_counts(labels, users).tolist(),
-        "measured_skew": split.measured_skew(labels, users),
+        "user_classes": known.tolist(),
+        "measured_skew": split.measured_skew(labels, users) if known.any() else None,
         "validation": len(held),
         "test": len(dataset.test_labels),
         "fingerprint": fingerprint(dataset),

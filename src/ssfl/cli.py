@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ app = typer.Typer(
     help="Semi-supervised federated learning: one classifier from a few labels at a server and the "
     "unlabelled images of many users.",
     no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,6 +34,15 @@ Sets = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+) -> None:
+    if version:
+        print(f"ssfl {metadata.version('ssfl')}")
+        raise typer.Exit
 
 
 @app.command()

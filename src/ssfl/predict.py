@@ -31,6 +31,10 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of images [N, C, H, W]: uint8, or floats from 0 to 1."""
+        if tuple(images.shape[1:]) != self.shape:
+            raise ValueError(
+                f"images must be [N, {', '.join(map(str, self.shape))}], not {list(images.shape)}"
+            )
         scale = 1.0 if images.is_floating_point() else 255.0
         weight = next(self.network.parameters())
         x = images.to(weight.dtype) / scale

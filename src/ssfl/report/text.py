@@ -31,9 +31,9 @@ def split(config: Config, described: dict[str, Any]) -> str:
         lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}")
     if len(sizes) > MOST_USERS:
         lines.append(f"... and {len(sizes) - MOST_USERS} more users")
-    lines.append(
-        f"measured skew R = {described['measured_skew']:.4f} (Definition 2: 0 is iid, 1 is disjoint)"
-    )
+    skew = described["measured_skew"]
+    told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}"
+    lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
     if described["validation"]:
         lines.append(f"{described['validation']} images set aside for validation")
     lines.append(_typical(sizes[0], rows[0], classes))
@@ -48,7 +48,8 @@ def _typical(size: int, counts: list[int], classes: list[str]) -> str:
         return f"user 0 holds {size} images whose classes nobody knows"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])
     shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
-    return f"user 0, for example, holds {size} images: {', '.join(shares)} and so on"
+    more = " and so on" if sum(count > 0 for count in counts) > 3 else ""
+    return f"user 0, for example, holds {size} images: {', '.join(shares)}{more}"
 
 
 def _few(names: list[str]) -> str:
