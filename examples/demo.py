@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Four methods on real handwritten digits.")
     parser.add_argument("--out", type=Path, help="folder for the runs and the picture")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, of weights, draws and split")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     given = parser.parse_args()
     folder = given.out or next_free(Path("runs") / "demo")
@@ -45,7 +45,7 @@ def main() -> None:
     for title, settings in METHODS.items():
         results[title] = []
         for seed in range(1, given.seeds + 1):
-            overrides = [*settings, f"run.seed={seed}"]
+            overrides = [*settings, f"run.seed={seed}", f"split.seed={2018 + seed}"]
             if given.rounds:
                 overrides.append(f"federation.rounds={given.rounds}")
             print(f"\n{title}{f', seed {seed}' if given.seeds > 1 else ''}")
