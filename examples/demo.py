@@ -98,6 +98,9 @@ def record(results: dict[str, list[ssfl.Result]]) -> dict[str, Any]:
                 "seed": seed,
                 "summary": read_summary(run.path),
                 "accuracy": [[e["round"], e["accuracy"]] for e in run.history if e["event"] == "eval"],
+                "stream_accuracy": [
+                    [e["round"], *e["stream_accuracy"]] for e in run.history if "stream_accuracy" in e
+                ],
                 "mask_rate": [[e["round"], e["mask_rate"]] for e in run.history if "mask_rate" in e],
             }
             for title, runs in results.items()

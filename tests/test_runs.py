@@ -83,6 +83,7 @@ def test_going_on_from_any_checkpoint_ends_in_the_same_bytes(
     )  # fmt: skip
     straight = ssfl.run(config, tmp_path / "straight").path
     model, events = (straight / "model.safetensors").read_bytes(), events_of(straight)
+    assert len(list(runs.read_events(straight))[-1]["stream_accuracy"]) == 2
     checkpoints = sorted((straight / "checkpoints").iterdir())
     assert len(checkpoints) == 2
     undone(straight)

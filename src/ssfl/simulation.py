@@ -120,6 +120,9 @@ class Simulation:
             "loss": loss,
             "class_accuracy": per_class,
         }
+        if len(state.streams) > 1:  # a good average can hide streams that have collapsed
+            test = self.dataset.test_images, self.dataset.test_labels
+            event["stream_accuracy"] = [self._score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
             images, labels = self.dataset.images[held], self.dataset.labels[held]
