@@ -38,6 +38,14 @@ def wait_for_round(out: Path, round: int, process: subprocess.Popen[str]) -> Non
     pytest.fail("the run made no progress")
 
 
+def stopped_at(round: int, out: Path, engine: str, by: signal.Signals) -> subprocess.Popen[str]:
+    """A run that was sent a signal once the round was done."""
+    process = begin(out, engine)
+    wait_for_round(out, round, process)
+    process.send_signal(by)
+    return process
+
+
 def content(path: Path) -> tuple[bytes, list[dict[str, object]]]:
     lines = (path / "events.jsonl").read_text().splitlines()
     events = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
@@ -55,10 +63,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_kill_9_and_resume_to_the_same_bytes(straight: tuple[str, Path], tmp_path: Path) -> None:
     engine, reference = straight
     out = tmp_path / "killed"
-    process = begin(out, engine)
-    wait_for_round(out, 5, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    stopped_at(5, out, engine, signal.SIGKILL).wait(60)
     assert not (out / "summary.json").exists()
     resumed = subprocess.run(command("resume", out, "--quiet"), capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
@@ -69,9 +74,7 @@ def test_kill_9_and_resume_to_the_same_bytes(straight: tuple[str, Path], tmp_pat
 def test_ctrl_c_saves_and_says_how_to_go_on(straight: tuple[str, Path], tmp_path: Path) -> None:
     engine, reference = straight
     out = tmp_path / "stopped"
-    process = begin(out, engine)
-    wait_for_round(out, 4, process)
-    process.send_signal(signal.SIGINT)
+    process = stopped_at(4, out, engine, signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert f"go on with `ssfl resume {out}`" in told
@@ -87,10 +90,7 @@ def test_a_full_disk_loses_no_checkpoint(straight: tuple[str, Path], tmp_path: P
     if engine == "vmap":
         pytest.skip("saving does not depend on the engine")
     out = tmp_path / "full"
-    process = begin(out, engine)
-    wait_for_round(out, 4, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    stopped_at(4, out, engine, signal.SIGKILL).wait(60)
     before = {p.name: p.read_bytes() for p in (out / "checkpoints").iterdir() if not p.name.startswith(".")}
 
     def no_room() -> None:  # no file may grow past this, as on a disk that is full

@@ -26,12 +26,12 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        if device.type in ("cpu", "cuda"):
+            torch.zeros(1, device=device)
+            return device
     except (RuntimeError, AssertionError):
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'")
-    return device
+        pass
+    raise ConfigError(f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'")
 
 
 def load_data(config: Config) -> Dataset:
@@ -165,11 +165,11 @@ def make(config: Config) -> Simulation:
     train = config.train
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     engine = engines.make(run.engine, model, layout, pool, optimizer, run.users_at_once or 1)
-    have_labels = parts.labelled is not None and any(len(user) for user in parts.labelled)
-    labelled = Owners.of(parts.labelled, device) if parts.labelled and have_labels else None
+    some = any(len(user) for user in parts.labelled or [])
+    labelled = Owners.of(parts.labelled or [], device) if some else None
     return Simulation(
         config, dataset, parts, held, pool, model, layout, engine,
-        Owners.of(parts.users, device), labelled, torch.from_numpy(parts.server).to(device), device,
+        Owners.of(parts.users, device), labelled, Owners.of([parts.server], device), device,
     )  # fmt: skip
 
 

@@ -52,10 +52,7 @@ def load_model(run: str | Path) -> Classifier:
     tensors, card = runs.read_model(file)
     try:
         network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
-        network.load_state_dict(tensors)
-        if next(iter(tensors.values())).dtype == torch.float64:
-            network.double()
-            network.load_state_dict(tensors)
+        network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
         return Classifier(network, card).eval()
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(

@@ -160,12 +160,11 @@ def read_events(path: Path) -> Iterator[Event]:
         yield event
 
 
-def cut_events(path: Path, rounds: int) -> list[Event]:
-    """Drop what was logged after the given round; returns the rest."""
+def cut_events(path: Path, rounds: int) -> None:
+    """Drop what was logged after the given round."""
     kept = [event for event in read_events(path) if event["round"] <= rounds]
     lines = [json.dumps(event).encode() + b"\n" for event in kept]
     write_atomic(path / "events.jsonl", b"".join(lines))
-    return kept
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -61,7 +61,8 @@ class Simulation:
     engine: engines.Engine
     users: Owners
     labelled: Owners | None
-    server: Tensor
+    server: Owners
+    """The server's labelled images, as those of its one owner."""
     device: torch.device
 
     @property
@@ -137,7 +138,7 @@ class Simulation:
         layers = [m for m in self.model.modules() if isinstance(m, models.BatchNorm)]
         self.model.train()
         with torch.no_grad():
-            for count, chosen in enumerate(self.server.split(self.config.train.batch_size)):
+            for count, chosen in enumerate(self.server.images.split(self.config.train.batch_size)):
                 for layer in layers:  # the plain mean over batches
                     layer.momentum = 1 / (count + 1)
                 key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
@@ -208,8 +209,7 @@ class Simulation:
 
     def _server_work(self, round: int) -> Work:
         trainer = torch.tensor([draws.SERVER], device=self.device)
-        owners = Owners(self.server, trainer * 0, trainer * 0 + len(self.server))
-        return self._work(round, Objective("supervised"), trainer, owners, trainer * 0)
+        return self._work(round, Objective("supervised"), trainer, self.server, trainer * 0)
 
     def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
         size, weights = self.message_bytes(), self.layout.weights
@@ -252,7 +252,6 @@ class Simulation:
         if not all(math.isfinite(number) for number in numbers):
             raise DivergedError(
                 f"training broke down in round {round}: the loss or update of {who} is not finite; "
-                f""
                 f"in a new run lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
             )
 
@@ -279,10 +278,8 @@ class Simulation:
         server: dict[str, Tensor | None] = {}
         if outcome.server is not None and outcome.server_sent is not None:
             own = self._server_work(state.round)
-            owner = own.trainers * 0
-            owners = Owners(self.server, owner, owner + len(self.server))
             server = {
-                "gradient": full(own, owners, owner, outcome.server_sent[None])[0],
+                "gradient": full(own, self.server, own.trainers * 0, outcome.server_sent[None])[0],
                 "update": (outcome.server.rows[0] - outcome.server_sent)[:weights],
             }
         table = diversity.variants(rows, server, cohort.groups)

@@ -134,17 +134,21 @@ def positions(base: int, trainers: Tensor, sizes: Tensor, first: int, count: int
     return image
 
 
-def _view_draws(work: Work, purpose: str, step: int, count: int, slots: int) -> Tensor:
-    """The draws of every image's view: a function of (seed, purpose, round, trainer, step, slot)."""
+def _step_keys(work: Work, purpose: str, step: int) -> Tensor:
+    """The keys (seed, purpose, round, trainer, step) of all trainers, [n]."""
     base = draws.key(work.seed, purpose, work.round)
-    keys = draws.fold(draws.fold(base + torch.zeros_like(work.trainers), work.trainers), step)
-    slot = torch.arange(slots, device=keys.device)
-    return draws.bits(draws.fold(keys[:, None], slot), count)
+    return draws.fold(draws.fold(base + torch.zeros_like(work.trainers), work.trainers), step)
 
 
-def make_batch(pool: Pool, work: Work, step: int, indices: Tensor | None = None) -> Batch:
-    """The views of one step, all trainers at once; `indices` [n, B] overrides the step's own."""
-    chosen = work.batches[:, step] if indices is None else indices
+def _view_draws(work: Work, purpose: str, step: int, count: int, slots: int) -> Tensor:
+    """The draws of every image's view, [n, slots, count]: the step's keys, folded with the image's slot."""
+    slot = torch.arange(slots, device=work.trainers.device)
+    return draws.bits(draws.fold(_step_keys(work, purpose, step)[:, None], slot), count)
+
+
+def make_batch(pool: Pool, work: Work, step: int) -> Batch:
+    """The views of one step, all trainers at once."""
+    chosen = work.batches[:, step]
     trainers, size = chosen.shape
     images = pool.images[chosen.reshape(-1)]
 
@@ -166,8 +170,7 @@ def make_batch(pool: Pool, work: Work, step: int, indices: Tensor | None = None)
         drawn = _view_draws(work, "labelled", step, augment.WEAK_DRAWS, places.shape[1])
         own = views(augment.weak_views, pool.images[places.clamp(min=0).reshape(-1)], drawn)
         own_labels = torch.where(places < 0, -1, pool.labels[places.clamp(min=0)])
-    key = draws.key(work.seed, "dropout", work.round)
-    keys = draws.fold(draws.fold(key + torch.zeros_like(work.trainers), work.trainers), step)
+    keys = _step_keys(work, "dropout", step)
     even = torch.full(chosen.shape, 1 / size, dtype=pool.dtype, device=chosen.device)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, keys, even)
 
