@@ -69,8 +69,9 @@ def draw_cohort(
         return draws.fold(torch.tensor(draws.key(seed, purpose, round)), members)
 
     everybody = torch.arange(users)
-    order = hashes("participants", everybody).argsort(stable=True)[:participants]
-    drawn = order.sort().values
+    # the C least of K hashes, no two of which are equal: a selection, where sorting K would be slow
+    least = hashes("participants", everybody).topk(participants, largest=False, sorted=False).indices
+    drawn = least.sort().values
     back = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
     dealt = hashes("groups", drawn).argsort(stable=True)
     seat = {int(drawn[place]): deal for deal, place in enumerate(dealt.tolist())}
