@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ssfl import engines, models
+from ssfl import engines, memory, models
 from ssfl.config import Config, check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
@@ -148,6 +148,8 @@ def make(config: Config) -> Simulation:
         device, dtype
     )
     layout = layout_of(model)
+    if config.train.momentum_policy == "user":
+        memory.check_momentum(config.split.users, layout.weights, dtype, device)
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
         dataset.mean, dataset.std, bool(config.data.flip), dtype,

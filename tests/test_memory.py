@@ -1,0 +1,51 @@
+"""What would not fit is refused before it is begun."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssfl import cli, memory
+
+
+def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "free", lambda device: 1 << 20)
+    words = ["federation.rounds=1", "federation.period=1", "run.device=cpu", "run.threads=1"]
+    given = [word for setting in words for word in ("--set", setting)]
+    call = ["ssfl", "run", *given, "--quiet", "--out", "run", "--set"]
+    monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=user"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    told = capsys.readouterr().err
+    # 11 rows of 10,026 numbers of 4 bytes, three times: the state, and its bytes twice while it is saved
+    assert stop.value.code == 2
+    assert told == (
+        "ssfl: train.momentum_policy = 'user' keeps a row for each of 10 users, which needs 1.3 MiB of "
+        "memory where cpu has 1.0 MiB free: set it to 'slot' or 'reset'\n"
+    )
+    assert not Path("run").exists()
+    monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=slot"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert Path("run/summary.json").is_file()
+
+
+def test_free_memory_is_the_machines_or_the_containers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu = torch.device("cpu")
+    assert memory.free(cpu) > 0
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   700 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("200000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 5000\n")
+    assert memory.free(cpu) == 700 * 1024
+    (tmp_path / "memory.max").write_text("500000\n")
+    assert memory.free(cpu) == 305_000
