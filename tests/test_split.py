@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssfl.data import split
+from ssfl.data import apportion, split
 from ssfl.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def test_skewed_follows_the_formula(case: tuple[list[int], int, float], server: 
 
     left = np.array(sizes) - at_server
     share = left / left.sum()
-    mains, sharers = split.main_classes(left, users)
+    mains, sharers = apportion.main_classes(left, users)
     counts = split.class_counts(labels, parts.users)
     owner = 0
     for main, among in zip(mains, sharers, strict=True):
@@ -93,7 +93,7 @@ def test_several_users_of_a_main_class_measure_less() -> None:
 @pytest.mark.parametrize("users", [1, 2, 3, 5, 7, 10, 11, 16, 23, 40])
 def test_users_come_out_as_equal_as_the_classes_allow(users: int) -> None:
     sizes = np.array([50, 51, 49, 50, 52, 48, 50, 50, 50, 50])
-    mains, sharers = split.main_classes(sizes, users)
+    mains, sharers = apportion.main_classes(sizes, users)
     assert sum(sharers) == users
     assert sorted(label for row in mains for label in row) == list(range(10))
     if users <= 10:
@@ -105,7 +105,7 @@ def test_users_come_out_as_equal_as_the_classes_allow(users: int) -> None:
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=3, max_size=6), users=st.integers(2, 3))
 def test_dealt_classes_cannot_be_evened_by_any_swap(sizes: list[int], users: int) -> None:
-    mains, _ = split.main_classes(np.array(sizes), users)
+    mains, _ = apportion.main_classes(np.array(sizes), users)
     loads = [sum(sizes[i] for i in row) for row in mains]
     spread = sum(load**2 for load in loads)
     for a, b in itertools.permutations(range(users), 2):
@@ -123,7 +123,7 @@ def test_dealt_classes_cannot_be_evened_by_any_swap(sizes: list[int], users: int
 @given(sizes=st.lists(st.integers(20, 500), min_size=2, max_size=5), users=st.integers(2, 14))
 def test_no_user_moved_between_classes_brings_sizes_closer(sizes: list[int], users: int) -> None:
     users = max(users, len(sizes))
-    _, sharers = split.main_classes(np.array(sizes), users)
+    _, sharers = apportion.main_classes(np.array(sizes), users)
     for i, j in itertools.permutations(range(len(sizes)), 2):
         if sharers[j] > 1:
             now = abs(sizes[i] / sharers[i] - sizes[j] / sharers[j])
@@ -152,7 +152,7 @@ def test_rounding_keeps_every_sum(rows: int, columns: int, seed: int, scale: int
             turned[i, m] += 1
             turned[k, j] += 1
     amounts = 0.3 * whole + 0.7 * turned
-    rounded = split.round_to_sums(amounts)
+    rounded = apportion.round_to_sums(amounts)
     assert (rounded.sum(0) == whole.sum(0)).all()
     assert (rounded.sum(1) == whole.sum(1)).all()
     assert np.abs(rounded - amounts).max() < 1

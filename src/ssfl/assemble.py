@@ -8,16 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssfl import engines, memory, models
 from ssfl.config import Config, check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.rows import layout_of
 from ssfl.simulation import Owners, Simulation
 from ssfl.work import Optimizer, Pool
+
+LISTED = 5000
+"""split.json lists the users one by one up to here: more would be slow to write and to read."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -99,7 +104,7 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, split.Index]:
+def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
     """Who gets which images, and the images set aside for validation."""
     wanted = config.split
     labels = dataset.labels.numpy()
@@ -122,12 +127,12 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, split.Ind
         parts = split.shards(*given, wanted.classes_per_user, *more)
     else:
         parts = split.mixture(*given, wanted.mixtures, *more)
-    parts = split.Parts(usable[parts.server], [usable[user] for user in parts.users])
+    parts = split.Parts(usable[parts.server], Hands.of(parts.users).renamed(usable))
     if len(usable) < len(kept):
         parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
     if wanted.labels_at != "server":
         parts = split.label_some(labels, parts, wanted.user_labels or 0, wanted.seed)
-    empty = sum(len(user) == 0 for user in parts.users)
+    empty = int((Hands.of(parts.users).sizes == 0).sum())
     if empty:
         raise ConfigError(
             f"{empty} of {len(parts.users)} users would have no image: lower split.users "
@@ -167,32 +172,37 @@ def make(config: Config) -> Simulation:
     train = config.train
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     engine = engines.make(run.engine, model, layout, pool, optimizer, run.users_at_once or 1)
-    some = any(len(user) for user in parts.labelled or [])
-    labelled = Owners.of(parts.labelled or [], device) if some else None
+    marked = Hands.of(parts.labelled or [])
+    labelled = Owners.of(marked, device) if len(marked.flat) else None
     return Simulation(
         config, dataset, parts, held, pool, model, layout, engine,
         Owners.of(parts.users, device), labelled, Owners.of([parts.server], device), device,
     )  # fmt: skip
 
 
-def describe_split(dataset: Dataset, parts: split.Parts, held: split.Index) -> dict[str, Any]:
-    """split.json: who holds how much of what."""
+def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:
+    """split.json: who holds how much of what; lists are of the first `listed` users, the rest of all."""
     labels = dataset.labels.numpy()
-    users = parts.users
-    known = split.class_counts(labels, users)
+    sizes = Hands.of(parts.users).sizes
+    known = split.class_counts(labels, parts.users)
     described: dict[str, Any] = {
         "classes": list(dataset.classes),
-        "users": len(users),
-        "sizes": [len(user) for user in users],
+        "users": len(sizes),
+        "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        "class_totals": known.sum(0).tolist(),
+        "listed": min(len(sizes), LISTED),
+        "sizes": sizes[:LISTED].tolist(),
         "server": split.class_counts(labels, [parts.server])[0].tolist(),
-        "user_classes": known.tolist(),
-        "measured_skew": split.measured_skew(labels, users) if known.any() else None,
+        "user_classes": known[:LISTED].tolist(),
+        "measured_skew": split.skew_of(known) if known.any() else None,
         "validation": len(held),
         "test": len(dataset.test_labels),
         "fingerprint": fingerprint(dataset),
     }
     if parts.labelled is not None:
-        described["user_labelled"] = [len(user) for user in parts.labelled]
+        marked = Hands.of(parts.labelled).sizes
+        described["user_labelled"] = marked[:LISTED].tolist()
+        described["user_labelled_total"] = int(marked.sum())
     return described
 
 

@@ -4,11 +4,11 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from ssfl import diversity, draws, engines, models
 from ssfl.config import Config
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Hands, Index
 from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
 from ssfl.rows import Layout, row_of, write_row
@@ -35,10 +36,9 @@ class Owners:
     sizes: Tensor
 
     @classmethod
-    def of(cls, lists: list[split.Index], device: torch.device) -> "Owners":
-        sizes = torch.tensor([len(owned) for owned in lists])
-        flat = torch.from_numpy(np.concatenate(lists))
-        return cls(flat.to(device), (sizes.cumsum(0) - sizes).to(device), sizes.to(device))
+    def of(cls, lists: Sequence[Index], device: torch.device) -> "Owners":
+        hands = Hands.of(lists)
+        return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
         """The image at each place [n, m] of each owner [n]."""
@@ -54,7 +54,7 @@ class Simulation:
     """Resolved: nothing is left to be chosen."""
     dataset: Dataset
     parts: split.Parts
-    validation: split.Index
+    validation: Index
     pool: Pool
     model: nn.Module
     layout: Layout

@@ -3,6 +3,7 @@
 No image is lost and none is owned twice. Which image goes where is a function of the seed alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ssfl import draws
+from ssfl.data.apportion import apportion, main_classes, round_to_sums
+from ssfl.data.hands import Hands, Index, dealt, gather, handed_out
 from ssfl.errors import ConfigError
-
-Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Parts:
 
     server: Index
     """Labelled images of the server (D_s)."""
-    users: list[Index]
-    """Unlabelled images of each user (D_k)."""
-    labelled: list[Index] | None = None
+    users: Sequence[Index]
+    """Unlabelled images of each user (D_k): `users[k]` is an array, whatever holds them all."""
+    labelled: Sequence[Index] | None = None
     """Labelled images of each user, where users have labels."""
 
 
@@ -45,37 +46,45 @@ def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, s
         holds[row, classes] = 1
     main_share = (holds * sizes).sum(1, keepdims=True) / max(sizes.sum(), 1)  # sum of q_j over J
     counts = round_to_sums(sizes * (skew * holds + (1 - skew) * main_share))
+    images: list[Index] = []
     owners: list[Index] = []
-    ends = counts.cumsum(0)
+    ends, first = counts.cumsum(0), 0
     for row, among in enumerate(sharers):
-        taken = [pool[e - c : e] for pool, e, c in zip(pools, ends[row], counts[row], strict=True)]
-        owners += _deal(np.concatenate(taken), among)
-    return Parts(server, owners)
+        images += [pool[e - c : e] for pool, e, c in zip(pools, ends[row], counts[row], strict=True)]
+        owners.append(first + dealt(int(counts[row].sum()), among))
+        first += among
+    return Parts(server, gather(np.concatenate(images), np.concatenate(owners), users))
 
 
 def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019) -> Parts:
     """Every class dealt evenly to all users: each holds each class, and all, to within one image."""
     server, pools = _take_server(labels, server_labels, seed)
-    return Parts(server, _deal(np.concatenate(pools), users))
+    images = np.concatenate(pools)
+    return Parts(server, gather(images, dealt(len(images), users), users))
 
 
 def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 0, seed: int = 2019) -> Parts:
     """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
 
     Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
-    than half its fair share, where that is less), and then a hundred times while one has none.
+    than half its fair share, where that is less), and then a hundred times while one has none. Where
+    many fall short at once no other draw will do: after a thousand users with few images, or fifty with
+    none, it is not tried again.
     """
     if not alpha > 0:
         raise ConfigError(f"split.alpha = {alpha} must be above 0; 0.1 is very skewed, 100 is even")
     server, pools = _take_server(labels, server_labels, seed)
     sizes = np.array([len(pool) for pool in pools])
     generator = np.random.default_rng(seed)
-    for least in (min(10, int(sizes.sum()) // (2 * users)), 1):
+    for least, hopeless in ((min(10, int(sizes.sum()) // (2 * users)), 1000), (1, 50)):
         for _ in range(100):
             shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
-            counts = _apportion(shares, sizes)
-            if counts.sum(1).min() >= least:
-                return Parts(server, _hand_out(pools, counts))
+            counts = apportion(shares, sizes)
+            short = int((counts.sum(1) < least).sum())
+            if not short:
+                return Parts(server, handed_out(pools, counts))
+            if short > hopeless:
+                break
     raise ConfigError(
         f"split.alpha = {alpha} leaves some of the {users} users without images: "
         "raise split.alpha or lower split.users"
@@ -97,15 +106,31 @@ def shards(
             f"{users} users with {classes_per_user} classes each cannot hold all {classes} classes: "
             "raise split.users or split.classes_per_user"
         )
+    holds = _shards(users, classes, classes_per_user, seed)
+    counts = apportion(holds / holds.sum(0), np.array([len(pool) for pool in pools]))
+    return Parts(server, handed_out(pools, counts))
+
+
+def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float64]:
+    """Who holds which classes, [users, classes]: user after user takes the least held, ties in random order.
+
+    After every `turn` users all classes are held equally often, so that turns do not depend on each
+    other: the first users of all turns choose together, then the second ones, and so on.
+    """
+    turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
-    held = np.zeros(classes, int)
-    for user in range(users):  # the least held classes first, ties in a fresh random order
-        order = _shuffled(np.arange(classes), seed, 1 + user)
-        chosen = order[np.argsort(held[order], kind="stable")][:classes_per_user]
-        holds[user, chosen] = 1
-        held[chosen] += 1
-    counts = _apportion(holds / held, np.array([len(pool) for pool in pools]))
-    return Parts(server, _hand_out(pools, counts))
+    held = np.zeros((-(-users // turn), classes), int)  # within each turn
+    base = torch.tensor(draws.key(seed, "split"))
+    for first in range(min(turn, users)):
+        chooser = torch.arange(first, users, turn)
+        rows = np.arange(len(chooser))[:, None]
+        names = draws.fold(draws.fold(base, 1 + chooser)[:, None], torch.arange(classes))
+        order = np.argsort(names.numpy(), axis=1)
+        least = np.argsort(held[rows, order], axis=1, kind="stable")[:, :each]
+        chosen = order[rows, least]
+        holds[chooser.numpy()[:, None], chosen] = 1
+        held[rows, chosen] += 1
+    return holds
 
 
 def mixture(
@@ -132,16 +157,20 @@ def mixture(
         raise ConfigError(
             f"split.mixtures gives class {int(np.argmin(totals))} to no user: give it a weight above 0"
         )
-    counts = _apportion(weights / totals, np.array([len(pool) for pool in pools]))
-    return Parts(server, _hand_out(pools, counts))
+    counts = apportion(weights / totals, np.array([len(pool) for pool in pools]))
+    return Parts(server, handed_out(pools, counts))
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Definition 2: the mean total variation distance between two users' class distributions.
+    """Definition 2: the mean total variation distance between two users' class distributions."""
+    return skew_of(class_counts(labels, users))
+
+
+def skew_of(counts: NDArray[np.int64]) -> float:
+    """Definition 2 from class counts [users, classes]; users without known labels are left out.
 
     By sorting each class's shares, in O(d · K · log K) instead of over all pairs.
     """
-    counts = class_counts(labels, users)
     known = counts[counts.sum(1) > 0]
     count = len(known)
     if count < 2:
@@ -156,119 +185,37 @@ def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.i
     """How many images of each class each owner holds: [owners, classes]; unknown labels left out."""
     known = _labels(labels)
     classes = int(known.max(initial=0)) + 1
-    rows = []
-    for owned in owners:
-        index = np.asarray(owned)
-        mine = known[index if index.dtype == bool else index.astype(np.int64)]
-        rows.append(np.bincount(mine[mine >= 0], minlength=classes))
-    return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
+    hands = Hands.of(owners)
+    mine = known[hands.flat]
+    places = (hands.owners * classes + mine)[mine >= 0]
+    return np.bincount(places, minlength=len(hands) * classes).reshape(len(hands), classes)
 
 
 def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
     """A stratified part of the labelled images for validation, and the rest, both sorted."""
-    chosen = [pool[: round(fraction * len(pool))] for pool in _pools(_labels(labels), seed)]
-    held = np.sort(np.concatenate(chosen))
-    rest = np.setdiff1d(np.arange(len(_labels(labels))), held)
-    return held, rest
+    known = _labels(labels)
+    held = np.zeros(len(known), bool)
+    for pool in _pools(known, seed) if fraction else []:
+        held[pool[: round(fraction * len(pool))]] = True
+    return np.flatnonzero(held), np.flatnonzero(~held)
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
     """The same owners, with labels on `count` of the users' images, uniform over the classes."""
-    known = _labels(labels)
-    owned = np.sort(np.concatenate(parts.users))
+    known, users = _labels(labels), Hands.of(parts.users)
+    owned = np.sort(users.flat)
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
     marked = np.zeros(len(known), bool)
     marked[owned[chosen]] = True
-    return Parts(
-        parts.server,
-        [user[~marked[user]] for user in parts.users],
-        [user[marked[user]] for user in parts.users],
-    )
+    return Parts(parts.server, users.where(~marked), users.where(marked))
 
 
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
     """Images without labels dealt evenly to the users, on top of what they have."""
-    dealt = _deal(_shuffled(images, seed, 0), len(parts.users))
-    users = [np.sort(np.concatenate(pair)) for pair in zip(parts.users, dealt, strict=True)]
-    return Parts(parts.server, users)
-
-
-def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
-    """Main classes such that users come out as equal in size as the classes allow.
-
-    Returns rows of main classes and how many users share each row: with at least as many users as
-    classes a row is one class and its m_j users; otherwise a row is one user and its classes J.
-    """
-    if users < 1:
-        raise ConfigError(f"split.users = {users} must be at least 1")
-    present = np.flatnonzero(sizes)  # a class without images is nobody's main class
-    if users >= len(present) > 0:
-        sharers = np.ones(len(present), int)
-        for _ in range(users - len(present)):
-            # Dean's rule: no user moved between two classes brings their users' sizes closer
-            harmonic = 2 * sharers * (sharers + 1) / (2 * sharers + 1)
-            sharers[np.argmax(sizes[present] / harmonic)] += 1
-        return [[label] for label in present.tolist()], sharers.tolist()
-    mains: list[list[int]] = [[] for _ in range(users)]
-    loads = np.zeros(users)
-    for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the lightest
-        user = int(np.argmin(loads))
-        mains[user].append(int(label))
-        loads[user] += sizes[label]
-    _even_out(mains, sizes)
-    return [sorted(row) for row in mains], [1] * users
-
-
-def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Move a class to a lighter user, or swap two, while that brings the two users closer."""
-
-    def trade() -> bool:
-        loads = [sum(int(sizes[label]) for label in row) for row in mains]
-        order = sorted(range(len(mains)), key=lambda user: loads[user])
-        for heavy, light in ((h, i) for h in reversed(order) for i in order if loads[h] > loads[i]):
-            for give in mains[heavy]:
-                for take in [*mains[light], None]:
-                    change = int(sizes[give]) - (0 if take is None else int(sizes[take]))
-                    if 0 < change < loads[heavy] - loads[light] and (
-                        take is not None or len(mains[heavy]) > 1
-                    ):
-                        mains[heavy].remove(give)
-                        mains[light].append(give)
-                        if take is not None:
-                            mains[light].remove(take)
-                            mains[heavy].append(take)
-                        return True
-        return False
-
-    while trade():
-        pass
-
-
-def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Round a matrix whose row and column sums are whole: every entry up or down, every sum kept.
-
-    That such a rounding exists is the integrality of network flows, and a maximal flow finds it:
-    rows give their remainders to columns along the entries that may be rounded up.
-    """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import maximum_flow
-
-    amounts = np.where(np.abs(amounts - np.rint(amounts)) < 1e-6, np.rint(amounts), amounts)
-    down = np.floor(amounts).astype(np.int64)
-    give = np.rint(amounts.sum(1)).astype(np.int64) - down.sum(1)
-    take = np.rint(amounts.sum(0)).astype(np.int64) - down.sum(0)
-    rows, columns = (amounts > down).nonzero()
-    count, width = amounts.shape
-    source, sink = count + width, count + width + 1
-    tails = np.concatenate([np.full(count, source), rows, count + np.arange(width)])
-    heads = np.concatenate([np.arange(count), count + columns, np.full(width, sink)])
-    capacity = np.concatenate([give, np.ones(len(rows), np.int64), take]).astype(np.int32)
-    shape = (sink + 1, sink + 1)
-    graph = coo_array((capacity, (tails, heads)), shape=shape).tocsr()
-    flow = maximum_flow(graph, source, sink).flow.tocoo()
-    inner = (flow.data > 0) & (flow.row < count) & (flow.col >= count) & (flow.col < source)
-    down[flow.row[inner], flow.col[inner] - count] += flow.data[inner]
-    return down
+    users = Hands.of(parts.users)
+    more = _shuffled(images, seed, 0)
+    owners = np.concatenate([users.owners, dealt(len(more), len(users))])
+    return Parts(parts.server, gather(np.concatenate([users.flat, more]), owners, len(users)))
 
 
 def _take_server(
@@ -301,42 +248,13 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
         raise ConfigError("nothing to split: no image has a label")
-    order = np.argsort(labels, kind="stable")
-    edges = np.searchsorted(labels[order], np.arange(classes + 1))
+    narrow = labels.astype(np.int16) if classes < 1 << 15 else labels  # numpy sorts 16 bits by radix
+    order = np.argsort(narrow, kind="stable")
+    edges = np.searchsorted(narrow[order], np.arange(classes + 1))
     return [_shuffled(order[edges[label] : edges[label + 1]], seed, -1 - label) for label in range(classes)]
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """The same indices in the order of their hashes."""
+    """The same indices in the order of their hashes, of which no two are equal."""
     base = torch.tensor(draws.key(seed, "split", part))
-    order: Index = draws.fold(base, torch.from_numpy(images)).argsort(stable=True).numpy()
-    return images[order]
-
-
-def _deal(images: Index, users: int) -> list[Index]:
-    """Dealt one by one like cards, so that runs of a class are shared evenly; each hand sorted."""
-    if users < 1:
-        raise ConfigError(f"split.users = {users} must be at least 1")
-    return [np.sort(images[user::users]) for user in range(users)]
-
-
-def _apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
-    """Counts [users, classes] nearest to shares · sizes by largest remainders; columns sum to sizes."""
-    wanted = shares * sizes
-    counts = np.floor(wanted).astype(np.int64)
-    order = np.argsort(counts - wanted, axis=0, kind="stable")
-    short = sizes - counts.sum(0)
-    for label, missing in enumerate(short):
-        counts[order[:missing, label], label] += 1
-    return counts
-
-
-def _hand_out(pools: list[Index], counts: NDArray[np.int64]) -> list[Index]:
-    """The images themselves, from counts [users, classes]."""
-    ends = counts.cumsum(0)
-    return [
-        np.sort(np.concatenate(
-            [pool[e - c : e] for pool, e, c in zip(pools, ends[user], row, strict=True)]
-        ))
-        for user, row in enumerate(counts)
-    ]  # fmt: skip
+    return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]

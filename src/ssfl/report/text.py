@@ -16,7 +16,8 @@ def histogram(counts: list[int]) -> str:
 
 def split(config: Config, described: dict[str, Any]) -> str:
     """Who would get what, with a histogram of classes for each user."""
-    sizes, rows, classes = described["sizes"], described["user_classes"], described["classes"]
+    users, classes = described["users"], described["classes"]
+    sizes, rows = described["sizes"], described["user_classes"]
     wanted = config.split
     scheme = {
         "skew": f"skew R = {wanted.skew}",
@@ -24,13 +25,17 @@ def split(config: Config, described: dict[str, Any]) -> str:
         "shards": f"{wanted.classes_per_user} classes per user",
     }.get(wanted.scheme, wanted.scheme)
     lines = [
-        f"{len(sizes)} users by {scheme}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
+        f"{users} users by {scheme}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
         f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
     ]
     for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):
         lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}")
-    if len(sizes) > MOST_USERS:
-        lines.append(f"... and {len(sizes) - MOST_USERS} more users")
+    if users > MOST_USERS:
+        least, _, middle, _, most = described["size_quartiles"]
+        lines.append(
+            f"... and {users - MOST_USERS} more users; all of them hold {least:.0f} to {most:.0f} images, "
+            f"half of them at most {middle:.0f}"
+        )
     skew = described["measured_skew"]
     told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}"
     lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
@@ -38,7 +43,7 @@ def split(config: Config, described: dict[str, Any]) -> str:
         lines.append(f"{described['validation']} images set aside for validation")
     lines.append(_typical(sizes[0], rows[0], classes))
     if "user_labelled" in described:
-        lines.append(f"labels at the users: {sum(described['user_labelled'])} images in all")
+        lines.append(f"labels at the users: {described['user_labelled_total']} images in all")
     return "\n".join(lines)
 
 

@@ -1,0 +1,102 @@
+"""Whole numbers from shares: which classes are whose, and how many images that makes."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssfl.data.hands import Index
+from ssfl.errors import ConfigError
+
+
+def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
+    """Main classes such that users come out as equal in size as the classes allow.
+
+    Returns rows of main classes and how many users share each row: with at least as many users as
+    classes a row is one class and its m_j users; otherwise a row is one user and its classes J.
+    """
+    if users < 1:
+        raise ConfigError(f"split.users = {users} must be at least 1")
+    present = np.flatnonzero(sizes)  # a class without images is nobody's main class
+    if users >= len(present) > 0:
+        # Dean's rule: no user moved between two classes brings their users' sizes closer. The user
+        # after m others ranks by n_j over the harmonic mean of m and m + 1, which lies between
+        # m + 1/3 and m + 1/2: whoever ranks above N / n by m + 1/2 is surely among the first n.
+        more, total = users - len(present), int(sizes.sum())
+        sharers = 1 + np.maximum((2 * more * sizes[present] - total) // (2 * total), 0)
+        for _ in range(users - int(sharers.sum())):
+            harmonic = 2 * sharers * (sharers + 1) / (2 * sharers + 1)
+            sharers[np.argmax(sizes[present] / harmonic)] += 1
+        return [[label] for label in present.tolist()], sharers.tolist()
+    mains: list[list[int]] = [[] for _ in range(users)]
+    loads = np.zeros(users)
+    for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the lightest
+        user = int(np.argmin(loads))
+        mains[user].append(int(label))
+        loads[user] += sizes[label]
+    _even_out(mains, sizes)
+    return [sorted(row) for row in mains], [1] * users
+
+
+def _even_out(mains: list[list[int]], sizes: Index) -> None:
+    """Move a class to a lighter user, or swap two, while that brings the two users closer."""
+
+    def trade() -> bool:
+        loads = [sum(int(sizes[label]) for label in row) for row in mains]
+        order = sorted(range(len(mains)), key=lambda user: loads[user])
+        for heavy, light in ((h, i) for h in reversed(order) for i in order if loads[h] > loads[i]):
+            for give in mains[heavy]:
+                for take in [*mains[light], None]:
+                    change = int(sizes[give]) - (0 if take is None else int(sizes[take]))
+                    if 0 < change < loads[heavy] - loads[light] and (
+                        take is not None or len(mains[heavy]) > 1
+                    ):
+                        mains[heavy].remove(give)
+                        mains[light].append(give)
+                        if take is not None:
+                            mains[light].remove(take)
+                            mains[heavy].append(take)
+                        return True
+        return False
+
+    while trade():
+        pass
+
+
+def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Round a matrix whose row and column sums are whole: every entry up or down, every sum kept.
+
+    That such a rounding exists is the integrality of network flows, and a maximal flow finds it:
+    rows give their remainders to columns along the entries that may be rounded up.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    amounts = np.where(np.abs(amounts - np.rint(amounts)) < 1e-6, np.rint(amounts), amounts)
+    down = np.floor(amounts).astype(np.int64)
+    give = np.rint(amounts.sum(1)).astype(np.int64) - down.sum(1)
+    take = np.rint(amounts.sum(0)).astype(np.int64) - down.sum(0)
+    rows, columns = (amounts > down).nonzero()
+    count, width = amounts.shape
+    source, sink = count + width, count + width + 1
+    tails = np.concatenate([np.full(count, source), rows, count + np.arange(width)])
+    heads = np.concatenate([np.arange(count), count + columns, np.full(width, sink)])
+    capacity = np.concatenate([give, np.ones(len(rows), np.int64), take]).astype(np.int32)
+    shape = (sink + 1, sink + 1)
+    graph = coo_array((capacity, (tails, heads)), shape=shape).tocsr()
+    flow = maximum_flow(graph, source, sink).flow.tocoo()
+    inner = (flow.data > 0) & (flow.row < count) & (flow.col >= count) & (flow.col < source)
+    down[flow.row[inner], flow.col[inner] - count] += flow.data[inner]
+    return down
+
+
+def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
+    """Counts [users, classes] nearest to shares · sizes by largest remainders; columns sum to sizes."""
+    wanted = shares * sizes
+    counts = np.floor(wanted).astype(np.int64)
+    for label, missing in enumerate((sizes - counts.sum(0)).tolist()):
+        if missing > 0:
+            remainder = wanted[:, label] - counts[:, label]
+            least = np.partition(remainder, -missing)[-missing]
+            counts[remainder > least, label] += 1
+            equal = np.flatnonzero(remainder == least)  # the first of them, until nothing is missing
+            counts[equal[: sizes[label] - counts[:, label].sum()], label] += 1
+    return counts
