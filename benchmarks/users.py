@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1_000_000, help="8x8 images of all users together")
     parser.add_argument("--participants", type=int, default=100, help="users per round")
     parser.add_argument("--users", type=int, nargs="+", default=USERS, help="the numbers of users to try")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     given = parser.parse_args()
@@ -105,10 +105,15 @@ def measure(overrides: list[str], out: Path) -> Row:
 
 def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
     """Seconds from the command to the beginning of its first round, and the most memory it took, MiB."""
+    events = out / "events.jsonl"
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "ssfl", *words])
-    while (taken := round_seconds(out / "events.jsonl", round)) is None and process.poll() is None:
+    taken, size = None, -1
+    while taken is None and process.poll() is None:
         time.sleep(0.005)
+        if events.is_file() and events.stat().st_size != size:
+            size = events.stat().st_size
+            taken = round_seconds(events, round)
     seen = time.perf_counter()
     if process.returncode is None:
         _, status, usage = os.wait4(process.pid, 0)
@@ -121,8 +126,6 @@ def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
 
 def round_seconds(events: Path, round: int) -> float | None:
     """How long a round took by its event, once that is written."""
-    if not events.is_file():
-        return None
     for line in events.read_text().splitlines(keepends=True):
         if line.endswith("\n") and (event := json.loads(line))["round"] == round:
             return float(event["seconds"])
