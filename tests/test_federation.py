@@ -12,11 +12,14 @@ def state(streams: list[float], momentum: int = 0) -> State:
     return State(5, rows, rows.mean(0), torch.zeros(momentum, 1, dtype=torch.float64))
 
 
-def add(amounts: list[float]):  # type: ignore[no-untyped-def]
-    """A trainer that adds to each row; momentum counts the visits."""
+def add(amounts: list[float], sent: list[float] | None = None):  # type: ignore[no-untyped-def]
+    """A trainer that adds to each row and notes what it was sent; momentum counts the visits."""
 
-    def train(rows: torch.Tensor, momentum: torch.Tensor) -> Trained:
-        return Trained(rows + torch.tensor(amounts, dtype=torch.float64)[:, None], momentum + 1, {})
+    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+        if sent is not None:
+            sent.extend(rows.flatten().tolist())
+        more = torch.tensor(amounts, dtype=torch.float64)[part, None]
+        return Trained(rows + more, momentum + 1, {"loss": more.flatten()})
 
     return train
 
@@ -25,10 +28,12 @@ GROUPED = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1))
 
 
 def test_users_start_from_their_groups_stream_and_the_server_from_the_mean() -> None:
+    sent: list[float] = []
+    users = add([1, 2, 3, 4], sent)
     new, outcome = play_round(
-        state([10, 20]), GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([30]), server="parallel"
+        state([10, 20]), GROUPED, train_users=users, train_server=add([30]), server="parallel"
     )
-    assert outcome.sent.flatten().tolist() == [10, 20, 10, 20]
+    assert sent == [10, 20, 10, 20]
     assert outcome.server_sent is not None
     assert outcome.server_sent.item() == 15
     # w_s = 45; stream 1 = (45 + 11 + 13) / 3; stream 2 = (45 + 22 + 24) / 3
@@ -39,10 +44,31 @@ def test_users_start_from_their_groups_stream_and_the_server_from_the_mean() -> 
 
 def test_a_groups_members_are_whoever_is_dealt_there() -> None:
     moved = Cohort((0, 1), (0, 1), ((1,), (0,)), (1, 0))
-    _, outcome = play_round(
-        state([10, 20]), moved, train_users=add([0, 0]), train_server=add([0]), server="parallel"
+    sent: list[float] = []
+    play_round(
+        state([10, 20]), moved, train_users=add([0, 0], sent), train_server=add([0]), server="parallel"
     )
-    assert outcome.sent.flatten().tolist() == [20, 10]
+    assert sent == [20, 10]
+
+
+@pytest.mark.parametrize("server", ["parallel", "alternate", "none"])
+def test_users_may_train_a_few_at_a_time(server: str) -> None:
+    start = state([10, 20], momentum=5)
+    (whole, told), (parts, told_in_parts) = (
+        play_round(
+            start, GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([30]), server=server,
+            slots=[3, 2, 1, 0], at_once=at_once, keep_updates=True,
+        )
+        for at_once in (None, 3)
+    )  # fmt: skip
+    assert torch.allclose(whole.streams, parts.streams)
+    assert torch.equal(whole.momentum, parts.momentum)
+    assert told.users is not None
+    assert told_in_parts.users is not None
+    assert told_in_parts.users.stats["loss"].tolist() == told.users.stats["loss"].tolist() == [1, 2, 3, 4]
+    for outcome in (told.users, told_in_parts.users):
+        assert outcome.updates is not None
+        assert outcome.updates.flatten().tolist() == outcome.norms.tolist() == [1, 2, 3, 4]
 
 
 def test_alternate_averages_users_and_then_trains_the_average() -> None:
@@ -94,7 +120,7 @@ def test_momentum_is_kept_in_its_slots_and_resets_without_any() -> None:
     # nothing kept: trainers see zeros of the weights' length
     seen: list[torch.Tensor] = []
 
-    def look(rows: torch.Tensor, momentum: torch.Tensor) -> Trained:
+    def look(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
         seen.append(momentum)
         return Trained(rows, momentum + 1, {})
 
@@ -110,11 +136,11 @@ def test_statistics_can_be_the_servers_own() -> None:
     start = State(0, rows, rows[0], torch.zeros(0, 2))
 
     def move(by: float):  # type: ignore[no-untyped-def]
-        return lambda rows, momentum: Trained(rows + by, momentum, {})
+        return lambda rows, momentum, part: Trained(rows + by, momentum, {})
 
     new, _ = play_round(
         start, cohort, train_users=move(10), train_server=move(20), server="parallel",
-        statistics=slice(2, None),
+        statistics_from_server=True,
     )  # fmt: skip
     assert new.average.tolist() == [16, 17, 23]
     assert new.streams.tolist() == [[16, 17, 23]]
@@ -125,7 +151,7 @@ def test_a_round_leaves_its_state_alone() -> None:
     copies = [t.clone() for t in (before.streams, before.average, before.momentum)]
     play_round(
         before, GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([3]), server="parallel",
-        slots=[0, 1, 2, 3], statistics=slice(0, 1),
+        slots=[0, 1, 2, 3], statistics_from_server=True,
     )  # fmt: skip
     for kept, now in zip(copies, (before.streams, before.average, before.momentum), strict=True):
         assert torch.equal(kept, now)

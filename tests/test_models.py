@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssfl import draws, models, rows
+from ssfl import draws, layers, models, rows
 from ssfl.errors import ConfigError
 
 CIFAR, EMNIST, STL, DIGITS = (3, 32, 32), (1, 28, 28), (3, 96, 96), (1, 8, 8)
@@ -47,7 +47,7 @@ def test_every_network_runs_with_every_norm(name: str, norm: str) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 5, 4, 3), (9, 5)])
 def test_batch_norm_is_torchs_own(shape: tuple[int, ...]) -> None:
-    ours = models.BatchNorm(5).double()
+    ours = layers.BatchNorm(5).double()
     theirs = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(5).double()
     for step in range(3):
         x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -70,9 +70,9 @@ def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone
 def test_dropout_is_named_drops_a_quarter_of_the_channels_and_keeps_the_mean() -> None:
     key = torch.tensor(draws.key(1, "dropout", 3, 4, 5))
     x = torch.ones(100, 64, 2, 2)
-    once = models.dropout(x, 0.25, key)
-    assert torch.equal(once, models.dropout(x, 0.25, key))
-    assert not torch.equal(once, models.dropout(x, 0.25, key + 1))
+    once = layers.dropout(x, 0.25, key)
+    assert torch.equal(once, layers.dropout(x, 0.25, key))
+    assert not torch.equal(once, layers.dropout(x, 0.25, key + 1))
     assert torch.equal(once.amax((2, 3)), once.amin((2, 3)))
     assert abs(float((once == 0).float().mean()) - 0.25) < 0.02
     assert abs(float(once.mean()) - 1) < 0.03

@@ -18,7 +18,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.rows import layout_of
-from ssfl.simulation import Owners, Simulation
+from ssfl.simulation import Owners, Simulation, objective_of
 from ssfl.work import Optimizer, Pool
 
 LISTED = 5000
@@ -148,30 +148,37 @@ def make(config: Config) -> Simulation:
     dataset = load_data(config)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
-    dtype = {"float32": torch.float32, "float64": torch.float64}[config.train.precision]
-    model = models.build(config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm).to(
-        device, dtype
-    )
-    layout = layout_of(model)
-    if config.train.momentum_policy == "user":
-        memory.check_momentum(config.split.users, layout.weights, dtype, device)
+    precision = config.train.precision or ("bfloat16" if device.type == "cuda" else "float32")
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
-        dataset.mean, dataset.std, bool(config.data.flip), dtype,
+        torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
+        bool(config.data.flip), getattr(torch, precision),
     )  # fmt: skip
+    model = models.build(config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm)
+    model = model.to(device, pool.wide)
+    layout = layout_of(model)
+    train, federation = config.train, config.federation
+    if train.momentum_policy == "user":
+        memory.check_momentum(config.split.users, layout.weights, pool.wide, device)
     threads = config.run.threads or engines.threads(device, layout)
     torch.set_num_threads(threads)
+    name = engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine
+    steps = (federation.rounds or 1) * federation.period
+    compiled = config.run.compile
+    if compiled is None:
+        compiled = engines.worth_compiling(name, device, steps)
+    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
+    engine = engines.make(name, model, layout, pool, optimizer, compiled)
+    at_once = config.run.users_at_once
+    if at_once is None:
+        needed = engine.memory(objective_of(config), train.batch_size)
+        at_once = memory.share(federation.participants or 1, needed, device)
+    engine.at_once = at_once
     run = replace(
         config.run,
-        device=str(device),
-        threads=threads,
-        engine=engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine,
-        users_at_once=config.run.users_at_once or config.federation.participants,
-    )
-    config = replace(config, run=run)
-    train = config.train
-    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
-    engine = engines.make(run.engine, model, layout, pool, optimizer, run.users_at_once or 1)
+        device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once,
+    )  # fmt: skip
+    config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
     return Simulation(

@@ -152,8 +152,9 @@ class Train:
     """ε, the least fraction of the base rate."""
     momentum_policy: str = "reset"
     """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
-    precision: str = "float32"
-    """"float32" or "float64"."""
+    precision: str | None = None
+    """In which numbers networks compute: "bfloat16", "float32" or "float64"; by itself "bfloat16" on a GPU,
+    else "float32". Weights, sums, losses and statistics are kept in float32 (float64) in any case."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ class Run:
     engine: str = "auto"
     """"loop" (one user after another), "vmap" (all at once) or "auto"."""
     users_at_once: int | None = None
-    """How many users "vmap" trains together; by itself all participants."""
+    """How many users are trained together; by itself as many of the participants as memory holds."""
+    compile: bool | None = None
+    """Compile the steps of "vmap" on a GPU, which takes about a minute; by itself where the run is long."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", ..."""
     threads: int | None = None
@@ -210,7 +213,7 @@ CHOICES = {
     "method.views": ("separate", "joint"),
     "method.teacher_mode": ("eval", "train"),
     "train.momentum_policy": ("reset", "slot", "user"),
-    "train.precision": ("float32", "float64"),
+    "train.precision": ("bfloat16", "float32", "float64"),
     "run.engine": ("auto", "loop", "vmap"),
 }
 # Setting one of these from the command line takes the place of the other.

@@ -64,7 +64,8 @@ def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
     """Keys extended by one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
     if isinstance(parts, int):
         return _mix(keys + _signed((parts + 1) * _GAMMA))
-    return _mix(keys + (parts + 1) * _signed(_GAMMA))
+    # or-ing nothing keeps a compiler from folding a range of numbers into a narrower product
+    return _mix(keys + ((parts + 1) | 0) * _signed(_GAMMA))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ssfl import averaging, draws
 from ssfl.work import Trained
 
-Train = Callable[[Tensor, Tensor], Trained]
-"""(rows, momentum) -> rows, momentum, numbers: T local steps of each row's owner."""
+Train = Callable[[Tensor, Tensor, slice], Trained]
+"""(rows, momentum, which of the trainers) -> rows, momentum, numbers: T local steps of each."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,26 @@ class Cohort:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """What training did, a number for each trainer."""
+
+    stats: dict[str, Tensor]
+    """[n] each: loss, mask rate, ..."""
+    norms: Tensor
+    """[n]: the lengths of the updates."""
+    updates: Tensor | None
+    """[n, P + Q]: what they did to the rows, where that was asked for."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a round tells besides its new state."""
 
-    sent: Tensor
-    """[C, P + Q]: what the users started from."""
-    users: Trained | None
-    """What came back from them, or None where nobody did."""
+    users: Moved | None
+    """None where nobody came back."""
     server_sent: Tensor | None
     """[P + Q]: what the server started from, where it trained."""
-    server: Trained | None
+    server: Moved | None
 
 
 def draw_cohort(
@@ -92,50 +102,74 @@ def play_round(
     server: str,
     server_weight: float | None = None,
     slots: Sequence[int] = (),
-    statistics: slice | None = None,
+    statistics_from_server: bool = False,
+    at_once: int | None = None,
+    keep_updates: bool = False,
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
     `server` is "parallel" (the paper: the server trains while the users do and joins the average),
     "alternate" (users, average, then the server trains the average) or "none" (it holds no data).
-    `slots` are the rows of kept momentum that belong to the cohort's users. `statistics` are columns
-    in which every model takes the server's own values instead of the average.
+    `slots` are the rows of kept momentum that belong to the cohort's users. With
+    `statistics_from_server` every model takes the server's own normalisation statistics instead of
+    the average's. Users train `at_once` together, all by default, and are added to the average as
+    they come, so that no more models are held at a time.
     """
     momentum = state.momentum.clone()
+    weights = momentum.shape[1]
 
-    def trained(train: Train, rows: Tensor, slots: Sequence[int]) -> Trained:
-        if not len(momentum):  # reset: everybody starts from rest
-            return train(rows, torch.zeros_like(rows[:, : momentum.shape[1]]))
-        result = train(rows, momentum[list(slots)])
-        momentum[list(slots)] = result.momentum
-        return result
+    def trained(train: Train, sent: Tensor, slots: Sequence[int], part: slice) -> tuple[Tensor, Moved]:
+        if len(momentum):
+            result = train(sent, momentum[list(slots)], part)
+            momentum[list(slots)] = result.momentum
+        else:  # reset: everybody starts from rest
+            result = train(sent, torch.zeros_like(sent[:, :weights]), part)
+        updates = result.rows - sent
+        norms = torch.linalg.vector_norm(updates[:, :weights], dim=1)
+        return result.rows, Moved(result.stats, norms, updates if keep_updates else None)
 
-    # "The server sends the averaged model weights": user k of group i receives w_avg,i.
-    sent = state.streams[list(cohort.streams)]
-    # "Each user locally updates its own model weights to w_k."
-    users = trained(train_users, sent, slots) if cohort.users else None
-    own = server_sent = None
+    streams, average = state.streams, state.average
+    users = own = server_sent = None
+    count = len(cohort.users)
+    matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
+    if matrix is not None:
+        matrix = matrix.to(streams)
+        streams = torch.zeros_like(streams)
+        moved = []
+        for start in range(0, count, at_once or count):
+            part = slice(start, min(start + (at_once or count), count))
+            # "The server sends the averaged model weights": user k of group i receives w_avg,i.
+            sent = state.streams[list(cohort.streams[part])]
+            # "Each user locally updates its own model weights to w_k."
+            rows, told = trained(train_users, sent, slots[part], part)
+            # Equations (7) and (8): each group averages its users (with the server, below).
+            streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
+            moved.append(told)
+        users = _together(moved)
+        average = streams.mean(0)
 
     if server == "parallel":
         # "At the same time, the server also updates its own weights from w_avg to w_s."
         server_sent = state.average
-        own = trained(train_server, server_sent[None], [-1])
-        # Equations (7) and (8): each group averages its users with the server, then the groups.
-        matrix = averaging.mixing(cohort.groups, True, server_weight)
-        w_k = sent if users is None else users.rows
-        streams, average = averaging.average(own.rows[0], w_k, matrix)
-    else:
-        streams, average = state.streams, state.average
-        if users is not None:
-            matrix = averaging.mixing(cohort.groups, False)
-            streams, average = averaging.average(None, users.rows, matrix)
-        if server == "alternate":
-            # The server trains the users' average: its few labels have the last word.
-            server_sent = average
-            own = trained(train_server, server_sent[None], [-1])
-            average = own.rows[0]
-            streams = average.repeat(len(streams), 1)
+        rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
+        streams = rows.repeat(len(streams), 1) if matrix is None else streams + matrix[:, :1] * rows
+        average = streams.mean(0)
+    elif server == "alternate":
+        # The server trains the users' average: its few labels have the last word.
+        server_sent = average
+        rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
+        average = rows[0]
+        streams = average.repeat(len(streams), 1)
 
-    if statistics is not None and own is not None:
-        streams[:, statistics] = average[statistics] = own.rows[0, statistics]
-    return State(state.round + 1, streams, average, momentum), Outcome(sent, users, server_sent, own)
+    if statistics_from_server and own is not None:
+        streams, average = streams.clone(), average.clone()
+        streams[:, weights:] = average[weights:] = rows[0, weights:]
+    return State(state.round + 1, streams, average, momentum), Outcome(users, server_sent, own)
+
+
+def _together(parts: list[Moved]) -> Moved:
+    return Moved(
+        {name: torch.cat([part.stats[name] for part in parts]) for name in parts[0].stats},
+        torch.cat([part.norms for part in parts]),
+        None if parts[0].updates is None else torch.cat([p.updates for p in parts if p.updates is not None]),
+    )

@@ -44,5 +44,12 @@ def check_momentum(users: int, weights: int, dtype: torch.dtype, device: torch.d
         )
 
 
+def share(users: int, needed: int, device: torch.device) -> int:
+    """How many users to train together when each needs so many bytes: all, or even parts that fit."""
+    fit = max(1, int(0.7 * free(device)) // max(needed, 1))
+    parts = -(-users // fit)
+    return -(-users // parts)
+
+
 def _told(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,61 +1,16 @@
 """The networks, built by name; normalisation is an argument, and dropout takes its draws.
 
 Every model is called as `model(images, key)`: images are normalised floats [B, C, H, W]; `key` names
-the dropout masks and is needed in training mode by the one network that drops (`cnn`).
+the dropout masks and is needed in training mode by the one network that drops (`cnn`). Layers with
+parameters come from `layers.py`, so that every network also runs as many models at once.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssfl import draws
 from ssfl.errors import ConfigError
-
-
-class BatchNorm(nn.Module):
-    """Batch normalisation of [B, C, ...] whose statistics are replaced, never changed in place.
-
-    torch's own layer writes into its buffers; replacing them keeps a step a pure function, so that
-    many models can be trained at once. The numbers are those of `torch.nn.BatchNorm2d`.
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.momentum, self.eps = momentum, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var = self.running_mean, self.running_var
-        if self.training:
-            dims = [0, *range(2, x.dim())]
-            var, mean = torch.var_mean(x, dims, correction=0)
-            count = x.numel() // x.shape[1]
-            unbiased = var.detach() * (count / max(count - 1, 1))
-            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
-            self.running_var = self.running_var.lerp(unbiased, self.momentum)
-        scale = self.weight * torch.rsqrt(var + self.eps)
-        shift = self.bias - mean * scale
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        return x * scale.reshape(shape) + shift.reshape(shape)
-
-
-def normalisation(norm: str, channels: int) -> nn.Module:
-    """The layer that `norm` names; groups hold at least two channels, at most 32 groups."""
-    if norm == "group":
-        return nn.GroupNorm(min(32, channels // 2), channels)
-    return BatchNorm(channels) if norm == "batch" else nn.Identity()
-
-
-def dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
-    """Drop whole channels of each image; the mask is a function of the key alone."""
-    kept = draws.uniform(draws.bits(key, x.shape[0] * x.shape[1])) >= rate
-    return x * (kept.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
+from ssfl.layers import Conv2d, Linear, activate, dropout, normalisation
 
 
 class Small(nn.Module):
@@ -64,15 +19,15 @@ class Small(nn.Module):
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
         channels, height, width = shape
-        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1)
+        self.conv1 = Conv2d(channels, 16, 3, padding=1)
         self.norm1 = normalisation(norm, 16)
-        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.conv2 = Conv2d(16, 32, 3, stride=2, padding=1)
         self.norm2 = normalisation(norm, 32)
-        self.fc = nn.Linear(32 * -(-height // 2) * -(-width // 2), classes)
+        self.fc = Linear(32 * -(-height // 2) * -(-width // 2), classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = F.relu(self.norm2(self.conv2(x)))
+        x = activate(self.norm1, self.conv1(x))
+        x = activate(self.norm2, self.conv2(x))
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -82,15 +37,15 @@ class Cnn(nn.Module):
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
         channels, height, width = shape
-        self.conv1 = nn.Conv2d(channels, 32, 3)
+        self.conv1 = Conv2d(channels, 32, 3)
         self.norm1 = normalisation(norm, 32)
-        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.conv2 = Conv2d(32, 64, 3)
         self.norm2 = normalisation(norm, 64)
-        self.fc1 = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
-        self.fc2 = nn.Linear(128, classes)
+        self.fc1 = Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
+        self.fc2 = Linear(128, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
+        x = activate(self.norm1, self.conv1(x))
         x = F.max_pool2d(self.norm2(self.conv2(x)), 2)
         if self.training:
             if key is None:
@@ -105,18 +60,18 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = normalisation(norm, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.conv2 = Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = normalisation(norm, outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.shortcut.append(Conv2d(inputs, outputs, 1, stride, bias=False))
             self.shortcut.append(normalisation(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+        out = activate(self.norm1, self.conv1(x))
+        return activate(self.norm2, self.conv2(out), add=self.shortcut(x))
 
 
 class ResNet18(nn.Module):
@@ -124,17 +79,17 @@ class ResNet18(nn.Module):
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(shape[0], 64, 3, 1, 1, bias=False)
+        self.conv = Conv2d(shape[0], 64, 3, 1, 1, bias=False)
         self.norm = normalisation(norm, 64)
         widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
         strides = [1, 1, 2, 1, 2, 1, 2, 1]
         self.blocks = nn.Sequential(
             *(BasicBlock(a, b, s, norm) for a, b, s in zip(widths, widths[1:], strides, strict=False))
         )
-        self.fc = nn.Linear(512, classes)
+        self.fc = Linear(512, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = self.blocks(F.relu(self.norm(self.conv(x))))
+        x = self.blocks(activate(self.norm, self.conv(x)))
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
@@ -145,14 +100,14 @@ class ResNet9(nn.Module):
         super().__init__()
 
         def layer(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
-            parts = [nn.Conv2d(inputs, outputs, 3, padding=1), normalisation(norm, outputs)]
+            parts = [Conv2d(inputs, outputs, 3, padding=1), normalisation(norm, outputs)]
             return nn.Sequential(*parts, nn.ReLU(), *([nn.MaxPool2d(2)] if pool else []))
 
         self.stem = nn.Sequential(layer(shape[0], 64), layer(64, 128, pool=True))
         self.pair1 = nn.Sequential(layer(128, 128), layer(128, 128))
         self.middle = nn.Sequential(layer(128, 256, pool=True), layer(256, 512, pool=True))
         self.pair2 = nn.Sequential(layer(512, 512), layer(512, 512))
-        self.fc = nn.Linear(512, classes)
+        self.fc = Linear(512, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         x = self.stem(x)
@@ -172,7 +127,7 @@ class Vgg11(nn.Module):
             (64, True), (128, True), (256, False), (256, True),
             (512, False), (512, True), (512, False), (512, True),
         ]:  # fmt: skip
-            layers += [nn.Conv2d(channels, width_out, 3, padding=1), normalisation(norm, width_out)]
+            layers += [Conv2d(channels, width_out, 3, padding=1), normalisation(norm, width_out)]
             layers.append(nn.ReLU())
             if pool:
                 layers.append(nn.MaxPool2d(2, ceil_mode=True))
@@ -180,8 +135,8 @@ class Vgg11(nn.Module):
             channels = width_out
         self.features = nn.Sequential(*layers)
         self.head = nn.Sequential(
-            nn.Flatten(), nn.Linear(512 * height * width, 512), normalisation(norm, 512), nn.ReLU(),
-            nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, classes),
+            nn.Flatten(), Linear(512 * height * width, 512), normalisation(norm, 512), nn.ReLU(),
+            Linear(512, 128), nn.ReLU(), Linear(128, classes),
         )  # fmt: skip
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
@@ -194,17 +149,17 @@ class WideBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
         self.norm1 = normalisation(norm, inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm2 = normalisation(norm, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.conv2 = Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs:
-            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.leaky_relu(self.norm1(x), 0.1)
+        out = activate(self.norm1, x, slope=0.1)
         short = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(out)
-        out = F.leaky_relu(self.norm2(self.conv1(out)), 0.1)
+        out = activate(self.norm2, self.conv1(out), slope=0.1)
         return self.conv2(out) + short  # type: ignore[no-any-return]
 
 
@@ -213,17 +168,17 @@ class WideResNet(nn.Module):
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(shape[0], 16, 3, 1, 1, bias=False)
+        self.conv = Conv2d(shape[0], 16, 3, 1, 1, bias=False)
         blocks: list[nn.Module] = []
         for inputs, outputs, stride in [(16, 32, 1), (32, 64, 2), (64, 128, 2)]:
             blocks.append(WideBlock(inputs, outputs, stride, norm))
             blocks += [WideBlock(outputs, outputs, 1, norm) for _ in range(3)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = normalisation(norm, 128)
-        self.fc = nn.Linear(128, classes)
+        self.fc = Linear(128, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = F.leaky_relu(self.norm(self.blocks(self.conv(x))), 0.1)
+        x = activate(self.norm, self.blocks(self.conv(x)), slope=0.1)
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 

@@ -23,7 +23,7 @@ class Losses(NamedTuple):
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
     """Cross-entropy with true labels: the server's L_s (3), and the oracle users of equation (6)."""
-    loss = F.cross_entropy(logits, labels, reduction="none")
+    loss = _cross_entropy(logits, labels)
     return Losses(loss, (labels >= 0).to(loss.dtype), labels)
 
 
@@ -36,9 +36,15 @@ def pseudo_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 def consistency(weak: Tensor, strong: Tensor, threshold: float) -> Losses:
     """CRL, the users' L_k (4): the weak view's confident prediction is the strong view's label."""
     label, mask = pseudo_label(weak, threshold)
-    return Losses(F.cross_entropy(strong, label, reduction="none") * mask, mask, label)
+    return Losses(_cross_entropy(strong, label) * mask, mask, label)
 
 
 def self_training(teacher: Tensor, weak: Tensor, threshold: float) -> Losses:
     """Equation (5): the weak view's confident prediction is that same view's label."""
     return consistency(teacher, weak, threshold)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of every image, whatever the dimensions in front of the classes."""
+    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return flat.view(labels.shape)

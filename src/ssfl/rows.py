@@ -24,13 +24,22 @@ class Layout:
     def length(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def trained(self) -> int:
+        """How many of the tensors are weights."""
+        return next(i for i in range(len(self.sizes) + 1) if sum(self.sizes[:i]) == self.weights)
+
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """The named tensors of one row, or of a matrix of rows (its first dimension stays first)."""
-        parts = row.split(self.sizes, dim=-1)
+        """The named tensors of one row, or of a matrix of rows (its first dimension stays first).
+
+        Rows without statistics give the weights alone.
+        """
+        count = len(self.sizes) if row.shape[-1] == self.length else self.trained
+        parts = row.split(self.sizes[:count], dim=-1)
         lead = row.shape[:-1]
         return {
             name: part.reshape(*lead, *shape)
-            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=False)
         }
 
     def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:

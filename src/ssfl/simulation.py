@@ -5,14 +5,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssfl import diversity, draws, engines, models
+from ssfl import diversity, draws, engines, layers, models
 from ssfl.config import Config
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -21,7 +21,7 @@ from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.schedule import learning_rate
-from ssfl.work import Objective, Pool, Work, positions
+from ssfl.work import Objective, Pool, Work, round_keys
 
 Event = dict[str, Any]
 EVAL_BATCH = 1000
@@ -75,7 +75,7 @@ class Simulation:
             self.config.model.name or "", len(self.dataset.classes), self.dataset.shape,
             self.config.model.norm, self.config.run.seed,
         )  # fmt: skip
-        row = row_of(network, self.layout).to(self.device, self.pool.dtype)
+        row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
             "slot": self._participants + 1,
@@ -88,24 +88,26 @@ class Simulation:
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
         cohort = self._cohort(state.round)
-        method = self.config.method
-        by_user = self.config.train.momentum_policy == "user"
-        server_statistics = self.config.model.norm_statistics == "server"
+        method, every = self.config.method, self.config.run.diversity_every
+        last = state.round + 1 == self.rounds
+        diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
+        users = self._users_work(state.round, cohort)
         new, outcome = play_round(
             state,
             cohort,
-            train_users=lambda rows, kept: self.engine.train(
-                rows, kept, self._users_work(state.round, cohort)
+            train_users=lambda rows, kept, part: self.engine.train(rows, kept, users.of(part)),
+            train_server=lambda rows, kept, part: self.engine.train(
+                rows, kept, self._server_work(state.round)
             ),
-            train_server=lambda rows, kept: self.engine.train(rows, kept, self._server_work(state.round)),
             server=method.server,
             server_weight=method.server_weight,
-            slots=cohort.users if by_user else cohort.slots,
-            statistics=slice(self.layout.weights, None) if server_statistics else None,
+            slots=cohort.users if self.config.train.momentum_policy == "user" else cohort.slots,
+            statistics_from_server=self.config.model.norm_statistics == "server",
+            at_once=self.config.run.users_at_once,
+            keep_updates=diverse,
         )
         events = [self._round_event(new.round, cohort, outcome)]
-        every = self.config.run.diversity_every
-        if every and (state.round % every == 0 or new.round == self.rounds) and cohort.users:
+        if diverse:
             events.append(self._diversity_event(state, cohort, outcome))
         return new, events
 
@@ -135,25 +137,31 @@ class Simulation:
         if self.config.model.norm_statistics != "recompute":
             return state.average
         write_row(self.model, self.layout, state.average)
-        layers = [m for m in self.model.modules() if isinstance(m, models.BatchNorm)]
+        norms = [m for m in self.model.modules() if isinstance(m, layers.BatchNorm)]
         self.model.train()
         with torch.no_grad():
             for count, chosen in enumerate(self.server.images.split(self.config.train.batch_size)):
-                for layer in layers:  # the plain mean over batches
+                for layer in norms:  # the plain mean over batches
                     layer.momentum = 1 / (count + 1)
                 key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
-                self.model(self.pool.normalised(self.pool.images[chosen]), key.to(self.device))
-        for layer in layers:
+                self.model(
+                    self.pool.normalised(self.pool.images[chosen], self.pool.wide), key.to(self.device)
+                )
+        for layer in norms:
             layer.momentum = 0.1
         return row_of(self.model, self.layout)
 
     def message_bytes(self) -> int:
         """The size of one model on its way."""
-        return self.layout.length * self.pool.dtype.itemsize
+        return self.layout.length * self.pool.wide.itemsize
 
     @property
     def _participants(self) -> int:
         return self.config.federation.participants or 0
+
+    @property
+    def _at_once(self) -> int:
+        return self.config.run.users_at_once or 1
 
     def _cohort(self, round: int) -> Cohort:
         if self.config.method.objective == "none":
@@ -186,33 +194,26 @@ class Simulation:
         def batches(owners: Owners, purpose: str) -> Tensor:
             sizes = owners.sizes[who]
             base = draws.key(seed, purpose)
-            places = positions(base, trainers, sizes.clamp(min=1), round * count, count)
+            places = self.engine.positions(base, trainers, sizes.clamp(min=1), round * count, count)
             chosen = owners.at(who, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, period, size)
 
         labelled = None
         if owners is self.users and self.labelled is not None:
             labelled = batches(self.labelled, "labelled")
-        return Work(
-            objective,
-            trainers,
-            batches(owners, "batches"),
-            labelled,
-            self._rates(round),
-            seed,
-            round,
-        )
+        keys = round_keys(seed, round, trainers)
+        return Work(objective, keys, batches(owners, "batches"), labelled, self._rates(round))
 
     def _users_work(self, round: int, cohort: Cohort) -> Work:
         who = torch.tensor(cohort.users, dtype=torch.int64, device=self.device)
-        return self._work(round, _objective(self.config), who, self.users, who)
+        return self._work(round, objective_of(self.config), who, self.users, who)
 
     def _server_work(self, round: int) -> Work:
         trainer = torch.tensor([draws.SERVER], device=self.device)
         return self._work(round, Objective("supervised"), trainer, self.server, trainer * 0)
 
     def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
-        size, weights = self.message_bytes(), self.layout.weights
+        size = self.message_bytes()
         event: Event = {
             "event": "round",
             "round": round,
@@ -224,28 +225,25 @@ class Simulation:
             "bytes_up": size * len(cohort.users),
         }
         if outcome.users is not None:
-            moved = (outcome.users.rows - outcome.sent)[:, :weights].norm(dim=1)
-            told = {name: value.tolist() for name, value in outcome.users.stats.items()}
-            count = len(cohort.users)
+            count, names = len(cohort.users), list(outcome.users.stats)
+            numbers = torch.stack([*outcome.users.stats.values(), outcome.users.norms])
+            *told, norms = numbers.tolist()  # the one wait for the device in a round
+            stats = dict(zip(names, told, strict=True))
             event |= {
-                "loss": sum(told["loss"]) / count,
-                "mask_rate": sum(told["masked"]) / count,
-                "pseudo_accuracy": _ratio(sum(told["right"]), sum(told["told"])),
-                "user_loss": told["loss"],
-                "user_mask_rate": told["masked"],
-                "user_update_norm": moved.tolist(),
+                "loss": sum(stats["loss"]) / count,
+                "mask_rate": sum(stats["masked"]) / count,
+                "pseudo_accuracy": _ratio(sum(stats["right"]), sum(stats["told"])),
+                "user_loss": stats["loss"],
+                "user_mask_rate": stats["masked"],
+                "user_update_norm": norms,
             }
-            event["update_norm"] = sum(event["user_update_norm"]) / count
-            for user, *numbers in zip(
-                cohort.users, event["user_loss"], event["user_update_norm"], strict=True
-            ):
-                self._require_finite(round, f"user {user}", numbers)
-        if outcome.server is not None and outcome.server_sent is not None:
-            moved = (outcome.server.rows - outcome.server_sent)[:, :weights].norm(dim=1)
-            event["server_loss"] = float(outcome.server.stats["loss"][0])
-            event["server_update_norm"] = float(moved[0])
-            numbers = [event["server_loss"], event["server_update_norm"]]
-            self._require_finite(round, "the server", numbers)
+            event["update_norm"] = sum(norms) / count
+            for user, *found in zip(cohort.users, stats["loss"], norms, strict=True):
+                self._require_finite(round, f"user {user}", found)
+        if outcome.server is not None:
+            found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).flatten().tolist()
+            event["server_loss"], event["server_update_norm"] = found
+            self._require_finite(round, "the server", found)
         return event
 
     def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
@@ -260,27 +258,32 @@ class Simulation:
         seed = draws.key(self.config.run.seed, "diversity")
         size, weights = self.config.train.batch_size, self.layout.weights
 
-        def full(work: Work, owners: Owners, who: Tensor, rows: Tensor) -> Tensor:
+        def full(objective: Objective, trainers: Tensor, owners: Owners, who: Tensor, rows: Tensor) -> Tensor:
             sizes = owners.sizes[who]
             steps = -(-int(sizes.max()) // size)
             places = torch.arange(steps * size, device=self.device) % sizes[:, None]
             batches = owners.at(who, places).reshape(len(who), steps, size)
             # the unlabelled loss alone, over all data; labelled images of users are not part of it
-            whole = replace(work, batches=batches, labelled=None, seed=seed)
-            return self.engine.gradients(rows, whole, sizes)
+            work = Work(objective, round_keys(seed, state.round, trainers), batches, None, ())
+            parts = [slice(i, i + self._at_once) for i in range(0, len(who), self._at_once)]
+            return torch.cat([self.engine.gradients(rows[p], work.of(p), sizes[p]) for p in parts])
 
-        work = self._users_work(state.round, cohort)
         assert outcome.users is not None
+        assert outcome.users.updates is not None
+        who = torch.tensor(cohort.users, device=self.device)
+        sent = state.streams[list(cohort.streams)]
         rows = {
-            "gradient": full(work, self.users, work.trainers, outcome.sent),
-            "update": (outcome.users.rows - outcome.sent)[:, :weights],
+            "gradient": full(objective_of(self.config), who, self.users, who, sent),
+            "update": outcome.users.updates[:, :weights],
         }
         server: dict[str, Tensor | None] = {}
         if outcome.server is not None and outcome.server_sent is not None:
-            own = self._server_work(state.round)
+            assert outcome.server.updates is not None
+            trainer = torch.tensor([draws.SERVER], device=self.device)
+            start = outcome.server_sent[None]
             server = {
-                "gradient": full(own, self.server, own.trainers * 0, outcome.server_sent[None])[0],
-                "update": (outcome.server.rows[0] - outcome.server_sent)[:weights],
+                "gradient": full(Objective("supervised"), trainer, self.server, trainer * 0, start)[0],
+                "update": outcome.server.updates[0, :weights],
             }
         table = diversity.variants(rows, server, cohort.groups)
         return {"event": "diversity", "round": state.round + 1, **table}
@@ -292,7 +295,7 @@ class Simulation:
         with torch.no_grad():
             logits = torch.cat(
                 [
-                    self.model(self.pool.normalised(part.to(self.device))).cpu()
+                    self.model(self.pool.normalised(part.to(self.device), self.pool.wide)).cpu()
                     for part in images.split(EVAL_BATCH)
                 ]
             )
@@ -309,6 +312,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _objective(config: Config) -> Objective:
+def objective_of(config: Config) -> Objective:
+    """What the users minimise."""
     method = config.method
     return Objective(method.objective, method.threshold, method.views, method.teacher_mode)

@@ -222,12 +222,16 @@ def reproducible() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # nothing here reads what it did not write
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
         torch.set_num_threads(threads)
 

@@ -25,13 +25,20 @@ class Pool:
     """uint8 [N, C, H, W]."""
     labels: Tensor
     """int64 [N], -1 where unknown."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Tensor
+    """Of each channel, on the images' device, as `std`."""
+    std: Tensor
     flip: bool
     dtype: torch.dtype
+    """In which networks compute. Losses, weights and statistics are never narrower than float32."""
 
-    def normalised(self, images: Tensor) -> Tensor:
-        return augment.normalise(images, self.mean, self.std, self.dtype)
+    @property
+    def wide(self) -> torch.dtype:
+        """What is summed and kept: float32, or float64 where networks compute in it."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,14 @@ class Work:
     """T steps for each of n trainers, all randomness named."""
 
     objective: Objective
-    trainers: Tensor
-    """[n]: the users' numbers, or draws.SERVER."""
+    keys: Tensor
+    """[4, n]: names the draws of this round, see `round_keys`."""
     batches: Tensor
     """[n, T, B]: indices into the pool."""
     labelled: Tensor | None
     """[n, T, B]: labelled images of users that have any, or None; -1 for a user without."""
     rates: tuple[float, ...]
     """[T]: the learning rate of each step."""
-    seed: int
-    round: int
 
     @property
     def steps(self) -> int:
@@ -77,29 +82,24 @@ class Work:
     def of(self, trainers: slice) -> "Work":
         """The work of some of the trainers."""
         labelled = None if self.labelled is None else self.labelled[trainers]
-        return replace(
-            self,
-            trainers=self.trainers[trainers],
-            batches=self.batches[trainers],
-            labelled=labelled,
-        )
+        return replace(self, keys=self.keys[:, trainers], batches=self.batches[trainers], labelled=labelled)
 
 
 class Batch(NamedTuple):
     """One step's images of n trainers, [n, B, ...], normalised."""
 
     weak: Tensor
-    strong: Tensor
-    """Empty unless the objective uses it."""
+    strong: Tensor | None
+    """None unless the objective uses it."""
     labels: Tensor
     """The true ones: what "supervised" trains on; otherwise only to tell how good the pseudo-labels are."""
-    own: Tensor
-    """Weak views of the users' own labelled images, or empty."""
-    own_labels: Tensor
+    own: Tensor | None
+    """Weak views of the users' own labelled images, if any have some."""
+    own_labels: Tensor | None
     keys: Tensor
     """[n]: names the dropout masks of the step."""
     weights: Tensor
-    """[n, B]: each image's share of the loss."""
+    """[n, B]: each image's share of its trainer's loss."""
 
 
 class Trained(NamedTuple):
@@ -110,18 +110,19 @@ class Trained(NamedTuple):
     stats: dict[str, Tensor]
 
 
+MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
 Forward = Callable[[Tensor, bool, Tensor], Tensor]
-"""(images, whether in training mode, dropout key) -> logits."""
+"""(images [n, B, ...], whether in training mode, dropout keys [n]) -> logits [n, B, classes]."""
 
 
-def positions(base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int) -> Tensor:
     """Places `first` to `first + count` in each trainer's endless row of fresh permutations: [n, count].
 
     Each permutation of a trainer's images is a swap-or-not shuffle (Hoang, Morris and Rogaway 2012):
     in every pass an image and its mirror image about a random point change places or not. It is
     computed for the wanted places alone, whatever the sizes, with nothing stored.
     """
-    place = torch.arange(first, first + count, device=trainers.device)
+    place = first + torch.arange(count, device=trainers.device)
     size = sizes[:, None]
     keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
@@ -134,83 +135,87 @@ def positions(base: int, trainers: Tensor, sizes: Tensor, first: int, count: int
     return image
 
 
-def _step_keys(work: Work, purpose: str, step: int) -> Tensor:
-    """The keys (seed, purpose, round, trainer, step) of all trainers, [n]."""
-    base = draws.key(work.seed, purpose, work.round)
-    return draws.fold(draws.fold(base + torch.zeros_like(work.trainers), work.trainers), step)
+VIEWS = ("weak", "strong", "labelled", "dropout")
 
 
-def _view_draws(work: Work, purpose: str, step: int, count: int, slots: int) -> Tensor:
-    """The draws of every image's view, [n, slots, count]: the step's keys, folded with the image's slot."""
-    slot = torch.arange(slots, device=work.trainers.device)
-    return draws.bits(draws.fold(_step_keys(work, purpose, step)[:, None], slot), count)
+def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
+    """The keys (seed, purpose, round, trainer) of the draws that are made in every step, [4, n].
+
+    Trainers are the users' numbers, or draws.SERVER.
+    """
+    bases = torch.tensor([[draws.key(seed, purpose, round)] for purpose in VIEWS], device=trainers.device)
+    return draws.fold(bases, trainers)
 
 
-def make_batch(pool: Pool, work: Work, step: int) -> Batch:
-    """The views of one step, all trainers at once."""
-    chosen = work.batches[:, step]
+def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
+    """The views of one step, all trainers at once; `step` may be a number on the device, [1]."""
+
+    def at_step(places: Tensor) -> Tensor:
+        return places[:, step] if isinstance(step, int) else places.index_select(1, step).squeeze(1)
+
+    chosen = at_step(work.batches)
     trainers, size = chosen.shape
-    images = pool.images[chosen.reshape(-1)]
+    weak_keys, strong_keys, labelled_keys, dropout_keys = draws.fold(work.keys, step).unbind()
+    slots = torch.arange(size, device=chosen.device)
 
-    def views(make: Callable[[Tensor, Tensor, bool], Tensor], images: Tensor, drawn: Tensor) -> Tensor:
+    def views(make: MakeViews, images: Tensor, keys: Tensor, count: int) -> Tensor:
+        drawn = draws.bits(draws.fold(keys[:, None], slots), count)
         made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
         return made.reshape(trainers, -1, *made.shape[1:])
 
-    weak = views(augment.weak_views, images, _view_draws(work, "weak", step, augment.WEAK_DRAWS, size))
-    strong, own = weak[:, :0], weak[:, :0]
-    own_labels = pool.labels[chosen[:, :0]]
+    images = pool.images[chosen.reshape(-1)]
+    weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
+    strong = own = own_labels = None
     if work.objective.name == "consistency":
-        strong = views(
-            augment.strong_views,
-            images,
-            _view_draws(work, "strong", step, augment.STRONG_DRAWS, size),
-        )
+        strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
     if work.labelled is not None:
-        places = work.labelled[:, step]
-        drawn = _view_draws(work, "labelled", step, augment.WEAK_DRAWS, places.shape[1])
-        own = views(augment.weak_views, pool.images[places.clamp(min=0).reshape(-1)], drawn)
+        places = at_step(work.labelled)
+        images = pool.images[places.clamp(min=0).reshape(-1)]
+        own = views(augment.weak_views, images, labelled_keys, augment.WEAK_DRAWS)
         own_labels = torch.where(places < 0, -1, pool.labels[places.clamp(min=0)])
-    keys = _step_keys(work, "dropout", step)
-    even = torch.full(chosen.shape, 1 / size, dtype=pool.dtype, device=chosen.device)
-    return Batch(weak, strong, pool.labels[chosen], own, own_labels, keys, even)
+    even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
+    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even)
 
 
 def local_loss(forward: Forward, batch: Batch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one trainer's step and what is told about it (`batch` without the n dimension)."""
+    """The loss of each trainer's step, [n], and what is told about it."""
+    wide = batch.weights.dtype
 
-    def named(number: int) -> Tensor:
-        return draws.fold(batch.keys, number)
+    def logits(images: Tensor, training: bool, number: int) -> Tensor:
+        return forward(images, training, draws.fold(batch.keys, number)).to(wide)
 
     def teacher() -> Tensor:
         with torch.no_grad():
-            return forward(batch.weak, objective.teacher_mode == "train", named(0))
+            return logits(batch.weak, objective.teacher_mode == "train", 0)
 
     joint = objective.views == "joint"
     if objective.name == "supervised":
-        found = objectives.supervised(forward(batch.weak, True, named(1)), batch.labels)
+        found = objectives.supervised(logits(batch.weak, True, 1), batch.labels)
     elif objective.name == "self-training":
         own = None if joint else teacher()
-        logits = forward(batch.weak, True, named(1))
-        found = objectives.self_training(logits if own is None else own, logits, objective.threshold)
+        student = logits(batch.weak, True, 1)
+        found = objectives.self_training(student if own is None else own, student, objective.threshold)
+    elif batch.strong is None:
+        raise ValueError("the consistency loss needs strong views")
     elif joint:
-        weak, strong = forward(torch.cat([batch.weak, batch.strong]), True, named(1)).chunk(2)
+        weak, strong = logits(torch.cat([batch.weak, batch.strong], 1), True, 1).chunk(2, 1)
         found = objectives.consistency(weak, strong, objective.threshold)
     else:
         # the teacher first: with batch normalisation its pass also moves the statistics
         weak = teacher()
-        strong = forward(batch.strong, True, named(1))
+        strong = logits(batch.strong, True, 1)
         found = objectives.consistency(weak, strong, objective.threshold)
-    loss = (found.loss * batch.weights).sum()
-    if len(batch.own):
-        labelled = objectives.supervised(forward(batch.own, True, named(2)), batch.own_labels.clamp(min=0))
-        loss = loss + (labelled.loss * (batch.own_labels >= 0)).mean()
+    loss = (found.loss * batch.weights).sum(1)
+    if batch.own is not None and batch.own_labels is not None:
+        labelled = objectives.supervised(logits(batch.own, True, 2), batch.own_labels.clamp(min=0))
+        loss = loss + (labelled.loss * (batch.own_labels >= 0)).mean(1)
     mask = found.mask
     known = batch.labels >= 0
     right = (found.label == batch.labels).to(mask.dtype) * mask
     stats = {
         "loss": loss.detach(),
-        "masked": mask.mean(),
-        "told": (mask * known).mean(),
-        "right": right.mean(),
+        "masked": mask.mean(1),
+        "told": (mask * known).mean(1),
+        "right": right.mean(1),
     }
     return loss, stats

@@ -1,31 +1,27 @@
 """Engines differ in speed alone: one contract, `train(rows, momentum, work)`, and a choice by name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ssfl.engines import loop, vmap
+from ssfl.engines.contract import Engine
 from ssfl.rows import Layout
-from ssfl.work import Optimizer, Pool, Trained, Work
+from ssfl.work import Optimizer, Pool
+
+__all__ = ["SMALL", "Engine", "choose", "make", "threads", "worth_compiling"]
 
 SMALL = 200_000
 """On a CPU, models of up to this many numbers are small: they train faster together, in one thread."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How the local work of a round is done."""
-
-    train: Callable[[Tensor, Tensor, Work], Trained]
-    gradients: Callable[[Tensor, Work, Tensor], Tensor]
-    """(rows, work, sizes) -> each trainer's gradient over all its data, [n, P]."""
-
-
 def choose(device: torch.device, layout: Layout) -> str:
     """The engine for this device and model when nobody chose one."""
     return "vmap" if device.type != "cpu" or layout.length <= SMALL else "loop"
+
+
+def worth_compiling(name: str, device: torch.device, steps: int) -> bool:
+    """Whether so many steps are longer than compiling them when nobody chose."""
+    return name == "vmap" and device.type == "cuda" and steps >= 2000
 
 
 def threads(device: torch.device, layout: Layout) -> int:
@@ -40,28 +36,9 @@ def make(
     layout: Layout,
     pool: Pool,
     optimizer: Optimizer,
-    users_at_once: int,
+    compiled: bool,
 ) -> Engine:
     """An engine over one network and one pool of images."""
-    module = {"loop": loop, "vmap": vmap}[name]
-
-    def slices(count: int) -> list[slice]:
-        return [slice(i, i + users_at_once) for i in range(0, count, users_at_once)]
-
-    def train(rows: Tensor, momentum: Tensor, work: Work) -> Trained:
-        parts = [
-            module.train(model, layout, pool, optimizer, rows[s], momentum[s], work.of(s))
-            for s in slices(len(rows))
-        ]
-        return Trained(
-            torch.cat([part.rows for part in parts]),
-            torch.cat([part.momentum for part in parts]),
-            {name: torch.cat([part.stats[name] for part in parts]) for name in parts[0].stats},
-        )
-
-    def gradients(rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        return torch.cat(
-            [module.gradients(model, layout, pool, rows[s], work.of(s), sizes[s]) for s in slices(len(rows))]
-        )
-
-    return Engine(train, gradients)
+    if name == "loop":
+        return loop.Loop(model, layout, pool, optimizer)
+    return vmap.Vmap(model, layout, pool, optimizer, compiled)

@@ -1,83 +1,305 @@
-"""All trainers of a round at once on one device: the step of `loop`, mapped over rows."""
+"""All trainers of a round at once on one device: the step of `loop`, with every tensor one dimension up.
+
+On a GPU a step is recorded once, as a CUDA graph over fixed places in memory, and replayed T times
+without the host: from the choice of images to the optimizer.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 
 from ssfl.engines.loop import full_batch
 from ssfl.rows import Layout
-from ssfl.work import Batch, Objective, Optimizer, Pool, Trained, Work, local_loss, make_batch
+from ssfl.work import (
+    Batch,
+    Objective,
+    Optimizer,
+    Pool,
+    Trained,
+    Work,
+    local_loss,
+    make_batch,
+    positions,
+)
 
 Named = dict[str, Tensor]
+TOLD = ("loss", "masked", "told", "right")
 
 
-def train(
-    model: nn.Module,
-    layout: Layout,
-    pool: Pool,
-    optimizer: Optimizer,
-    rows: Tensor,
-    momentum: Tensor,
-    work: Work,
-) -> Trained:
-    """T steps of SGD, each for all rows together."""
-    weights, statistics = rows[:, : layout.weights].clone(), rows[:, layout.weights :]
-    velocity = momentum
-    told: list[Named] = []
-    for step, rate in enumerate(work.rates):
-        batch = make_batch(pool, work, step)
-        rows = torch.cat([weights, statistics], 1)
-        slope, statistics, stats = _slopes(model, layout, rows, batch, work.objective)
-        slope = slope + optimizer.weight_decay * weights
-        if optimizer.momentum:
-            velocity = optimizer.momentum * velocity + slope
-            slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
-        weights = weights - rate * slope
-        told.append(stats)
-    means = {name: torch.stack([t[name] for t in told]).mean(0) for name in told[0]}
-    return Trained(torch.cat([weights, statistics], 1), velocity, means)
+@dataclass(frozen=True)
+class Place:
+    """Where a step of n trainers finds and leaves its numbers: every tensor [n, ...]."""
+
+    weights: Named
+    """float32 or wider."""
+    velocity: Named
+    narrow: Named
+    """The weights as networks compute with them: copies in bfloat16 where `rounded`, else `weights`."""
+    rounded: bool
+    statistics: Named
+    work: Work
+    rates: Tensor
+    step: Tensor
+    """[1]: which step is next."""
+    told: Tensor
+    """[4, n]: sums over the steps so far."""
+
+    @property
+    def models(self) -> int:
+        return self.told.shape[1]
+
+    def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
+        """Put a round's rows and work into place; where there are fewer, the first trainers come twice."""
+        who = torch.arange(self.models, device=rows.device) % len(rows)
+        if self.models > len(rows):
+            rows, momentum = rows[who], momentum[who]
+        values = layout.unflatten(rows)
+        for places, given in (
+            (self.weights, values),
+            (self.narrow, values),
+            (self.statistics, values),
+            (self.velocity, layout.unflatten(momentum)),
+        ):
+            for name, place in places.items():
+                place.copy_(given[name])
+        self.work.keys.copy_(work.keys[:, who])
+        self.work.batches.copy_(work.batches[who])
+        if self.work.labelled is not None and work.labelled is not None:
+            self.work.labelled.copy_(work.labelled[who])
+        self.rates.copy_(torch.tensor(work.rates))
+        self.step.zero_()
+        self.told.zero_()
 
 
-def gradients(
-    model: nn.Module, layout: Layout, pool: Pool, rows: Tensor, work: Work, sizes: Tensor
-) -> Tensor:
-    """The gradient of each trainer's loss over all its data, [n, P].
+class Vmap:
+    """The engine "vmap"."""
 
-    `work.batches` [n, steps, B] goes once through each trainer's images and then repeats some; of
-    its own images each weighs 1/N and the repeated ones nothing, so unequal trainers go together.
-    """
-    total = torch.zeros_like(rows[:, : layout.weights])
-    for step in range(work.steps):
-        batch = full_batch(pool, work, step, sizes)
-        slope, statistics, _ = _slopes(model, layout, rows, batch, work.objective)
-        # statistics move only for those who still have images, as in the loop
-        busy = (step * work.batches.shape[2] < sizes)[:, None]
-        kept = torch.where(busy, statistics, rows[:, layout.weights :])
-        rows = torch.cat([rows[:, : layout.weights], kept], 1)
-        total = total + torch.where(busy, slope, 0.0)
-    return total
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        pool: Pool,
+        optimizer: Optimizer,
+        compiled: bool,
+    ) -> None:
+        self.layout, self.pool, self.optimizer, self.at_once = layout, pool, optimizer, 1
+        self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
+        self.compiled = compiled
+        self._recorded: dict[Any, tuple[Place, torch.cuda.CUDAGraph | None]] = {}
+        self._memory: Any = None
+        self._functions()
 
+    def _functions(self) -> None:
+        """What a step and a round call: as they are, or compiled."""
 
-def _slopes(
-    model: nn.Module, layout: Layout, rows: Tensor, batch: Batch, objective: Objective
-) -> tuple[Tensor, Tensor, Named]:
-    """For every row: the gradient of its loss, its new statistics, and what is told about the step."""
-    tensors = layout.unflatten(rows)
-    trained = {name for name, _ in model.named_parameters()}
-    weights = {name: tensors[name] for name in tensors if name in trained}
-    statistics = {name: tensors[name] for name in tensors if name not in trained}
+        def made(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=dynamic, fullgraph=True) if self.compiled else function
 
-    def loss(weights: Named, statistics: Named, batch: Batch) -> tuple[Tensor, tuple[Named, Named]]:
+        self._views: Callable[..., Batch] = made(make_batch)
+        self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
+        self._update: Callable[..., None] = made(_sgd)
+        self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
+
+    def _give_up_compiling(self, error: Exception) -> None:
+        """Go on without a compiler, and say so; errors that are not its own come again."""
+        if not self.compiled or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        warnings.warn(f"not compiled, because {_first_line(error)}", stacklevel=2)
+        self.compiled = False
+        self._functions()
+
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+        """T steps of SGD, each for all rows together."""
+        if rows.is_cuda:
+            # a place per kind of work, whose size does not change with how many users come back
+            models = 1 if len(rows) == 1 else max(len(rows), self.at_once)
+            kind = (models, work.objective, work.batches.shape[1:], work.labelled is None)
+            if kind not in self._recorded:
+                self._recorded[kind] = self._record(rows, momentum, work, models)
+            place, graph = self._recorded[kind]
+            step = self._step if graph is None else lambda _: graph.replay()
+        else:
+            place, step = self._place(len(rows), rows, work), self._step
+        place.load(self.layout, rows, momentum, work)
+        for _ in work.rates:
+            step(place)
+        count = len(rows)
+        found = self.layout.flatten(place.weights | place.statistics, lead=1)
+        momentum = self.layout.flatten(place.velocity, lead=1)
+        told = dict(zip(TOLD, place.told[:, :count] / len(work.rates), strict=True))
+        return Trained(found[:count], momentum[:count], told)
+
+    def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
+        """The gradient of each trainer's loss over all its data, [n, P]."""
+        place = self._place(len(rows), rows, work)
+        place.load(self.layout, rows, rows[:, : self.layout.weights], work)
+        total = {name: torch.zeros_like(value) for name, value in place.weights.items()}
+
+        def those(busy: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
+            return torch.where(busy.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+        for step in range(work.steps):
+            batch = full_batch(self.pool, work, step, sizes)
+            slopes, moved, _ = self._slopes(place, batch, work.objective)
+            busy = step * work.batches.shape[2] < sizes  # only those who still have images, as in the loop
+            for name, value in place.statistics.items():
+                value.copy_(those(busy, moved[name], value))
+            for name, value in total.items():
+                value.add_(those(busy, slopes[name], 0.0))
+        return self.layout.flatten(total, lead=1)
+
+    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+        """`work.positions`."""
+        if not self.compiled:
+            return positions(base, trainers, sizes, first, count)
+        start = torch.tensor(first, device=trainers.device)  # a number would be compiled anew every round
+        try:
+            return self._positions(base, trainers, sizes, start, count)
+        except Exception as error:
+            self._give_up_compiling(error)
+            return positions(base, trainers, sizes, first, count)
+
+    def memory(self, objective: Objective, batch_size: int) -> int:
+        """Rows in and out, the place's weights, and twice what the pass keeps for the way back."""
+        kept: dict[int, int] = {}
+
+        def note(saved: Tensor) -> Tensor:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        rows = torch.zeros(1, self.layout.length, dtype=self.pool.wide, device=self.pool.images.device)
+        nothing = torch.zeros(4, 1, dtype=torch.int64, device=rows.device)
+        work = Work(objective, nothing, nothing[:1, :, None].expand(1, 1, batch_size), None, (0.0,))
+        if objective.name == "none":
+            work = replace(work, objective=Objective("supervised"))
+        place = self._place(1, rows, work)
+        place.load(self.layout, rows, rows[:, : self.layout.weights], work)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+            weights = {name: value.detach().requires_grad_() for name, value in place.narrow.items()}
+            batch = make_batch(self.pool, work, 0)
+            self._eager_losses(weights, place.statistics, batch, work.objective)
+        return 2 * sum(kept.values()) + 10 * self.layout.length * self.pool.wide.itemsize
+
+    def _place(self, models: int, rows: Tensor, work: Work) -> Place:
+        def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+            """[models, ...], filters in the order of images with channels last on a GPU."""
+            shape = (models, *like.shape[1:])
+            if like.dim() == 5 and like.is_cuda:
+                order = (shape[0], shape[1], shape[3], shape[4], shape[2])
+                return like.new_empty(order, dtype=dtype).movedim(-1, 2)
+            return like.new_empty(shape, dtype=dtype)
+
+        tensors = list(self.layout.unflatten(rows).items())
+        trained, statistics = tensors[: self.layout.trained], tensors[self.layout.trained :]
+        weights = {name: empty(value) for name, value in trained}
+        rounded = self.pool.dtype != rows.dtype
+        return Place(
+            weights,
+            {name: empty(value) for name, value in trained},
+            {name: empty(value, self.pool.dtype) for name, value in trained} if rounded else weights,
+            rounded,
+            {name: empty(value) for name, value in statistics},
+            Work(
+                work.objective,
+                work.keys.new_zeros(len(work.keys), models),
+                empty(work.batches),
+                None if work.labelled is None else empty(work.labelled),
+                (),
+            ),
+            rows.new_zeros(len(work.rates)),
+            work.keys.new_zeros(1),
+            rows.new_zeros(len(TOLD), models),
+        )
+
+    def _step(self, place: Place) -> None:
+        """One step of all trainers, in place."""
+        batch = self._views(self.pool, place.work, place.step)
+        slopes, moved, told = self._slopes(place, batch, place.work.objective)
+        self._update(place, slopes, moved, told, self.optimizer)
+
+    def _slopes(self, place: Place, batch: Batch, objective: Objective) -> tuple[Named, Named, Named]:
+        """Every model's gradient, its new statistics, and what is told about the step."""
+        weights = {name: value.detach().requires_grad_() for name, value in place.narrow.items()}
+        loss, moved, told = self._losses(weights, place.statistics, batch, objective)
+        # models do not touch each other: the gradient of the sum is each one's own
+        slopes = torch.autograd.grad(
+            loss.sum(), list(weights.values()), allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(weights, slopes, strict=True)), moved, told
+
+    def _eager_losses(
+        self, weights: Named, statistics: Named, batch: Batch, objective: Objective
+    ) -> tuple[Tensor, Named, Named]:
         state = weights | statistics
 
-        def forward(images: Tensor, training: bool, key: Tensor) -> Tensor:
-            model.train(training)
-            return functional_call(model, state, (images, key))  # type: ignore[no-any-return]
+        def forward(images: Tensor, training: bool, keys: Tensor) -> Tensor:
+            logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
+            return logits.unflatten(0, images.shape[:2])  # type: ignore[no-any-return]
 
-        value, stats = local_loss(forward, batch, objective)
+        loss, told = local_loss(forward, batch, objective)
         # functional_call leaves the statistics that the network replaced in `state`
-        return value, ({name: state[name] for name in statistics}, stats)
+        return loss, {name: state[name].detach() for name in statistics}, told
 
-    slopes, (moved, stats) = vmap(grad(loss, has_aux=True))(weights, statistics, batch)
-    flat = layout.flatten(moved, lead=1) if moved else rows[:, layout.weights :]
-    return layout.flatten(slopes, lead=1), flat, stats
+    def _record(
+        self, rows: Tensor, momentum: Tensor, work: Work, models: int
+    ) -> tuple[Place, torch.cuda.CUDAGraph | None]:
+        """A place for this kind of work, and the step recorded on it."""
+        place = self._place(models, rows, work)
+        place.load(self.layout, rows, momentum, work)
+
+        def warm_up() -> None:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    place.step.zero_()
+                    self._step(place)
+            torch.cuda.current_stream().wait_stream(side)
+
+        make_batch(self.pool, place.work, place.step)  # makes the views' tables, which nothing may record
+        try:
+            warm_up()
+        except Exception as error:
+            self._give_up_compiling(error)
+            warm_up()
+        torch.cuda.empty_cache()  # the recording has memory of its own
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                self._step(place)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            warnings.warn(f"no CUDA graph, because {_first_line(error)}", stacklevel=2)
+            return place, None
+        self._memory = self._memory or graph.pool()
+        return place, graph
+
+
+def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optimizer) -> None:
+    """SGD on all weights at once, and the rest that a step leaves behind."""
+    rate = place.rates.index_select(0, place.step)
+    for name, weight in place.weights.items():
+        slope = slopes[name].to(weight.dtype) + optimizer.weight_decay * weight
+        if optimizer.momentum:
+            velocity = optimizer.momentum * place.velocity[name] + slope
+            slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
+            place.velocity[name].copy_(velocity)
+        new = weight - rate * slope
+        weight.copy_(new)
+        if place.rounded:
+            place.narrow[name].copy_(new)
+    for name, value in place.statistics.items():
+        value.copy_(moved[name])
+    place.told.add_(torch.stack([told[name] for name in TOLD]))
+    place.step.add_(1)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

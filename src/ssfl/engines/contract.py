@@ -1,0 +1,30 @@
+"""What every engine does."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ssfl.work import Objective, Trained, Work
+
+
+class Engine(Protocol):
+    """How the local work of a round is done."""
+
+    at_once: int
+    """How many trainers come together at most."""
+
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+        """T steps of SGD of each of n trainers: rows [n, P + Q], momentum [n, P]."""
+
+    def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
+        """Each trainer's gradient over all its data, [n, P].
+
+        `work.batches` [n, steps, B] goes once through each trainer's `sizes` images and then repeats
+        some; of its own images each weighs 1/N and the repeated ones nothing.
+        """
+
+    def memory(self, objective: Objective, batch_size: int) -> int:
+        """About how many bytes one more trainer takes while it trains."""
+
+    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+        """`work.positions`."""

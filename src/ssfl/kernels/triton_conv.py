@@ -1,0 +1,241 @@
+"""Triton kernels: the convolutions of n models, each with its own filters, as matrix products.
+
+Nothing is unfolded in memory: a tile of the product reads its pixels where they lie. All tensors are
+channels last and contiguous: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
+functions of the shapes, never tuned by timing, so that the same work gives the same bits every time.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 528
+"""How many programs keep a large GPU busy; the sum over pixels is split until there are as many."""
+
+
+@triton.jit
+def _correlate(
+    x, w, bias, y, images, H, W, OH, OW, x_model, w_model, y_model,
+    stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
+    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """y[m, o] = sum over taps and channels of x[pixel of m moved by the tap, c] · w.
+
+    FLIP false: w is [O, k, k, C]. FLIP true: w is [C, k, k, O], read with its taps turned round: the
+    gradient with respect to images, whose `up` is the forward stride: of every `up` taps in a line
+    one meets a pixel, the same for all pixels of one phase, which go together.
+    """
+    model = (tl.program_id(2) // (up * up)).to(tl.int64)
+    phase = tl.program_id(2) % (up * up)
+    x += model * x_model
+    w += model * w_model
+    y += model * y_model
+    rows, columns = (OH + up - 1) // up, (OW + up - 1) // up
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    column = (m % columns) * up + phase % up
+    row = (m // columns % rows) * up + phase // up
+    image = m // columns // rows
+    inside = (image < images) & (row < OH) & (column < OW)
+    o = tl.program_id(1) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BK)
+    # the first tap in either direction that meets a pixel, and how many do
+    down, right = (pad + phase // up * (up - 1)) % up, (pad + phase % up * (up - 1)) % up
+    across = (k - right + up - 1) // up
+    taps = (k - down + up - 1) // up * across
+    top, left = (row * stride - pad + down) // up, (column * stride - pad + right) // up
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for i in range(taps * (C // BK)):
+        tap = i // (C // BK)
+        first = (i % (C // BK)) * BK
+        h = top + tap // across
+        v = left + tap % across
+        ok = inside
+        if pad > 0 or FLIP:
+            ok = ok & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+        pixel = (image * H + h) * W + v
+        a = tl.load(x + pixel[:, None] * C + (first + c)[None, :], mask=ok[:, None], other=0.0)
+        at = (down + tap // across * up) * k + right + tap % across * up
+        if FLIP:
+            b = tl.load(w + ((first + c)[:, None] * (k * k) + (k * k - 1 - at)) * OUT + o[None, :])
+        else:
+            b = tl.load(w + o[None, :] * (k * k * C) + at * C + (first + c)[:, None])
+        total = tl.dot(a, b, total)
+    if BIAS:
+        total += tl.load(bias + model * OUT + o).to(tl.float32)[None, :]
+    place = (image * OH + row) * OW + column
+    tl.store(y + place[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _filters(
+    g, x, out, count, chunk, H, W, OH: tl.constexpr, OW: tl.constexpr, g_model, x_model, out_model, out_part,
+    stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
+    FEW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """out[o, (tap, c)] = sum over a chunk of the pixels m of g[m, o] · x[pixel of m moved by the tap, c].
+
+    FEW: x is [B, C, H, W] and out is [o, (c, tap)].
+    """
+    model = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
+    g += model * g_model
+    x += model * x_model
+    out += model * out_model + part * out_part
+    tiles: tl.constexpr = (k * k * C + BJ - 1) // BJ
+    o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
+    j = (tl.program_id(0) % tiles) * BJ + tl.arange(0, BJ)
+    if FEW:
+        tap, c = j % (k * k), j // (k * k)
+    else:
+        tap, c = j // C, j % C
+    real = j < k * k * C
+    down, right = tap // k - pad, tap % k - pad
+    total = tl.zeros((BO, BJ), dtype=tl.float32)
+    end = tl.minimum((part + 1) * chunk, count)
+    for start in range(part * chunk, end, BM):
+        m = start + tl.arange(0, BM)
+        column, rest = m % OW, m // OW
+        row, image = rest % OH, rest // OH
+        inside = m < end
+        a = tl.load(g + m[:, None] * OUT + o[None, :], mask=inside[:, None], other=0.0)
+        h = (row * stride)[:, None] + down[None, :]
+        v = (column * stride)[:, None] + right[None, :]
+        ok = inside[:, None] & real[None, :]
+        if pad > 0:
+            ok = ok & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+        if FEW:
+            place = ((image * C)[:, None] + c[None, :]) * H * W + h * W + v
+        else:
+            place = ((image * H)[:, None] * W + h * W + v) * C + c[None, :]
+        b = tl.load(x + place, mask=ok, other=0.0)
+        total = tl.dot(tl.trans(a), b, total)
+    tl.store(out + o[:, None] * (k * k * C) + j[None, :], total.to(out.dtype.element_ty), mask=real[None, :])
+
+
+@triton.jit
+def _first(
+    x, w, bias, y, count, H, W, OH, OW, x_model, w_model, y_model,
+    stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The convolution of a first layer, x [B, C, H, W] of few channels, w [O, C, k, k], without matrices."""
+    model = tl.program_id(2).to(tl.int64)
+    x += model * x_model
+    w += model * w_model
+    y += model * y_model
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    top = m // OW % OH * stride - pad
+    left = m % OW * stride - pad
+    image = m // OW // OH
+    inside = m < count
+    o = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if BIAS:
+        total += tl.load(bias + model * OUT + o).to(tl.float32)[None, :]
+    for j in tl.static_range(C * k * k):
+        h = top + j // k % k
+        v = left + j % k
+        ok = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+        a = tl.load(x + ((image * C + j // (k * k)) * H + h) * W + v, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(w + o * (C * k * k) + j).to(tl.float32)
+        total += a[:, None] * b[None, :]
+    tl.store(y + m[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
+
+
+def _tile(channels: int, most: int) -> int:
+    """The largest power of two that divides the channels, up to `most`."""
+    return min(channels & -channels, most)
+
+
+def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
+    """Pixels, outputs and channels of a tile; warps and stages. Measured on an H200."""
+    wide, deep = _tile(outputs, 128), _tile(channels, 64)
+    if wide == 64 and deep == 64:
+        return 128, wide, deep, 4, 3
+    return (128 if wide == 128 else 256), wide, deep, 8, 3 if deep == 64 else 4
+
+
+def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
+    """Outputs, inputs (taps and channels) and pixels of a tile; warps and stages."""
+    tall = _tile(outputs, 128)
+    if tall == 128 and channels >= 256:
+        return tall, 128, 64, 8, 3
+    return tall, 128 if tall < 128 and channels >= 64 else 64, 64, 4, 3
+
+
+def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Pictures [n · B, C, H, W] with filters [n, O, C, k, k] and biases [n, O]: [n · B, H', W', O]."""
+    models, outputs, channels, kernel, _ = w.shape
+    size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
+    images = len(x) // models
+    y = x.new_empty(len(x), *size, outputs)
+    count, wide = images * size[0] * size[1], _tile(outputs, 64)
+    _first[(triton.cdiv(count, 128), outputs // wide, models)](
+        x, w, w if bias is None else bias.contiguous(), y, count, x.shape[2], x.shape[3], size[0], size[1],
+        images * channels * x.shape[2] * x.shape[3], w.stride(0), count * outputs,
+        stride, padding, kernel, channels, outputs, bias is not None, 128, wide, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Images [n · B, H, W, C] with filters [n, O, k, k, C] and biases [n, O]: [n · B, H', W', O]."""
+    size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
+    return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
+
+
+def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+    """The gradient with respect to images of height and width `size`."""
+    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
+
+
+def _launch(
+    x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
+    outputs: int, stride: int, up: int, pad: int, flip: bool,
+) -> Tensor:  # fmt: skip
+    models, images, channels = len(w), len(x) // len(w), x.shape[3]
+    y = x.new_empty(len(x), *size, outputs)
+    tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
+    pixels = images * -(-size[0] // up) * -(-size[1] // up)
+    _correlate[(triton.cdiv(pixels, tall), outputs // wide, models * up * up)](
+        x, w, w if bias is None else bias.contiguous(), y, images, x.shape[1], x.shape[2], size[0], size[1],
+        images * x.shape[1] * x.shape[2] * channels, w.stride(0), images * size[0] * size[1] * outputs,
+        stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None,
+        tall, wide, deep, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def weights_grad(
+    grad: Tensor, x: Tensor, few: bool, models: int, kernel: int, stride: int, padding: int
+) -> Tensor:
+    """The gradient with respect to filters, [n, O, k, k, C]; the pixels' sum in float32.
+
+    With `few` channels images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
+    """
+    _, height, width, outputs = grad.shape
+    high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]
+    images = len(x) // models
+    count = images * height * width
+    tall, wide, deep, warps, stages = _filter_tiles(outputs, channels)
+    if few:
+        wide = max(16, triton.next_power_of_2(kernel * kernel * channels))
+    tiles = (outputs // tall) * triton.cdiv(kernel * kernel * channels, wide)
+    parts = max(1, min(PROGRAMS // (tiles * models), count // (8 * deep)))
+    chunk = triton.cdiv(triton.cdiv(count, parts), deep) * deep
+    shape = (
+        (models, outputs, channels, kernel, kernel) if few else (models, outputs, kernel, kernel, channels)
+    )
+    out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
+    length = outputs * kernel * kernel * channels
+    _filters[(tiles, parts, models)](
+        grad, x, out, count, chunk, high, broad, height, width,
+        count * outputs, images * high * broad * channels, length, models * length,
+        stride, padding, kernel, channels, outputs, few,
+        tall, wide, deep, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out if parts == 1 else out.sum(0).to(grad.dtype)

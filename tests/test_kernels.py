@@ -1,0 +1,97 @@
+"""The GPU kernels against the plain layers they stand for."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ssfl import layers
+from ssfl.kernels import convolution, normalisation
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ROUNDED = 4e-3  # bfloat16 keeps eight bits
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours.float() - theirs).norm() / theirs.norm()) < ROUNDED
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    parts = zip(x.chunk(len(weight)), weight.unbind(), biases, strict=True)
+    return torch.cat([F.conv2d(*part, stride, padding) for part in parts])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("models", "images", "inputs", "outputs", "size", "kernel", "stride", "padding"),
+    [
+        (5, 9, 32, 64, 26, 3, 1, 0),
+        (3, 7, 64, 64, 32, 3, 1, 1),
+        (2, 5, 64, 128, 15, 3, 2, 1),
+        (2, 5, 64, 128, 16, 1, 2, 0),
+        (2, 3, 48, 16, 7, 3, 1, 1),
+        (1, 4, 256, 512, 4, 3, 2, 1),
+        (4, 6, 1, 32, 28, 3, 1, 0),
+        (3, 5, 3, 64, 32, 3, 1, 1),
+        (3, 5, 3, 16, 9, 3, 2, 1),
+    ],
+)
+def test_convolution(models: int, images: int, inputs: int, outputs: int, size: int,
+                     kernel: int, stride: int, padding: int, bias: bool) -> None:  # fmt: skip
+    x = random(models * images, inputs, size, size)
+    weight = random(models, outputs, inputs, kernel, kernel, seed=2) / (inputs * kernel**2) ** 0.5
+    shift = random(models, outputs, seed=3) if bias else None
+    given = [x.requires_grad_(inputs > 4), weight.requires_grad_()]
+    given += [shift.requires_grad_()] if shift is not None else []
+    assert convolution.suit(x, weight)
+    found = convolution.convolve(x, weight, shift, stride, padding)
+    exact = [each.detach().float().requires_grad_(each.requires_grad) for each in given]
+    expected = plain(exact[0], exact[1], exact[2] if bias else None, stride, padding)
+    assert close(found, expected)
+    towards = random(*expected.shape, seed=4)
+    ours = torch.autograd.grad(found, [each for each in given if each.requires_grad], towards)
+    theirs = torch.autograd.grad(expected, [e for e in exact if e.requires_grad], towards.float())
+    assert all(close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(
+    ("models", "images", "channels", "groups", "size"),
+    [(3, 5, 64, 32, 32), (2, 4, 32, 16, 26), (2, 3, 512, 32, 4), (4, 2, 16, 8, 7), (2, 3, 256, 32, 8)],
+)
+def test_group_norm(models: int, images: int, channels: int, groups: int, size: int, added: bool,
+                    slope: float) -> None:  # fmt: skip
+    x = random(models * images, channels, size, size) * 2 + 0.5
+    weight, bias = random(models, channels, seed=2), random(models, channels, seed=3)
+    add = random(*x.shape, seed=4) if added else None
+    given = [each.requires_grad_() for each in (x, weight, bias, add) if each is not None]
+    assert normalisation.suit(x, groups)
+    found = normalisation.group_norm(x, weight, bias, add, groups, 1e-5, slope)
+    exact = [each.detach().float().requires_grad_() for each in given]
+    parts = zip(exact[0].chunk(models), exact[1].unbind(), exact[2].unbind(), strict=True)
+    expected = torch.cat([F.group_norm(part, groups, w, b, 1e-5) for part, w, b in parts])
+    expected = F.leaky_relu(expected + exact[3] if added else expected, slope)
+    assert close(found, expected)
+    towards = random(*expected.shape, seed=5)
+    ours = torch.autograd.grad(found, given, towards)
+    theirs = torch.autograd.grad(expected, exact, towards.float())
+    assert all(
+        float((a.float() - b).norm() / b.norm()) < 5 * ROUNDED for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
+    wide = torch.randn(4, 32, 8, 8, device="cuda")
+    weight = torch.randn(2, 16, 32, 3, 3, device="cuda")
+    assert not convolution.suit(wide, weight)
+    assert not convolution.suit(wide.bfloat16(), weight[:, :9])
+    assert not normalisation.suit(random(1, 64, 200, 200), 32)
+    found = layers.convolve(wide, weight, None, 1, 1)
+    assert torch.allclose(found, plain(wide, weight, None, 1, 1), atol=1e-3)
