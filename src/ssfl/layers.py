@@ -44,6 +44,9 @@ class GroupNorm(nn.GroupNorm):
         models = len(self.weight)
         if fused.suit(x, self.num_groups):
             return fused.group_norm(x, self.weight, self.bias, None, self.num_groups, self.eps, 1.0)  # type: ignore[no-any-return]
+        if not x.is_cuda:
+            parts = zip(x.chunk(models), self.weight, self.bias, strict=True)
+            return torch.cat([F.group_norm(part, self.num_groups, w, b, self.eps) for part, w, b in parts])
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         grouped = wide.unflatten(1, (self.num_groups, -1))
         var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
