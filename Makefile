@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all test-slow lint format clean
+.PHONY: demo test test-all test-slow lint format bench bench-venvs clean
 
 demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture (about two minutes)
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,17 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(VENV)/demo.stamp bench-venvs  ## the digits job on every runtime (a few minutes)
+	$(BIN)/python -m benchmarks digits --repeats 3
+
+bench-venvs: $(VENV)-pfl/stamp $(VENV)-flower/stamp  ## the peers of the benchmarks: their pins disagree
+
+$(VENV)-%/stamp: benchmarks/requirements-%.txt constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(subst $(BIN),$(VENV)-$*/bin,$(PIP)) torch==2.13.0
+	$(subst $(BIN),$(VENV)-$*/bin,$(PIP)) --editable . --requirement $<
+	touch $@
+
 # torch first and alone: its CPU build then satisfies every later, wider request.
 $(VENV)/torch.stamp: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,4 +52,4 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-pfl $(VENV)-flower build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,86 @@
+"""The same job on ssfl and on other simulators: a table and a JSON file.
+
+Every contestant runs alone, in a process of its own. With --repeats the order turns round each time.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import contest, jobs, report
+
+WARMUP = 1
+"""Rounds that are played first and not timed."""
+
+
+def main() -> int:
+    """The command; 1 where a contestant failed."""
+    options = _options()
+    job = jobs.JOBS[options.job]
+    if options.data and not job.images:
+        raise SystemExit(f"{options.job} brings its own images: leave out --data")
+    names = options.on.split(",")
+    pythons = _pythons(options.python)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = str(Path(options.data).absolute()) if options.data else None
+        if data is None and job.images:
+            data = str(jobs.draw_images(job, folder))
+        rounds = WARMUP + (options.rounds or job.rounds)
+        spec = jobs.Spec(options.job, "", rounds, data, options.device, str(folder / "told.json"))
+        for turn in range(options.repeats):
+            for name in names if turn % 2 == 0 else reversed(names):
+                python = pythons.get(contest.peer(name) or "", sys.executable)
+                reason = contest.missing(name, python)
+                if reason is not None:
+                    found[name].append({"not_run": reason})
+                    continue
+                print(f"{name} ...", file=sys.stderr, flush=True)
+                found[name].append(contest.run(replace(spec, contestant=name), python, folder))
+                print("\n".join(found[name][-1].get("log", [])), file=sys.stderr, end="")
+        drawn = "drawn at random in this shape: speed does not depend on it" if job.images else "bundled"
+        told = {
+            **report.summary(spec, WARMUP, found),
+            "data": Path(options.data).name if options.data else drawn,
+            "device": options.device,
+            **report.circumstances(sys.argv[1:], contest.ROOT),
+        }
+    path = Path(options.json or f"results/benchmark-{options.job}-{options.device}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print(f"{options.job}: {told['title']}; images {told['data']}; device {told['device']}\n")
+    print(report.table(told))
+    print(f"\n{path}")
+    return int(any("failed" in one for one in told["contestants"].values()))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("job", choices=list(jobs.JOBS))
+    parser.add_argument("--on", default="loop,vmap,pfl,pfl-2,flower", help="who runs (pfl-N: N processes)")
+    parser.add_argument("--rounds", type=int, help="how many are timed, after one that is not")
+    parser.add_argument("--repeats", type=int, default=1, help="how often everybody runs")
+    parser.add_argument("--data", metavar="FILE.npz", help="images for emnist or cifar10; else random ones")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--json", metavar="FILE", help="default: results/benchmark-JOB-DEVICE.json")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PEER=PATH",
+        help="a peer's interpreter; default: .venv-PEER/bin/python where there is one, else this one",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def _pythons(given: list[str]) -> dict[str, str]:
+    """Each peer's interpreter."""
+    beside = {peer: contest.ROOT / f".venv-{peer}" / "bin" / "python" for peer in contest.PACKAGES}
+    there = {peer: str(path) for peer, path in beside.items() if path.exists()}
+    return there | dict(one.split("=", 1) for one in given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

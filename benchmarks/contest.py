@@ -1,0 +1,76 @@
+"""One contestant in a process of its own: found, started, watched, and its whole tree ended."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import home
+from benchmarks.jobs import Spec
+from benchmarks.memory import Watch
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"pfl": "pfl", "flower": "flwr"}
+"""The package that a peer needs."""
+LIMIT = 3600
+"""Seconds after which a contestant is stopped."""
+
+
+def peer(name: str) -> str | None:
+    """The peer behind a contestant's name, such as "pfl" for "pfl-2"; None for ssfl's own engines."""
+    return None if home(name) == "ours" else name.partition("-")[0]
+
+
+def missing(name: str, python: str) -> str | None:
+    """Why a contestant cannot run here."""
+    package = PACKAGES.get(peer(name) or "")
+    if package is None:
+        return None
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    if subprocess.run([python, "-c", look], cwd=ROOT, env=_environment()).returncode == 0:
+        return None
+    return f"{package} is not installed (pip install -r benchmarks/requirements-{peer(name)}.txt)"
+
+
+def run(spec: Spec, python: str, folder: Path) -> dict[str, Any]:
+    """What the contestant measured, when it started and its peak memory; or {"failed": why}."""
+    told, asked = Path(spec.out), folder / "spec.json"
+    told.unlink(missing_ok=True)
+    asked.write_text(json.dumps(asdict(spec)), "utf-8")
+    processes = spec.contestant.partition("-")[2]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [python, *(launch if processes else []), "-m", "benchmarks.child", str(asked)]
+    with (folder / f"{spec.contestant}.log").open("w+", encoding="utf-8") as log:
+        load, started = os.getloadavg()[0], time.monotonic()
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        watch = Watch(child.pid)
+        watch.start()
+        try:
+            code: int | str = child.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {LIMIT} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # its own session: whatever is left of it
+            peak = watch.stop()
+        log.seek(0)
+        tail = log.read().strip().splitlines()[-15:]
+    if code != 0 or not told.exists():
+        return {"failed": f"exit code {code}", "log": tail}
+    measured: dict[str, Any] = json.loads(told.read_text("utf-8"))
+    # One process knows its own peak exactly; of several, the largest sum that was seen.
+    measured["memory"] = max(measured["memory"], peak or 0.0)
+    return {"started": started, "load": load, **measured}
+
+
+def _environment() -> dict[str, str]:
+    """This one, with the repository's modules found by any interpreter."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -1,0 +1,101 @@
+"""Flower's simulation on Ray: a ClientApp that trains T steps in plain PyTorch, a ServerApp with FedAvg.
+
+The data and the network stay in each actor's process from one message to the next.
+"""
+
+import functools
+import json
+import os
+import time
+from dataclasses import asdict
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy.result import Result
+from flwr.simulation import run_simulation
+
+from benchmarks import jobs, peers
+
+client = ClientApp()
+
+
+@functools.cache
+def task_of(text: str) -> peers.Task:
+    """Loaded once in each actor."""
+    task = peers.prepare(jobs.Spec(**json.loads(text)))
+    torch.set_num_threads(1)  # one CPU for each client
+    return task
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """A user's round."""
+    task = task_of(message.content["config"]["spec"])
+    config = task.config.train
+    task.network.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = task.sgd(task.network.parameters(), config.lr)
+    before = task.steps, task.seen, float(task.total)
+    images, labels = task.draw(int(context.node_config["partition-id"]))
+    for x, y in zip(images.split(config.batch_size), labels.split(config.batch_size), strict=True):
+        optimizer.zero_grad()
+        task.loss(task.network, x, y).backward()
+        optimizer.step()
+    told = {
+        "num-examples": len(images),
+        "steps": task.steps - before[0],
+        "images": task.seen - before[1],
+        "total": float(task.total) - before[2],
+        "threads": torch.get_num_threads(),
+        "process": os.getpid(),
+    }
+    content = RecordDict({"arrays": ArrayRecord(task.network.state_dict()), "metrics": MetricRecord(told)})
+    return Message(content, reply_to=message)
+
+
+def run(spec: jobs.Spec) -> jobs.Measured:
+    """Train; the ServerApp's evaluate_fn is called after each round and notes the time."""
+    measured = jobs.Measured()
+    network = peers.prepare(spec).network
+    config = jobs.config(spec)
+    chosen = jobs.participants(config)
+    processes: set[int] = set()
+    server = ServerApp()
+
+    def summed(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        told = [dict(reply["metrics"]) for reply in replies]
+        processes.update(one["process"] for one in told)
+        measured.threads = told[0]["threads"]
+        return MetricRecord({name: sum(one[name] for one in told) for name in ("steps", "images", "total")})
+
+    def note(round: int, arrays: ArrayRecord) -> None:
+        measured.ends.append(time.monotonic())
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = FedAvg(
+            fraction_train=chosen / config.split.users, min_train_nodes=chosen, fraction_evaluate=0.0,
+            min_available_nodes=config.split.users, train_metrics_aggr_fn=summed,
+        )  # fmt: skip
+        result: Result = strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(network.state_dict()),
+            num_rounds=spec.rounds,
+            train_config=ConfigRecord({"spec": json.dumps(asdict(spec))}),
+            evaluate_fn=note,
+        )
+        for told in result.train_metrics_clientapp.values():
+            measured.steps += int(told["steps"])
+            measured.images += int(told["images"])
+            measured.losses.append(float(told["total"]) / int(told["steps"]))
+
+    cuda = spec.device.startswith("cuda")
+    run_simulation(
+        server, client, config.split.users,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.25 if cuda else 0.0}},
+    )  # fmt: skip
+    measured.ready, *measured.ends = measured.ends  # evaluate_fn is called before the first round, too
+    measured.processes = len(processes)
+    return measured

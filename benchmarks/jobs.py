@@ -1,0 +1,135 @@
+"""The jobs, each described once: an ssfl config is the description that every runtime reads.
+
+A round of every job: C users train T steps from the same model, their plain mean is the next one; no
+server training, no evaluation. The learning rate is constant and momentum starts from rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ssfl.config import Config, load_config
+
+ROUND = ("method.server=none", "split.server_labels=0", "train.cycles=0", "train.momentum_policy=reset")
+# Threshold 0: every pseudo-label counts, so no runtime has less to do. Without labels the loss falls to
+# zero; a small rate keeps it in sight, so that runtimes can be compared by it.
+CONSISTENCY = (
+    "method.name=crl-gn",
+    "method.teacher_mode=eval",
+    "method.threshold=0",
+    *ROUND,
+    "train.lr=0.0001",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: a preset, what differs from it, and the images it needs."""
+
+    title: str
+    preset: str
+    settings: tuple[str, ...]
+    rounds: int
+    """How many rounds are timed when nobody says."""
+    images: int = 0
+    """How many training images are drawn at random where no file is given; 0: the preset has its own."""
+    shape: tuple[int, ...] = ()
+    classes: int = 0
+
+
+JOBS = {
+    "digits": Job(
+        "8×8 digits, small CNN with GroupNorm, consistency loss",
+        "quickstart",
+        (*CONSISTENCY, "model.name=small"),
+        rounds=20,
+    ),
+    "emnist": Job(
+        "EMNIST shape, the paper's CNN, consistency loss",
+        "emnist",
+        (*CONSISTENCY, "model.norm=none"),
+        rounds=3,
+        images=112_800,
+        shape=(28, 28),
+        classes=47,
+    ),
+    # The speed protocol of pfl-research (arXiv:2404.06430): 50 of 1000 users, one epoch of 50 images.
+    "cifar10": Job(
+        "CIFAR-10 shape, two-layer CNN, supervised loss, five small steps",
+        "own",
+        (
+            "method.name=supervised", *ROUND, "model.name=cnn", "model.norm=none",
+            "split.scheme=iid", "split.users=1000", "federation.participants=50",
+            "federation.period=5", "train.batch_size=10", "train.lr=0.1", "train.momentum=0",
+            "train.nesterov=false", "train.weight_decay=0", "train.warmup=0",
+        ),
+        rounds=10,
+        images=50_000,
+        shape=(32, 32, 3),
+        classes=10,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one contestant is asked to do; travels to its process as JSON."""
+
+    job: str
+    contestant: str
+    rounds: int
+    """With the warm-up."""
+    data: str | None
+    device: str
+    out: str
+
+
+@dataclass
+class Measured:
+    """What comes back, as JSON. Times are of the system's monotonic clock."""
+
+    ready: float = 0.0
+    """When data and model stood ready."""
+    ends: list[float] = field(default_factory=list)
+    """When each round ended."""
+    losses: list[float] = field(default_factory=list)
+    """Each round's mean local loss."""
+    steps: int = 0
+    """Local steps that were counted, all users and rounds."""
+    images: int = 0
+    """Images that were counted in them."""
+    processes: int = 1
+    threads: int = 0
+    """CPU threads of torch in each process."""
+    memory: float | None = None
+    """The process's own high-water mark, MiB."""
+    gpu_memory: float | None = None
+    """torch's high-water mark on the GPU in this process, MiB."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def config(spec: Spec, more: Sequence[str] = ()) -> Config:
+    """The job as an ssfl config."""
+    job = JOBS[spec.job]
+    data = [f"data.path={spec.data}"] if spec.data else []
+    run = [f"federation.rounds={spec.rounds}", f"run.device={spec.device}"]
+    return load_config(job.preset, [*job.settings, *data, *run, *more])
+
+
+def participants(config: Config) -> int:
+    """C, users per round."""
+    return config.federation.participants or config.split.users
+
+
+def draw_images(job: Job, folder: Path) -> Path:
+    """A file of random images in the job's shape: speed does not depend on what they show."""
+    random = np.random.default_rng(1)
+    path = folder / "random.npz"
+    arrays = {}
+    for part, count in (("train", job.images), ("test", 10 * job.classes)):
+        arrays[f"x_{part}"] = random.integers(0, 256, (count, *job.shape), np.uint8)
+        arrays[f"y_{part}"] = np.arange(count) % job.classes
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return path

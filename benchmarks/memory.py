@@ -1,0 +1,52 @@
+"""The memory of a process and all its descendants, where the system tells it (Linux)."""
+
+import threading
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+class Watch(threading.Thread):
+    """Samples the tree's proportional set size: pages that processes share count once."""
+
+    def __init__(self, root: int, every: float = 0.5) -> None:
+        super().__init__(daemon=True)
+        self.root, self.every = root, every
+        self.peak: float | None = None
+        """MiB."""
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(self.every):
+            sizes = [size for size in map(_size, _tree(self.root)) if size is not None]
+            if sizes:
+                self.peak = max(self.peak or 0.0, sum(sizes) / 1024)
+
+    def stop(self) -> float | None:
+        self.done.set()
+        self.join()
+        return self.peak
+
+
+def _tree(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state parent ...", and a name may hold anything
+            parent = int(stat.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def _size(process: int) -> int | None:
+    """KiB."""
+    try:
+        lines = (PROC / str(process) / "smaps_rollup").read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), None)

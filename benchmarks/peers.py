@@ -1,0 +1,111 @@
+"""What the peers share: the same data, split, network, views and loss, in plain PyTorch.
+
+Their users would write nn.Modules and torch's own random draws, so that is what they get; only the
+views come from ssfl, since the job is to train on them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import jobs
+from ssfl import assemble, models, objectives
+from ssfl.config import Config
+from ssfl.data import augment
+
+
+@dataclass
+class Task:
+    """A job as a peer's program needs it, on its device."""
+
+    config: Config
+    images: Tensor
+    """uint8, or normalised once and for all where no views are made."""
+    labels: Tensor
+    users: list[Tensor]
+    """Each user's images, the split of ssfl."""
+    mean: Tensor
+    std: Tensor
+    network: nn.Module
+    steps: int = 0
+    seen: int = 0
+    total: float | Tensor = 0.0
+    """Counted in `loss`: steps, images, the sum of the steps' losses."""
+
+    def draw(self, user: int) -> tuple[Tensor, Tensor]:
+        """The T · B images of a user's round, cut from fresh permutations of what it holds."""
+        mine = self.users[user]
+        count = self.config.federation.period * self.config.train.batch_size
+        turns = -(-count // len(mine))
+        order = torch.cat([torch.randperm(len(mine), device=mine.device) for _ in range(turns)])
+        chosen = mine[order[:count]]
+        return self.images[chosen], self.labels[chosen]
+
+    def loss(self, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one local step."""
+        if self.config.method.objective == "supervised":
+            network.train()
+            losses = objectives.supervised(network(images), labels)
+        else:
+            weak, strong = (self._views(images, name) for name in ("weak", "strong"))
+            network.eval()
+            with torch.no_grad():
+                teacher = network(weak)
+            network.train()
+            losses = objectives.consistency(teacher, network(strong), self.config.method.threshold)
+        loss = losses.loss.mean()
+        self.steps += 1
+        self.seen += len(images)
+        self.total = self.total + loss.detach()
+        return loss
+
+    def _views(self, images: Tensor, name: str) -> Tensor:
+        count = augment.WEAK_DRAWS if name == "weak" else augment.STRONG_DRAWS
+        make = augment.weak_views if name == "weak" else augment.strong_views
+        drawn = torch.randint(-(2**63), 2**63 - 1, (len(images), count), device=images.device)
+        return augment.normalise(make(images, drawn, False), self.mean, self.std, torch.float32)
+
+    def sgd(self, parameters: object, lr: float) -> torch.optim.SGD:
+        train = self.config.train
+        return torch.optim.SGD(
+            parameters,  # type: ignore[arg-type]
+            lr=lr, momentum=train.momentum, nesterov=train.nesterov, weight_decay=train.weight_decay,
+        )  # fmt: skip
+
+
+def prepare(spec: jobs.Spec) -> Task:
+    """The job's data as ssfl loads and splits them, and its network with ssfl's initial weights."""
+    made = assemble.make(jobs.config(spec))
+    data, config, device = made.dataset, made.config, made.device
+    assert not config.data.flip or config.method.objective == "supervised"
+    network = plain(config.model.name or "", len(data.classes), data.shape)
+    ours = models.build(
+        config.model.name or "", len(data.classes), data.shape, config.model.norm, config.run.seed
+    )
+    with torch.no_grad():
+        for mine, theirs in zip(network.parameters(), ours.parameters(), strict=True):
+            mine.copy_(theirs)
+    images = made.pool.images
+    mean, std = (torch.tensor(x, device=device) for x in (data.mean, data.std))
+    if config.method.objective == "supervised":
+        images = augment.normalise(images, mean, std, torch.float32)
+    users = [torch.from_numpy(user).to(device) for user in made.parts.users]
+    return Task(config, images, made.pool.labels, users, mean, std, network.to(device))
+
+
+def plain(name: str, classes: int, shape: tuple[int, int, int]) -> nn.Sequential:
+    """The networks of the jobs as anybody would write them; their parameters come in ssfl's order."""
+    channels, height, width = shape
+    if name == "small":
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1), nn.GroupNorm(8, 16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GroupNorm(16, 32), nn.ReLU(),
+            nn.Flatten(), nn.Linear(32 * -(-height // 2) * -(-width // 2), classes),
+        )  # fmt: skip
+    flat = 64 * ((height - 4) // 2) * ((width - 4) // 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3), nn.ReLU(),
+        nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout2d(0.25), nn.ReLU(),
+        nn.Flatten(), nn.Linear(flat, 128), nn.ReLU(), nn.Linear(128, classes),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""From what contestants measured to the JSON file and the table."""
+
+import datetime
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jobs
+
+OURS = ("loop", "vmap")
+
+
+def summary(spec: jobs.Spec, warmup: int, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Everything worth keeping; `found` holds each contestant's runs, the failed ones as well."""
+    config = jobs.config(spec)
+    users, steps, batch = jobs.participants(config), config.federation.period, config.train.batch_size
+    settings = {
+        "users": config.split.users, "users_per_round": users, "local_steps": steps, "batch_size": batch,
+        "lr": config.train.lr, "momentum": config.train.momentum, "nesterov": config.train.nesterov,
+        "weight_decay": config.train.weight_decay, "loss": config.method.objective,
+        "model": config.model.name, "norm": config.model.norm,
+        "timed_rounds": spec.rounds - warmup, "warmup_rounds": warmup,
+    }  # fmt: skip
+    expected = {"steps": spec.rounds * users * steps, "images": spec.rounds * users * steps * batch}
+    contestants = {name: _contestant(runs, warmup, expected) for name, runs in found.items()}
+    best = min(
+        (contestants[n]["median_s"] for n in OURS if "median_s" in contestants.get(n, {})), default=None
+    )
+    for told in contestants.values():
+        if "median_s" in told:
+            told["images_per_s"] = users * steps * batch / told["median_s"]
+            told["times_our_best"] = told["median_s"] / best if best else None
+    return {
+        "job": spec.job,
+        "title": jobs.JOBS[spec.job].title,
+        "settings": settings,
+        "expected": expected,
+        "contestants": contestants,
+    }
+
+
+def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int]) -> dict[str, Any]:
+    """One contestant's runs, pooled; a run that did not do the whole job is told, not counted."""
+    for run in runs:
+        if "not_run" in run or "failed" in run:
+            return run
+        if any(run[what] != count for what, count in expected.items()):
+            return {"failed": f"did {run['steps']} steps on {run['images']} images", "runs": runs}
+    rounds = [[b - a for a, b in zip([r["ready"], *r["ends"]], r["ends"], strict=False)] for r in runs]
+    timed = [seconds for each in rounds for seconds in each[warmup:]]
+    last = runs[-1]
+    return {
+        "median_s": statistics.median(timed),
+        "min_s": min(timed),
+        "max_s": max(timed),
+        "memory_mib": max(run["memory"] for run in runs),
+        "gpu_memory_mib": last["gpu_memory"],
+        "prepare_s": [run["ready"] - run["started"] for run in runs],
+        "warmup_s": [sum(each[:warmup]) for each in rounds],
+        "round_s": [each[warmup:] for each in rounds],
+        "losses": [run["losses"] for run in runs],
+        "load_before": [run["load"] for run in runs],
+        **{key: last[key] for key in ("steps", "images", "processes", "threads", "versions")},
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The contestants as Markdown."""
+    head = (
+        "runtime", "s / round", "min–max", "images / s", "× our best", "memory, MiB", "GPU, MiB",
+        "start, s", "first round, s", "processes × threads", "last loss",
+    )  # fmt: skip
+    rows: list[Sequence[str]] = [head]
+    notes = []
+    for name, told in summary["contestants"].items():
+        if "median_s" not in told:
+            notes.append(
+                f"{name} not run: {told['not_run']}"
+                if "not_run" in told
+                else f"{name} failed: {told['failed']}"
+            )
+            continue
+        ratio, gpu = told["times_our_best"], told["gpu_memory_mib"]
+        rows.append((
+            name, f"{told['median_s']:.3f}", f"{told['min_s']:.3f}–{told['max_s']:.3f}",
+            f"{told['images_per_s']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
+            f"{told['memory_mib']:,.0f}", "–" if gpu is None else f"{gpu:,.0f}",
+            f"{statistics.median(told['prepare_s']):.1f}", f"{statistics.median(told['warmup_s']):.2f}",
+            f"{told['processes']} × {told['threads']}", f"{told['losses'][-1][-1]:.4f}",
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join([*lines, *notes])
+
+
+def circumstances(arguments: Sequence[str], root: Path) -> dict[str, Any]:
+    """When, where and with what this was measured."""
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(root),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "gpu": _gpu()},
+    }
+
+
+def _commit(root: Path) -> str | None:
+    """The commit, with a plus where what is measured differs from it."""
+    git = ["git", "-C", str(root)]
+    changed = _output([*git, "status", "--porcelain", "--", "src", "benchmarks"])
+    return _output([*git, "rev-parse", "HEAD"]) + ("+" if changed else "") or None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _gpu() -> str | None:
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]) or None
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""

@@ -1,0 +1,67 @@
+"""The benchmarks run, count their work and never guess; none of these tests asserts a time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import peers
+from ssfl import models
+
+ROOT = Path(__file__).parent.parent
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_engines_do_the_same_work_and_a_missing_peer_is_named(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    path = tmp_path / "digits.json"
+    shown = bench(
+        "digits", "--on", "loop,vmap,pfl-2,flower", "--rounds", "1", "--json", str(path),
+        *(f"--python={peer}={tmp_path / 'bare' / 'bin' / 'python'}" for peer in ("pfl", "flower")),
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "pfl-2 not run: pfl is not installed (pip install -r benchmarks/requirements-pfl.txt)" in shown.stdout
+    )
+    assert "flower not run: flwr is not installed" in shown.stdout
+    told = json.loads(path.read_text("utf-8"))
+    assert told["expected"] == {"steps": 2 * 10 * 16, "images": 2 * 10 * 16 * 32}
+    assert told["command"].startswith("python -m benchmarks digits")
+    ours = [told["contestants"][engine] for engine in ("loop", "vmap")]
+    for engine, one in zip(("loop", "vmap"), ours, strict=True):
+        assert f"| {engine} " in shown.stdout
+        assert {name: one[name] for name in told["expected"]} == told["expected"]
+        assert [len(rounds) for rounds in one["round_s"]] == [1]
+        assert 50 < one["memory_mib"] < 5000
+    assert ours[0]["losses"][0] == pytest.approx(ours[1]["losses"][0], rel=1e-3)
+    assert 0 < ours[0]["losses"][0][-1] < ours[0]["losses"][0][0]
+    assert min(one["times_our_best"] for one in ours) == 1
+    assert told["contestants"]["pfl-2"].keys() == {"not_run"}
+
+
+def test_a_contestant_that_fails_is_told_apart_from_the_others(tmp_path: Path) -> None:
+    shown = bench(
+        "emnist", "--on", "loop", "--data", str(tmp_path / "none.npz"), "--json", str(tmp_path / "j")
+    )
+    assert shown.returncode == 1
+    assert "loop failed: exit code 1" in shown.stdout
+    assert "none.npz" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "shape"), [("small", "group", (1, 8, 8)), ("cnn", "none", (3, 32, 32))]
+)
+def test_the_peers_network_is_ours(name: str, norm: str, shape: tuple[int, int, int]) -> None:
+    ours, theirs = models.build(name, 10, shape, norm), peers.plain(name, 10, shape)
+    with torch.no_grad():
+        for mine, copied in zip(theirs.parameters(), ours.parameters(), strict=True):
+            mine.copy_(copied)
+        images = torch.randn(4, *shape)
+        torch.testing.assert_close(theirs.eval()(images), ours.eval()(images))
