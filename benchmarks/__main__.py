@@ -36,12 +36,12 @@ def main() -> int:
         for turn in range(options.repeats):
             for name in names if turn % 2 == 0 else reversed(names):
                 python = pythons.get(contest.peer(name) or "", sys.executable)
-                reason = contest.missing(name, python)
+                reason = contest.missing(name, python, options.device)
                 if reason is not None:
                     found[name].append({"not_run": reason})
                     continue
                 print(f"{name} ...", file=sys.stderr, flush=True)
-                found[name].append(contest.run(replace(spec, contestant=name), python, folder))
+                found[name].append(contest.run(replace(spec, contestant=name), python, folder, options.wait))
                 print("\n".join(found[name][-1].get("log", [])), file=sys.stderr, end="")
         drawn = "drawn at random in this shape: speed does not depend on it" if job.images else "bundled"
         told = {
@@ -65,6 +65,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--on", default="loop,vmap,pfl,pfl-2,flower", help="who runs (pfl-N: N processes)")
     parser.add_argument("--rounds", type=int, help="how many are timed, after one that is not")
     parser.add_argument("--repeats", type=int, default=1, help="how often everybody runs")
+    parser.add_argument(
+        "--wait", type=float, default=0, help="seconds to wait for an idle machine, each time"
+    )
     parser.add_argument("--data", metavar="FILE.npz", help="images for emnist or cifar10; else random ones")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", metavar="FILE", help="default: results/benchmark-JOB-DEVICE.json")

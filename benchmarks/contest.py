@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.child import home
 from benchmarks.jobs import Spec
-from benchmarks.memory import Watch
+from benchmarks.machine import Watch, busy
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"pfl": "pfl", "flower": "flwr"}
@@ -26,18 +27,21 @@ def peer(name: str) -> str | None:
     return None if home(name) == "ours" else name.partition("-")[0]
 
 
-def missing(name: str, python: str) -> str | None:
+def missing(name: str, python: str, device: str) -> str | None:
     """Why a contestant cannot run here."""
     package = PACKAGES.get(peer(name) or "")
     if package is None:
         return None
+    processes, there = int(name.partition("-")[2] or 1), len(report.gpus())
+    if device != "cpu" and processes > max(there, 1):
+        return f"{package} takes a GPU for each of its {processes} processes, and {there} is here"
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     if subprocess.run([python, "-c", look], cwd=ROOT, env=_environment()).returncode == 0:
         return None
     return f"{package} is not installed (pip install -r benchmarks/requirements-{peer(name)}.txt)"
 
 
-def run(spec: Spec, python: str, folder: Path) -> dict[str, Any]:
+def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any]:
     """What the contestant measured, when it started and its peak memory; or {"failed": why}."""
     told, asked = Path(spec.out), folder / "spec.json"
     told.unlink(missing_ok=True)
@@ -46,7 +50,7 @@ def run(spec: Spec, python: str, folder: Path) -> dict[str, Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [python, *(launch if processes else []), "-m", "benchmarks.child", str(asked)]
     with (folder / f"{spec.contestant}.log").open("w+", encoding="utf-8") as log:
-        load, started = os.getloadavg()[0], time.monotonic()
+        others, started = busy(patience), time.monotonic()
         child = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=log, stderr=log, start_new_session=True
         )
@@ -67,7 +71,7 @@ def run(spec: Spec, python: str, folder: Path) -> dict[str, Any]:
     measured: dict[str, Any] = json.loads(told.read_text("utf-8"))
     # One process knows its own peak exactly; of several, the largest sum that was seen.
     measured["memory"] = max(measured["memory"], peak or 0.0)
-    return {"started": started, "load": load, **measured}
+    return {"started": started, "others": [others, busy()], **measured}
 
 
 def _environment() -> dict[str, str]:

@@ -37,6 +37,8 @@ class Job:
     """How many training images are drawn at random where no file is given; 0: the preset has its own."""
     shape: tuple[int, ...] = ()
     classes: int = 0
+    note: str = ""
+    """What a reader of the table must know."""
 
 
 JOBS = {
@@ -69,6 +71,7 @@ JOBS = {
         images=50_000,
         shape=(32, 32, 3),
         classes=10,
+        note="ssfl makes a weak view of every image here, as it always does; the peers make none",
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
+from benchmarks.machine import IDLE
 
 OURS = ("loop", "vmap")
 
@@ -38,6 +39,7 @@ def summary(spec: jobs.Spec, warmup: int, found: dict[str, list[dict[str, Any]]]
     return {
         "job": spec.job,
         "title": jobs.JOBS[spec.job].title,
+        "note": jobs.JOBS[spec.job].note,
         "settings": settings,
         "expected": expected,
         "contestants": contestants,
@@ -64,7 +66,7 @@ def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int
         "warmup_s": [sum(each[:warmup]) for each in rounds],
         "round_s": [each[warmup:] for each in rounds],
         "losses": [run["losses"] for run in runs],
-        "load_before": [run["load"] for run in runs],
+        "others_busy_cores": [run["others"] for run in runs],
         **{key: last[key] for key in ("steps", "images", "processes", "threads", "versions")},
     }
 
@@ -76,7 +78,7 @@ def table(summary: dict[str, Any]) -> str:
         "start, s", "first round, s", "processes × threads", "last loss",
     )  # fmt: skip
     rows: list[Sequence[str]] = [head]
-    notes = []
+    notes = [summary["note"]] if summary["note"] else []
     for name, told in summary["contestants"].items():
         if "median_s" not in told:
             notes.append(
@@ -85,6 +87,9 @@ def table(summary: dict[str, Any]) -> str:
                 else f"{name} failed: {told['failed']}"
             )
             continue
+        others = max((cores or 0.0 for both in told["others_busy_cores"] for cores in both), default=0.0)
+        if others >= IDLE:
+            notes.append(f"{name}: others kept {others:.1f} cores busy just before or after it")
         ratio, gpu = told["times_our_best"], told["gpu_memory_mib"]
         rows.append((
             name, f"{told['median_s']:.3f}", f"{told['min_s']:.3f}–{told['max_s']:.3f}",
@@ -96,7 +101,7 @@ def table(summary: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join([*lines, *notes])
+    return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def circumstances(arguments: Sequence[str], root: Path) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def circumstances(arguments: Sequence[str], root: Path) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(root),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "gpu": _gpu()},
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "gpus": gpus()},
     }
 
 
@@ -125,8 +130,9 @@ def _cpu() -> str:
     return named[0] if named else platform.machine()
 
 
-def _gpu() -> str | None:
-    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]) or None
+def gpus() -> list[str]:
+    """The names of the machine's GPUs."""
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
 def _output(command: list[str]) -> str:

@@ -1,9 +1,33 @@
-"""The memory of a process and all its descendants, where the system tells it (Linux)."""
+"""What the machine tells, on Linux: how busy it is, and the memory of a process with its descendants."""
 
+import os
 import threading
+import time
 from pathlib import Path
 
 PROC = Path("/proc")
+IDLE = 0.2
+"""Cores; the machine counts as idle below this."""
+
+
+def busy(patience: float = 0.0) -> float | None:
+    """How many cores others keep busy, over a second; waits up to `patience` seconds for an idle machine."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            before = _idle()
+            start = time.monotonic()
+            time.sleep(1)
+            cores = (os.cpu_count() or 1) - (_idle() - before) / (time.monotonic() - start)
+        except OSError:
+            return None
+        if cores < IDLE or time.monotonic() > until:
+            return max(0.0, cores)
+
+
+def _idle() -> float:
+    """Seconds that all cores together have been idle."""
+    return float((PROC / "uptime").read_text("utf-8").split()[1])
 
 
 class Watch(threading.Thread):
