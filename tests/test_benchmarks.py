@@ -46,6 +46,18 @@ def test_engines_do_the_same_work_and_a_missing_peer_is_named(tmp_path: Path) ->
     assert told["contestants"]["pfl-2"].keys() == {"not_run"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["pfl", "pfl-2", "flower"])
+def test_a_peer_does_the_same_work_with_the_same_loss(peer: str, tmp_path: Path) -> None:
+    if not (ROOT / f".venv-{peer.partition('-')[0]}" / "stamp").exists():
+        pytest.skip("needs make bench-venvs")
+    path = tmp_path / "digits.json"
+    shown = bench("digits", "--on", f"vmap,{peer}", "--rounds", "2", "--json", str(path))
+    assert shown.returncode == 0, shown.stderr
+    told = json.loads(path.read_text("utf-8"))["contestants"]
+    assert told[peer]["losses"][0] == pytest.approx(told["vmap"]["losses"][0], rel=0.1)
+
+
 def test_a_contestant_that_fails_is_told_apart_from_the_others(tmp_path: Path) -> None:
     shown = bench(
         "emnist", "--on", "loop", "--data", str(tmp_path / "none.npz"), "--json", str(tmp_path / "j")
