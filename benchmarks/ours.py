@@ -1,32 +1,36 @@
 """ssfl itself: rounds as `Simulation.play` plays them, with the engine `loop` or `vmap`."""
 
 import time
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarks import jobs
 from ssfl import assemble
+from ssfl.train import reproducible
 from ssfl.work import Trained, Work
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Play the rounds; threads are what the library chooses by itself."""
-    made = assemble.make(jobs.config(spec, [f"run.engine={spec.contestant}"]))
-    measured = jobs.Measured(threads=torch.get_num_threads())
-    engine = made.engine
+    """Play the rounds; threads and the rest are what the library chooses by itself."""
+    more = [f"run.engine={spec.contestant}"]
+    if spec.device != "cpu" and spec.contestant == "vmap":
+        more.append("run.compile=true")  # as a run of the usual length would choose
+    with reproducible():
+        simulation = assemble.make(jobs.config(spec, more))
+        measured = jobs.Measured(threads=torch.get_num_threads())
+        train = simulation.engine.train
 
-    def counted(rows: Tensor, momentum: Tensor, work: Work) -> Trained:
-        measured.steps += len(rows) * work.steps
-        measured.images += work.batches.numel()
-        return engine.train(rows, momentum, work)
+        def counted(rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+            measured.steps += len(rows) * work.steps
+            measured.images += work.batches.numel()
+            return train(rows, momentum, work)
 
-    simulation = replace(made, engine=replace(engine, train=counted))
-    state = simulation.initial()
-    measured.ready = time.monotonic()
-    for _ in range(spec.rounds):
-        state, events = simulation.play(state)  # reads the losses, so the device is done
-        measured.ends.append(time.monotonic())
-        measured.losses.append(events[0]["loss"])
+        setattr(simulation.engine, "train", counted)  # noqa: B010
+        state = simulation.initial()
+        measured.ready = time.monotonic()
+        for _ in range(spec.rounds):
+            state, events = simulation.play(state)  # reads the losses, so the device is done
+            measured.ends.append(time.monotonic())
+            measured.losses.append(events[0]["loss"])
     return measured

@@ -160,8 +160,8 @@ def make(config: Config) -> Simulation:
     train, federation = config.train, config.federation
     if train.momentum_policy == "user":
         memory.check_momentum(config.split.users, layout.weights, pool.wide, device)
-    threads = config.run.threads or engines.threads(device, layout)
-    torch.set_num_threads(threads)
+    threads = config.run.threads or torch.get_num_threads()
+    torch.set_num_threads(engines.threads(layout, threads))
     name = engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine
     steps = (federation.rounds or 1) * federation.period
     compiled = config.run.compile
@@ -174,6 +174,7 @@ def make(config: Config) -> Simulation:
         needed = engine.memory(objective_of(config), train.batch_size)
         at_once = memory.share(federation.participants or 1, needed, device)
     engine.at_once = at_once
+    engine = engines.on_all_cores(engine, device, threads, at_once)
     run = replace(
         config.run,
         device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once,

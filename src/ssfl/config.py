@@ -173,7 +173,7 @@ class Run:
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", ..."""
     threads: int | None = None
-    """CPU threads; by itself one for small models on a CPU, else what torch chooses."""
+    """CPU cores to use, by itself all: on a CPU users are trained in so many processes of one thread."""
     eval_every: int = 5
     """Rounds between evaluations on the test images; the last round is always evaluated."""
     checkpoint_every: int = 10

@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from ssfl.engines import loop, vmap
+from ssfl.engines import loop, spread, vmap
 from ssfl.engines.contract import Engine
 from ssfl.rows import Layout
 from ssfl.work import Optimizer, Pool
 
-__all__ = ["SMALL", "Engine", "choose", "make", "threads", "worth_compiling"]
+__all__ = ["SMALL", "Engine", "choose", "make", "on_all_cores", "threads", "worth_compiling"]
 
 SMALL = 200_000
-"""On a CPU, models of up to this many numbers are small: they train faster together, in one thread."""
+"""On a CPU, models of up to this many numbers are small: they train faster together."""
 
 
 def choose(device: torch.device, layout: Layout) -> str:
@@ -24,10 +24,9 @@ def worth_compiling(name: str, device: torch.device, steps: int) -> bool:
     return name == "vmap" and device.type == "cuda" and steps >= 2000
 
 
-def threads(device: torch.device, layout: Layout) -> int:
-    """CPU threads when nobody chose: a small model's steps are too short to be shared out."""
-    small = device.type == "cpu" and layout.length <= SMALL
-    return 1 if small else torch.get_num_threads()
+def threads(layout: Layout, most: int) -> int:
+    """How many threads share one step: a small model's steps are too short to be shared out."""
+    return 1 if layout.length <= SMALL else most
 
 
 def make(
@@ -42,3 +41,10 @@ def make(
     if name == "loop":
         return loop.Loop(model, layout, pool, optimizer)
     return vmap.Vmap(model, layout, pool, optimizer, compiled)
+
+
+def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
+    """The same engine, with a CPU's cores put to use."""
+    if not spread.possible(device, cores, trainers):
+        return engine
+    return spread.Spread(engine, min(cores, trainers))

@@ -1,0 +1,129 @@
+"""Trainers spread over processes of one thread each: on a CPU, two users at a time on two cores.
+
+Networks of a federation are too small for several threads to share one step of them well. A process
+takes its part of a round's trainers through the same engine; what goes there and back are rows.
+"""
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssfl.engines.contract import Engine
+from ssfl.errors import RunError
+from ssfl.work import Objective, Trained, Work
+
+_engine: Engine | None = None
+"""A process's own copy, from the fork."""
+
+
+def possible(device: torch.device, threads: int, trainers: int) -> bool:
+    """Whether there is something to spread, and a way to."""
+    return device.type == "cpu" and threads > 1 and trainers > 1 and sys.platform == "linux"
+
+
+class Spread:
+    """Another engine, with its trainers dealt to processes."""
+
+    def __init__(self, engine: Engine, processes: int) -> None:
+        global _engine
+        self.engine, self.processes, self.at_once = engine, processes, engine.at_once
+        _engine = engine
+        self._pool = ProcessPoolExecutor(
+            processes, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
+        )
+        with warnings.catch_warnings():  # torch's threads are idle, and the processes never use theirs
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for started in [self._pool.submit(os.getpid) for _ in range(processes)]:
+                started.result()
+
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+        """Each process trains a part; one trainer stays here."""
+        if len(rows) == 1:
+            return self.engine.train(rows, momentum, work)
+        found: list[Trained] = self._everywhere(
+            "train", [(rows[part], momentum[part], work.of(part)) for part in self._parts(len(rows))]
+        )
+        return Trained(
+            torch.cat([part.rows for part in found]),
+            torch.cat([part.momentum for part in found]),
+            {name: torch.cat([part.stats[name] for part in found]) for name in found[0].stats},
+        )
+
+    def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
+        """Each trainer's gradient over all its data, [n, P]."""
+        return torch.cat(
+            self._everywhere(
+                "gradients", [(rows[part], work.of(part), sizes[part]) for part in self._parts(len(rows))]
+            )
+        )
+
+    def memory(self, objective: Objective, batch_size: int) -> int:
+        """As of the engine, and the rows on their way."""
+        return self.engine.memory(objective, batch_size)
+
+    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+        """`work.positions`."""
+        return self.engine.positions(base, trainers, sizes, first, count)
+
+    def _parts(self, count: int) -> list[slice]:
+        edges = [count * i // self.processes for i in range(self.processes + 1)]
+        return [slice(a, b) for a, b in pairwise(edges) if b > a]
+
+    def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
+        try:
+            waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
+            return [pickle.loads(each.result()) for each in waiting]
+        except BrokenProcessPool:
+            raise RunError(
+                "one of its processes was ended from outside, perhaps for want of memory: lower run.threads "
+                "or run.users_at_once"
+            ) from None
+
+
+def _begin(parent: int) -> None:
+    """A process begins: one thread, gone soon after its parent, or with the second Ctrl-C, as its parent."""
+    torch.set_num_threads(1)
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(1))
+
+    signal.signal(signal.SIGINT, first)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _do(verb: str, packed: bytes) -> bytes:
+    return _packed(getattr(_engine, verb)(*pickle.loads(packed)))
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as their bytes; torch's own way needs shared memory, of which containers have little."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.contiguous().numpy(),)
+        return NotImplemented
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
