@@ -96,6 +96,11 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
         federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),
+        run=replace(
+            config.run,
+            eval_every=config.run.eval_every or max(5, rounds // 100),
+            checkpoint_every=config.run.checkpoint_every or max(10, rounds // 100),
+        ),
     )
 
 

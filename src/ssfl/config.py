@@ -174,10 +174,11 @@ class Run:
     """"auto", "cpu", "cuda", "cuda:1", ..."""
     threads: int | None = None
     """CPU cores to use, by itself all: on a CPU users are trained in so many processes of one thread."""
-    eval_every: int = 5
-    """Rounds between evaluations on the test images; the last round is always evaluated."""
-    checkpoint_every: int = 10
-    """Rounds between checkpoints."""
+    eval_every: int | None = None
+    """Rounds between evaluations on the test images, by itself a hundredth of all or 5; the last round is
+    always evaluated."""
+    checkpoint_every: int | None = None
+    """Rounds between checkpoints, by itself a hundredth of all or 10."""
     diversity_every: int = 0
     """Rounds between measurements of gradient diversity; 0 is never."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import diversity, draws, engines, layers, models
+from ssfl import diversity, draws, engines, layers, models, scoring
 from ssfl.config import Config
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -24,7 +24,6 @@ from ssfl.schedule import learning_rate
 from ssfl.work import Objective, Pool, Work, round_keys
 
 Event = dict[str, Any]
-EVAL_BATCH = 1000
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ class Simulation:
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""
         row = self.final_row(state)
-        accuracy, loss, per_class = self._score(row, self.dataset.test_images, self.dataset.test_labels)
+        test = self.dataset.test_images.to(self.device), self.dataset.test_labels
+        accuracy, loss, per_class = self._score(row, *test)
         self._require_finite(state.round, "the averaged model on the test images", [loss])
         event: Event = {
             "event": "eval",
@@ -124,12 +124,11 @@ class Simulation:
             "class_accuracy": per_class,
         }
         if len(state.streams) > 1:  # a good average can hide streams that have collapsed
-            test = self.dataset.test_images, self.dataset.test_labels
             event["stream_accuracy"] = [self._score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
-            images, labels = self.dataset.images[held], self.dataset.labels[held]
-            event["validation_accuracy"] = self._score(row, images, labels)[0]
+            images = self.pool.images[held.to(self.device)]
+            event["validation_accuracy"] = self._score(row, images, self.dataset.labels[held])[0]
         return event
 
     def final_row(self, state: State) -> Tensor:
@@ -150,6 +149,10 @@ class Simulation:
         for layer in norms:
             layer.momentum = 0.1
         return row_of(self.model, self.layout)
+
+    def _score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
+        write_row(self.model, self.layout, row)
+        return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def message_bytes(self) -> int:
         """The size of one model on its way."""
@@ -287,25 +290,6 @@ class Simulation:
             }
         table = diversity.variants(rows, server, cohort.groups)
         return {"event": "diversity", "round": state.round + 1, **table}
-
-    def _score(self, row: Tensor, images: Tensor, labels: Tensor) -> tuple[float, float, list[float | None]]:
-        """Accuracy, mean loss and accuracy per class."""
-        write_row(self.model, self.layout, row)
-        self.model.eval()
-        with torch.no_grad():
-            logits = torch.cat(
-                [
-                    self.model(self.pool.normalised(part.to(self.device), self.pool.wide)).cpu()
-                    for part in images.split(EVAL_BATCH)
-                ]
-            )
-        loss = nn.functional.cross_entropy(logits, labels)
-        right = logits.argmax(1) == labels
-        count = len(self.dataset.classes)
-        hits = torch.bincount(labels[right], minlength=count).tolist()
-        totals = torch.bincount(labels, minlength=count).tolist()
-        per_class = [_ratio(hit, total) for hit, total in zip(hits, totals, strict=True)]
-        return float(right.double().mean()), float(loss), per_class
 
 
 def _ratio(part: float, whole: float) -> float | None:

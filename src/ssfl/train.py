@@ -106,14 +106,14 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                 began = time.perf_counter()
                 state, events = sim.play(state)
                 last = state.round == sim.rounds
-                if last or state.round % every.eval_every == 0:
+                if last or state.round % (every.eval_every or 1) == 0:
                     events.append(sim.evaluate(state))
                 events[0]["seconds"] = time.perf_counter() - began
                 for key in totals:
                     totals[key] += events[0][key]
                 for event in events:
                     tell(event)
-                if last or interrupted.is_set() or state.round % every.checkpoint_every == 0:
+                if last or interrupted.is_set() or state.round % (every.checkpoint_every or 1) == 0:
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))
                 if interrupted.is_set() and not last:
                     raise Interrupted(path, state.round)

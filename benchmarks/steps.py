@@ -1,0 +1,191 @@
+"""What a step of all users costs on this machine, beside what arithmetic and memory alone would take.
+
+python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--json FILE]
+
+A step: choice of images, weak view, weak forward, strong view, strong forward and backward, optimizer;
+B = 64 images of each of C users. Timed on the host over whole rounds of 16 steps, the device waited for.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import report
+from benchmarks.contest import ROOT
+from benchmarks.jobs import Job, draw_images
+from ssfl import assemble
+from ssfl.config import load_config
+from ssfl.models import build
+from ssfl.simulation import Simulation
+from ssfl.train import device_name, reproducible
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    model: str
+    norm: str
+    shape: tuple[int, ...]
+    classes: int
+    users: int
+    engine: str = "vmap"
+    settings: tuple[str, ...] = ()
+
+
+CASES = {
+    "cnn-47": Case("cnn", "none", (28, 28), 47, 47),
+    "cnn-10": Case("cnn", "none", (28, 28), 47, 10),
+    "resnet18-10": Case("resnet18", "group", (32, 32, 3), 10, 10),
+    "cnn-47-float32": Case("cnn", "none", (28, 28), 47, 47, settings=("train.precision=float32",)),
+    "cnn-47-not-compiled": Case("cnn", "none", (28, 28), 47, 47, settings=("run.compile=false",)),
+    "cnn-47-loop": Case("cnn", "none", (28, 28), 47, 47, engine="loop"),
+}
+STEPS, BATCH, IMAGES = 16, 64, 20_000
+
+
+def make(case: Case, device: str, folder: Path) -> Simulation:
+    """The paper's round on random images: speed does not depend on what they show."""
+    job = Job("", "", (), 0, IMAGES, case.shape, case.classes)
+    folder.mkdir(exist_ok=True)
+    data = folder / "random.npz"
+    if not data.exists():
+        draw_images(job, folder)
+    compiled = str(case.engine == "vmap" and device != "cpu").lower()
+    return assemble.make(
+        load_config(
+            "emnist",
+            [
+                f"data.path={data}", f"model.name={case.model}", f"model.norm={case.norm}",
+                f"split.users={case.users}", f"federation.participants={case.users}",
+                f"split.server_labels={10 * case.classes}", "method.name=crl-gn",
+                f"train.batch_size={BATCH}", f"federation.period={STEPS}", "federation.rounds=100",
+                f"run.engine={case.engine}", f"run.device={device}", f"run.compile={compiled}",
+                *case.settings,
+            ],
+        )
+    )  # fmt: skip
+
+
+def measure(case: Case, device: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step, of the server's, and of the rest of a round."""
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def timed(action: Any) -> list[float]:
+        spent = []
+        for _ in range(rounds):
+            wait()
+            start = time.perf_counter()
+            action()
+            wait()
+            spent.append(time.perf_counter() - start)
+        return [1000 * seconds for seconds in spent]
+
+    with reproducible():
+        sim = make(case, device, folder)
+        state = sim.initial()
+        start = time.perf_counter()
+        state, _ = sim.play(state)
+        wait()
+        first = time.perf_counter() - start
+        played = timed(lambda: sim.play(state))
+        cohort = sim._cohort(1)
+        users, server = sim._users_work(1, cohort), sim._server_work(1)
+        rows = state.streams[list(cohort.streams)]
+        rest = torch.zeros_like(rows[:, : sim.layout.weights])
+        together = timed(lambda: sim.engine.train(rows, rest, users))
+        alone = timed(lambda: sim.engine.train(state.average[None], rest[:1], server))
+        evaluation = timed(lambda: sim.evaluate(state))
+    found = {
+        "model": case.model, "norm": case.norm, "users": case.users, "engine": case.engine,
+        "precision": sim.config.train.precision, "compiled": sim.config.run.compile,
+        "step_ms": statistics.median(together) / STEPS, "step_ms_all": [t / STEPS for t in together],
+        "server_step_ms": statistics.median(alone) / STEPS, "round_ms": statistics.median(played),
+        "evaluation_ms": statistics.median(evaluation), "first_round_s": first,
+        **floor(case, sim),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        found["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def floor(case: Case, sim: Simulation) -> dict[str, float]:
+    """What no implementation can do without: the arithmetic, and the bytes of weights and activations.
+
+    Weights: read twice and written once in bfloat16, gradients written and read, and an optimizer that
+    reads and writes float32 weights and momentum. Activations: those that the backward pass needs are
+    written and read once; the weak pass writes and reads as many.
+    """
+    network = build(case.model, case.classes, sim.dataset.shape, case.norm).train()
+    one = torch.zeros(1, *sim.dataset.shape)
+    kept: dict[int, int] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.numel()
+        return saved
+
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved),
+    ):
+        logits = network(one, torch.tensor(0))
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    for parameter in network.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    images = case.users * BATCH
+    return {
+        "gigaflop": (counter.get_total_flops() + forward) * images / 1e9,
+        "gigabyte": (case.users * sim.layout.weights * 26 + images * sum(kept.values()) * 2 * 4) / 1e9,
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description="What a step costs.")
+    parser.add_argument("--only", nargs="+", default=["cnn-47", "cnn-10", "resnet18-10", "cnn-47-loop"])
+    parser.add_argument("--users", nargs="+", type=int, help="each case with each of these numbers of users")
+    parser.add_argument("--rounds", type=int, default=7, help="how many are timed")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.only:
+            for users in given.users or [CASES[name].users]:
+                case = replace(CASES[name], users=users)
+                place = Path(folder) / "x".join(map(str, case.shape))
+                rows.append({"name": name} | measure(case, given.device, place, given.rounds))
+                told = rows[-1]
+                print(
+                    f"{name:20} C={users:<4} {told['step_ms']:8.3f} ms/step  "
+                    f"server {told['server_step_ms']:.3f}  round {told['round_ms']:.1f} ms  "
+                    f"evaluation {told['evaluation_ms']:.1f} ms  "
+                    f"first round {told['first_round_s']:.0f} s  {told['gigaflop']:.0f} GFLOP  "
+                    f"{told['gigabyte']:.2f} GB  memory {told.get('gpu_memory_gb', 0):.1f} GB",
+                    flush=True,
+                )
+    if given.json:
+        where = report.circumstances(sys.argv[1:], ROOT)
+        where["command"] = where["command"].replace("-m benchmarks", "-m benchmarks.steps")
+        where |= {"device": device_name(torch.device(given.device)), "torch": torch.__version__}
+        given.json.write_text(
+            json.dumps(where | {"rows": rows}, indent=1, ensure_ascii=False) + "\n", "utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
