@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks import jobs
 from ssfl import assemble
+from ssfl.engines.spread import Spread
 from ssfl.train import reproducible
 from ssfl.work import Trained, Work
 
@@ -19,6 +20,8 @@ def run(spec: jobs.Spec) -> jobs.Measured:
     with reproducible():
         simulation = assemble.make(jobs.config(spec, more))
         measured = jobs.Measured(threads=torch.get_num_threads())
+        if isinstance(simulation.engine, Spread):
+            measured.processes = simulation.engine.processes
         train = simulation.engine.train
 
         def counted(rows: Tensor, momentum: Tensor, work: Work) -> Trained:

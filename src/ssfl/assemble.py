@@ -39,6 +39,11 @@ def choose_device(name: str) -> torch.device:
     raise ConfigError(f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'")
 
 
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes fast in bfloat16: GPUs since 2020."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def load_data(config: Config) -> Dataset:
     """The images that [data] names."""
     data = config.data
@@ -153,7 +158,9 @@ def make(config: Config) -> Simulation:
     dataset = load_data(config)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
-    precision = config.train.precision or ("bfloat16" if device.type == "cuda" else "float32")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    precision = config.train.precision or ("bfloat16" if _has_bfloat16(device) else "float32")
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
         torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
@@ -169,9 +176,9 @@ def make(config: Config) -> Simulation:
     torch.set_num_threads(engines.threads(layout, threads))
     name = engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine
     steps = (federation.rounds or 1) * federation.period
-    compiled = config.run.compile
-    if compiled is None:
-        compiled = engines.worth_compiling(name, device, steps)
+    compiled = engines.can_compile(name, device) and (
+        steps >= engines.LONG if config.run.compile is None else config.run.compile
+    )
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     engine = engines.make(name, model, layout, pool, optimizer, compiled)
     at_once = config.run.users_at_once

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ssfl.errors import SsflError
+from ssfl.errors import SsflError, SsflWarning
 
 app = typer.Typer(
     name="ssfl",
@@ -147,12 +148,26 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
         print(f"accuracy {100 * result.accuracy:.2f} %  in {result.path}")
 
 
+def _tell_warnings() -> None:
+    """Our own warnings in one line; others as Python shows them."""
+    shown = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, SsflWarning):
+            print(f"ssfl: warning: {message}", file=sys.stderr)
+        else:
+            shown(message, category, *where, **more)
+
+    warnings.showwarning = show
+
+
 def main() -> None:
     """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
     the input, 3 training diverged, 130 stopped by Ctrl-C."""
     # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    _tell_warnings()
     try:
         app()
     except SsflError as error:

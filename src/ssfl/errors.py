@@ -19,6 +19,10 @@ class RunError(SsflError):
     """A run folder or checkpoint that is missing, broken, or does not belong to this config."""
 
 
+class SsflWarning(UserWarning):
+    """Something that is done less well than it could be, and why."""
+
+
 class DivergedError(SsflError):
     """Training produced a number that is not finite."""
 

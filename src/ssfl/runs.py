@@ -31,7 +31,7 @@ FORMAT = "1"
 WALL_CLOCK = ("seconds",)
 """Event fields that tell the time and differ between equal runs."""
 KEPT = 2
-CONDITIONS = ("engine", "users_at_once", "device", "threads")
+CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""
 
 

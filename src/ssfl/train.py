@@ -82,7 +82,8 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
 
 def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
-    settings = {key: str(getattr(sim.config.run, key)) for key in ("engine", "users_at_once", "threads")}
+    names = ("engine", "users_at_once", "threads", "compile")
+    settings = {name: str(getattr(sim.config.run, name)) for name in names}
     return {**runs.versions(), "device": device_name(sim.device), **settings}
 
 
@@ -143,6 +144,8 @@ def _finish(
         "engine": sim.config.run.engine,
         "device": device_name(sim.device),
         "threads": sim.config.run.threads,
+        "precision": sim.config.train.precision,
+        "compile": sim.config.run.compile,
         "users_at_once": sim.config.run.users_at_once,
         "versions": runs.versions(),
     }

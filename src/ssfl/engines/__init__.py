@@ -8,10 +8,12 @@ from ssfl.engines.contract import Engine
 from ssfl.rows import Layout
 from ssfl.work import Optimizer, Pool
 
-__all__ = ["SMALL", "Engine", "choose", "make", "on_all_cores", "threads", "worth_compiling"]
+__all__ = ["LONG", "SMALL", "Engine", "can_compile", "choose", "make", "on_all_cores", "threads"]
 
 SMALL = 200_000
 """On a CPU, models of up to this many numbers are small: they train faster together."""
+LONG = 2000
+"""So many steps take longer than compiling them."""
 
 
 def choose(device: torch.device, layout: Layout) -> str:
@@ -19,9 +21,9 @@ def choose(device: torch.device, layout: Layout) -> str:
     return "vmap" if device.type != "cpu" or layout.length <= SMALL else "loop"
 
 
-def worth_compiling(name: str, device: torch.device, steps: int) -> bool:
-    """Whether so many steps are longer than compiling them when nobody chose."""
-    return name == "vmap" and device.type == "cuda" and steps >= 2000
+def can_compile(name: str, device: torch.device) -> bool:
+    """Whether steps can be compiled."""
+    return name == "vmap" and device.type == "cuda"
 
 
 def threads(layout: Layout, most: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.engines.loop import full_batch
+from ssfl.errors import SsflWarning
 from ssfl.rows import Layout
 from ssfl.work import (
     Batch,
@@ -110,7 +111,7 @@ class Vmap:
         """Go on without a compiler, and say so; errors that are not its own come again."""
         if not self.compiled or isinstance(error, torch.OutOfMemoryError):
             raise error
-        warnings.warn(f"not compiled, because {_first_line(error)}", stacklevel=2)
+        warnings.warn(f"not compiled, because {_first_line(error)}", SsflWarning, stacklevel=2)
         self.compiled = False
         self._functions()
 
@@ -276,7 +277,7 @@ class Vmap:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"no CUDA graph, because {_first_line(error)}", stacklevel=2)
+            warnings.warn(f"no CUDA graph, because {_first_line(error)}", SsflWarning, stacklevel=2)
             return place, None
         self._memory = self._memory or graph.pool()
         return place, graph

@@ -7,6 +7,8 @@ functions of the shapes, never tuned by timing, so that the same work gives the 
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -146,6 +148,13 @@ def _first(
     tl.store(y + m[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
 
 
+@cache
+def _stages(wanted: int, device: torch.device) -> int:
+    """How many loads are under way at a time: two where a GPU has little shared memory."""
+    room: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return wanted if room >= 160 * 1024 else 2
+
+
 def _tile(channels: int, most: int) -> int:
     """The largest power of two that divides the channels, up to `most`."""
     return min(channels & -channels, most)
@@ -201,6 +210,7 @@ def _launch(
     y = x.new_empty(len(x), *size, outputs)
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
     pixels = images * -(-size[0] // up) * -(-size[1] // up)
+    stages = _stages(stages, x.device)
     _correlate[(triton.cdiv(pixels, tall), outputs // wide, models * up * up)](
         x, w, w if bias is None else bias.contiguous(), y, images, x.shape[1], x.shape[2], size[0], size[1],
         images * x.shape[1] * x.shape[2] * channels, w.stride(0), images * size[0] * size[1] * outputs,
@@ -222,6 +232,7 @@ def weights_grad(
     images = len(x) // models
     count = images * height * width
     tall, wide, deep, warps, stages = _filter_tiles(outputs, channels)
+    stages = _stages(stages, x.device)
     if few:
         wide = max(16, triton.next_power_of_2(kernel * kernel * channels))
     tiles = (outputs // tall) * triton.cdiv(kernel * kernel * channels, wide)
