@@ -159,7 +159,7 @@ def make(config: Config) -> Simulation:
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     precision = config.train.precision or ("bfloat16" if _has_bfloat16(device) else "float32")
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
