@@ -172,15 +172,17 @@ def make(config: Config) -> Simulation:
     train, federation = config.train, config.federation
     if train.momentum_policy == "user":
         memory.check_momentum(config.split.users, layout.weights, pool.wide, device)
+    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
+    network = (model, layout, pool, optimizer)
+    needed = engines.make("vmap", *network, False).memory(objective_of(config), train.batch_size)
     threads = config.run.threads or torch.get_num_threads()
-    torch.set_num_threads(engines.threads(layout, threads))
-    name = engines.choose(device, layout) if config.run.engine == "auto" else config.run.engine
+    torch.set_num_threads(engines.threads(needed, threads))
+    name = engines.choose(device, needed) if config.run.engine == "auto" else config.run.engine
     steps = (federation.rounds or 1) * federation.period
     compiled = engines.can_compile(name, device) and (
         steps >= engines.LONG if config.run.compile is None else config.run.compile
     )
-    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
-    engine = engines.make(name, model, layout, pool, optimizer, compiled)
+    engine = engines.make(name, *network, compiled)
     at_once = config.run.users_at_once
     if at_once is None:
         needed = engine.memory(objective_of(config), train.batch_size)

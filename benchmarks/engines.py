@@ -1,0 +1,91 @@
+"""Which engine is faster on a CPU, for which network, image and batch: what `engines.choose` goes by.
+
+python -m benchmarks.engines [--json FILE]
+
+One thread, five users; the least of several rounds of two steps each.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.contest import ROOT
+from benchmarks.jobs import Job, draw_images
+from ssfl import assemble, engines
+from ssfl.config import load_config
+from ssfl.simulation import objective_of
+from ssfl.train import reproducible
+
+NETWORKS = (
+    ("small", "group", (8, 8)), ("small", "group", (28, 28)), ("small", "group", (32, 32, 3)),
+    ("cnn", "none", (8, 8)), ("cnn", "none", (28, 28)), ("cnn", "none", (32, 32, 3)),
+    ("resnet9", "group", (8, 8, 3)), ("resnet18", "group", (8, 8, 3)),
+)  # fmt: skip
+BATCHES = (4, 16, 64)
+USERS, STEPS, ROUNDS = 5, 2, 5
+
+
+def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple[float, float]:
+    """Milliseconds of one user's step, and the megabytes that "vmap" says it needs."""
+    sim = assemble.make(
+        load_config(
+            "own",
+            [
+                f"data.path={data}", f"model.name={model}", f"model.norm={norm}", "run.device=cpu",
+                "run.threads=1", f"run.engine={engine}", f"split.users={USERS}", "federation.rounds=4",
+                f"federation.period={STEPS}", f"train.batch_size={batch}",
+            ],
+        )
+    )  # fmt: skip
+    cohort, state = sim._cohort(0), sim.initial()
+    work = sim._users_work(0, cohort)
+    rows = state.streams[list(cohort.streams)]
+    rest = torch.zeros_like(rows[:, : sim.layout.weights])
+    spent = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        sim.engine.train(rows, rest, work)
+        spent.append(time.perf_counter() - start)
+    needed = sim.engine.memory(objective_of(sim.config), batch)
+    return 1000 * min(spent[1:]) / (USERS * STEPS), needed / 2**20
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="loop or vmap?")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, reproducible():
+        for model, norm, shape in NETWORKS:
+            place = Path(folder) / "x".join(map(str, shape))
+            place.mkdir(exist_ok=True)
+            data = draw_images(Job("", "", (), 0, 2000, shape, 10), place)
+            for batch in BATCHES:
+                loop, _ = measure(model, norm, data, batch, "loop")
+                vmap, needed = measure(model, norm, data, batch, "vmap")
+                chosen = "vmap" if needed <= engines.CACHED / 2**20 else "loop"
+                rows.append({
+                    "model": model, "shape": shape, "batch": batch, "loop_ms": loop, "vmap_ms": vmap,
+                    "needed_mib": needed, "chosen": chosen,
+                })  # fmt: skip
+                print(
+                    f"{model:9} {place.name:8} B={batch:<3} {needed:7.1f} MiB  loop {loop:7.2f}  "
+                    f"vmap {vmap:7.2f} ms  loop / vmap {loop / vmap:.2f}  {chosen}",
+                    flush=True,
+                )
+    if given.json:
+        where = report.circumstances(sys.argv[1:], ROOT)
+        where["command"] = where["command"].replace("-m benchmarks", "-m benchmarks.engines")
+        told = json.dumps(where | {"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False)
+        given.json.write_text(told + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
