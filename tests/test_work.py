@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssfl import draws
-from ssfl.work import Objective, Pool, Work, local_loss, make_batch, positions, round_keys
+from ssfl.work import Objective, Pool, Work, each_batch, local_loss, make_batch, positions, round_keys
 
 POOL = Pool(
     torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
@@ -69,6 +69,18 @@ def test_views_do_not_depend_on_who_else_trains(step: int) -> None:
     for a, b in zip(together, alone, strict=True):
         if a is not None and b is not None:
             assert torch.equal(a[1], b[0])
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 20, 4096])
+def test_views_of_several_steps_at_once_are_the_same(at_once: int) -> None:
+    some = replace(work([3, 7, 9]), labelled=work([1, 2, 3]).batches)
+    batches = list(each_batch(POOL, some, at_once))
+    assert len(batches) == some.steps
+    for step, batch in enumerate(batches):
+        for a, b in zip(batch, make_batch(POOL, some, step), strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
 
 
 def test_views_differ_between_rounds_users_and_steps() -> None:

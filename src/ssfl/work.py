@@ -4,7 +4,7 @@ An engine receives rows and `Work` and gives back rows: what is trained is decid
 every engine; engines decide only how fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -153,26 +153,52 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
     def at_step(places: Tensor) -> Tensor:
         return places[:, step] if isinstance(step, int) else places.index_select(1, step).squeeze(1)
 
-    chosen = at_step(work.batches)
-    trainers, size = chosen.shape
-    weak_keys, strong_keys, labelled_keys, dropout_keys = draws.fold(work.keys, step).unbind()
+    labelled = None if work.labelled is None else at_step(work.labelled)
+    return _views(pool, work.objective, at_step(work.batches), labelled, draws.fold(work.keys, step))
+
+
+def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
+    """The views of every step in turn, made several steps at a time, about so many images at once.
+
+    On a CPU a call costs more than a small image. The bytes are those of `make_batch`.
+    """
+    trainers, steps, size = work.batches.shape
+    stride = max(1, at_once // (trainers * size))
+    for first in range(0, steps, stride):
+        some = torch.arange(first, min(first + stride, steps), device=work.keys.device)
+        shape = (trainers, len(some))
+
+        def fold(places: Tensor | None, some: Tensor = some) -> Tensor | None:
+            return None if places is None else places[:, some].flatten(0, 1)
+
+        keys = draws.fold(work.keys[:, :, None], some).flatten(1)
+        chosen = work.batches[:, some].flatten(0, 1)
+        made = _views(pool, work.objective, chosen, fold(work.labelled), keys)
+        apart = [None if part is None else part.unflatten(0, shape) for part in made]
+        for place in range(len(some)):
+            yield Batch(*(None if part is None else part[:, place] for part in apart))  # type: ignore[arg-type]
+
+
+def _views(pool: Pool, objective: Objective, chosen: Tensor, labelled: Tensor | None, keys: Tensor) -> Batch:
+    """The views of images [m, B], and of labelled ones; `keys` [4, m] name the draws of each row."""
+    rows, size = chosen.shape
+    weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
 
     def views(make: MakeViews, images: Tensor, keys: Tensor, count: int) -> Tensor:
         drawn = draws.bits(draws.fold(keys[:, None], slots), count)
         made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
-        return made.reshape(trainers, -1, *made.shape[1:])
+        return made.reshape(rows, -1, *made.shape[1:])
 
     images = pool.images[chosen.reshape(-1)]
     weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
     strong = own = own_labels = None
-    if work.objective.name == "consistency":
+    if objective.name == "consistency":
         strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
-    if work.labelled is not None:
-        places = at_step(work.labelled)
-        images = pool.images[places.clamp(min=0).reshape(-1)]
+    if labelled is not None:
+        images = pool.images[labelled.clamp(min=0).reshape(-1)]
         own = views(augment.weak_views, images, labelled_keys, augment.WEAK_DRAWS)
-        own_labels = torch.where(places < 0, -1, pool.labels[places.clamp(min=0)])
+        own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even)
 

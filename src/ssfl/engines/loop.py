@@ -5,7 +5,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.rows import Layout, row_of, write_row
-from ssfl.work import Batch, Objective, Optimizer, Pool, Trained, Work, local_loss, make_batch, positions
+from ssfl.work import (
+    Batch,
+    Objective,
+    Optimizer,
+    Pool,
+    Trained,
+    Work,
+    each_batch,
+    local_loss,
+    make_batch,
+    positions,
+)
 
 
 class Loop:
@@ -41,10 +52,10 @@ class Loop:
         for weight, v in zip(weights, velocity, strict=True):
             sgd.state[weight]["momentum_buffer"] = v.reshape(weight.shape)
         told: list[dict[str, Tensor]] = []
-        for step, rate in enumerate(work.rates):
+        for rate, batch in zip(work.rates, each_batch(self.pool, work), strict=True):
             sgd.param_groups[0]["lr"] = rate
             sgd.zero_grad()
-            loss, stats = local_loss(self._forward, make_batch(self.pool, work, step), work.objective)
+            loss, stats = local_loss(self._forward, batch, work.objective)
             loss.sum().backward()
             sgd.step()
             told.append(stats)

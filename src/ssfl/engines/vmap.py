@@ -24,6 +24,7 @@ from ssfl.work import (
     Pool,
     Trained,
     Work,
+    each_batch,
     local_loss,
     make_batch,
     positions,
@@ -124,12 +125,14 @@ class Vmap:
             if kind not in self._recorded:
                 self._recorded[kind] = self._record(rows, momentum, work, models)
             place, graph = self._recorded[kind]
-            step = self._step if graph is None else lambda _: graph.replay()
+            place.load(self.layout, rows, momentum, work)
+            for _ in work.rates:
+                self._step(place) if graph is None else graph.replay()
         else:
-            place, step = self._place(len(rows), rows, work), self._step
-        place.load(self.layout, rows, momentum, work)
-        for _ in work.rates:
-            step(place)
+            place = self._place(len(rows), rows, work)
+            place.load(self.layout, rows, momentum, work)
+            for batch in each_batch(self.pool, work):
+                self._step_on(place, batch)
         count = len(rows)
         found = self.layout.flatten(place.weights | place.statistics, lead=1)
         momentum = self.layout.flatten(place.velocity, lead=1)
@@ -219,8 +222,10 @@ class Vmap:
         )
 
     def _step(self, place: Place) -> None:
-        """One step of all trainers, in place."""
-        batch = self._views(self.pool, place.work, place.step)
+        """One step of all trainers, in place, from the choice of images on."""
+        self._step_on(place, self._views(self.pool, place.work, place.step))
+
+    def _step_on(self, place: Place, batch: Batch) -> None:
         slopes, moved, told = self._slopes(place, batch, place.work.objective)
         self._update(place, slopes, moved, told, self.optimizer)
 
