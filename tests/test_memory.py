@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssfl import cli, memory
+from ssfl import assemble, cli, memory
+from ssfl.config import load_config
 
 
 def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
@@ -49,3 +50,24 @@ def test_free_memory_is_the_machines_or_the_containers(
     assert memory.free(cpu) == 700 * 1024
     (tmp_path / "memory.max").write_text("500000\n")
     assert memory.free(cpu) == 305_000
+
+
+@pytest.mark.parametrize(
+    ("users", "fit", "expected"), [(10, 100, 10), (470, 300, 235), (470, 100, 94), (7, 3, 3), (5, 0, 1)]
+)
+def test_users_train_together_in_even_parts_that_fit(
+    monkeypatch: pytest.MonkeyPatch, users: int, fit: int, expected: int
+) -> None:
+    monkeypatch.setattr(memory, "free", lambda device: int(fit * 1000 / 0.7) + 1)
+    assert memory.share(users, 1000, torch.device("cpu")) == expected
+
+
+def test_long_steps_of_a_cpu_go_user_by_user(patterns: Path) -> None:
+    def chosen(*settings: str) -> tuple[str, int]:
+        common = [f"data.path={patterns}", "split.users=4", "split.server_labels=16", "run.device=cpu"]
+        run = assemble.make(load_config("own", [*common, "run.threads=1", *settings])).config.run
+        return run.engine, run.users_at_once or 0
+
+    assert chosen("model.name=small", "train.batch_size=16") == ("vmap", 4)
+    assert chosen("model.name=cnn", "train.batch_size=16") == ("loop", 4)
+    assert chosen("model.name=cnn", "run.engine=vmap", "run.users_at_once=3") == ("vmap", 3)

@@ -102,3 +102,31 @@ def test_a_network_that_needs_larger_images_says_so() -> None:
 )
 def test_the_network_suits_the_images(shape: tuple[int, int, int], name: str) -> None:
     assert models.suited(shape) == name
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", list(models.MODELS))
+def test_two_models_at_once_are_each_by_itself(name: str, norm: str) -> None:
+    """Outputs, gradients and statistics, with parameters stacked and images one model after another."""
+    shape = (3, models.SMALLEST[name], models.SMALLEST[name])
+    nets = [models.build(name, 5, shape, norm, seed).double().train() for seed in (1, 2)]
+    stacked = {
+        key: torch.stack(
+            [dict([*net.named_parameters(), *net.named_buffers()])[key].detach() for net in nets]
+        )
+        for key in rows.layout_of(nets[0]).names
+    }
+    weights = {key: stacked[key].requires_grad_() for key, _ in nets[0].named_parameters()}
+    images = torch.randn(2, 4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    keys = torch.tensor([11, 12])
+    together = torch.func.functional_call(nets[0], stacked, (images.flatten(0, 1), keys))
+    found = torch.autograd.grad(together.square().sum(), list(weights.values()))
+    for i, net in enumerate(nets):
+        alone = net(images[i], keys[i])
+        assert torch.allclose(together[4 * i : 4 * i + 4], alone, rtol=1e-9, atol=1e-12)
+        alone.square().sum().backward()
+        for slope, (key, weight) in zip(found, net.named_parameters(), strict=True):
+            assert weight.grad is not None
+            assert torch.allclose(slope[i], weight.grad, rtol=1e-6, atol=1e-9), key
+        for key, value in net.named_buffers():
+            assert torch.allclose(stacked[key][i], value, rtol=1e-9), key
