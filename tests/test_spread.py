@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssfl import assemble
+import ssfl
+from ssfl import assemble, runs
 from ssfl.config import Config
 from ssfl.engines.spread import Spread
 from ssfl.errors import RunError
@@ -49,6 +50,33 @@ def test_a_process_that_is_ended_from_outside_is_told(quick: Make) -> None:
     os.kill(first.pid or 0, signal.SIGKILL)
     with pytest.raises(RunError, match=r"ended from outside.*run\.threads"):
         sim.play(state)
+
+
+def test_a_run_inside_a_daemonic_process_is_not_spread(quick: Make, tmp_path: Path) -> None:
+    config = quick("run.threads=2", "federation.rounds=1")
+    context = multiprocessing.get_context("spawn")
+    worker = context.Process(target=ssfl.run, args=(config, tmp_path / "run"), daemon=True)
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_the_processes_end_and_the_folder_is_free_after_a_run(quick: Make, tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    path = ssfl.run(quick("run.threads=2", "federation.rounds=2"), tmp_path / "run").path
+    assert set(multiprocessing.active_children()) == before
+    with runs.locked(path):
+        process = os.fork()
+        if process == 0:  # a process that has inherited the open folder
+            time.sleep(20)
+            os._exit(0)
+    try:
+        with runs.locked(path):
+            pass
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def children(parent: int) -> list[int]:

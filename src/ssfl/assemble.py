@@ -17,10 +17,13 @@ from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
+from ssfl.kernels import convolution
 from ssfl.rows import layout_of
 from ssfl.simulation import Owners, Simulation, objective_of
 from ssfl.work import Optimizer, Pool
 
+CORES = torch.get_num_threads()
+"""What torch would use: all of the machine's cores, or what the environment says."""
 LISTED = 5000
 """split.json lists the users one by one up to here: more would be slow to write and to read."""
 
@@ -160,6 +163,8 @@ def make(config: Config) -> Simulation:
     parts, held = make_parts(config, dataset)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
+        if not _has_bfloat16(device):
+            convolution.use(False)
     precision = config.train.precision or ("bfloat16" if _has_bfloat16(device) else "float32")
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
@@ -175,7 +180,7 @@ def make(config: Config) -> Simulation:
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     network = (model, layout, pool, optimizer)
     needed = engines.make("vmap", *network, False).memory(objective_of(config), train.batch_size)
-    threads = config.run.threads or torch.get_num_threads()
+    threads = config.run.threads or CORES
     torch.set_num_threads(engines.threads(needed, threads))
     name = engines.choose(device, needed) if config.run.engine == "auto" else config.run.engine
     steps = (federation.rounds or 1) * federation.period
@@ -183,12 +188,18 @@ def make(config: Config) -> Simulation:
         steps >= engines.LONG if config.run.compile is None else config.run.compile
     )
     engine = engines.make(name, *network, compiled)
-    at_once = config.run.users_at_once
-    if at_once is None:
+    participants = federation.participants or 1
+    at_once = min(config.run.users_at_once or participants, participants)
+    cores = threads if config.method.objective != "none" else 1
+    if config.run.users_at_once is None:
         needed = engine.memory(objective_of(config), train.batch_size)
-        at_once = memory.share(federation.participants or 1, needed, device)
+        if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
+            needed += 8 * layout.length * pool.wide.itemsize
+        at_once = memory.share(participants, needed, device)
+    if device.type == "cuda":
+        at_once = min(at_once, engines.MOST)
     engine.at_once = at_once
-    engine = engines.on_all_cores(engine, device, threads, at_once)
+    engine = engines.on_all_cores(engine, device, cores, at_once)
     run = replace(
         config.run,
         device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once,

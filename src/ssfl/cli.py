@@ -166,7 +166,6 @@ def main() -> None:
     the input, 3 training diverged, 130 stopped by Ctrl-C."""
     # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     _tell_warnings()
     try:
         app()

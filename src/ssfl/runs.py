@@ -106,10 +106,16 @@ def locked(path: Path) -> Iterator[None]:
     """Keep a second process out of the run folder; the lock ends with the process."""
     folder = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise RunError(f"{path} is being trained by another process: wait for it, or stop it first") from None
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{path} is being trained by another process: wait for it, or stop it first"
+            ) from None
+        try:
+            yield
+        finally:  # also for processes that inherited the open folder
+            fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
 

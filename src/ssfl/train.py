@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,10 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
     runs.require_free(path)
     with reproducible(), _enough_memory():
         sim = assemble.make(config)
-        runs.create(path, sim.config, assemble.describe_split(sim.dataset, sim.parts, sim.validation))
-        with runs.locked(path):
-            return _rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
+        with closing(sim.engine):
+            runs.create(path, sim.config, assemble.describe_split(sim.dataset, sim.parts, sim.validation))
+            with runs.locked(path):
+                return _rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
 
 
 def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
@@ -67,17 +68,21 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
         if summary is not None and _has_model(path):
             return Result(summary["accuracy"], list(runs.read_events(path)), path)
         sim = assemble.make(_here(config, warn))
-        _check_unchanged(sim, path)
-        start = runs.load_checkpoint(path, sim.device)
-        now = conditions(sim)
-        if start is None:
-            start = Checkpoint(sim.initial(), {}, now)
-        changed = [f"{key} {start.conditions.get(key)} is now {now[key]}"
-                   for key in now if start.conditions.get(key) != now[key]]  # fmt: skip
-        if changed:
-            warn(f"{', '.join(changed)}: numbers may differ from here on")
-        runs.cut_events(path, start.state.round)
-        return _rounds(sim, path, start, report)
+        with closing(sim.engine):
+            _check_unchanged(sim, path)
+            start = runs.load_checkpoint(path, sim.device)
+            now = conditions(sim)
+            if start is None:
+                start = Checkpoint(sim.initial(), {}, now)
+            changed = [
+                f"{key} {before} is now {now[key]}"
+                for key, before in start.conditions.items()
+                if key in now and before != now[key]
+            ]
+            if changed:
+                warn(f"{', '.join(changed)}: numbers may differ from here on")
+            runs.cut_events(path, start.state.round)
+            return _rounds(sim, path, start, report)
 
 
 def conditions(sim: Simulation) -> dict[str, str]:
@@ -225,17 +230,21 @@ def reproducible() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    products = torch.backends.cuda.matmul.allow_tf32
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     # nothing here reads what it did not write
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
+        torch.backends.cuda.matmul.allow_tf32 = products
         torch.set_num_threads(threads)
 
 

@@ -1,18 +1,34 @@
 """Engines differ in speed alone: one contract, `train(rows, momentum, work)`, and a choice by name."""
 
+import warnings
+
 import torch
 from torch import nn
 
 from ssfl.engines import loop, spread, vmap
 from ssfl.engines.contract import Engine
+from ssfl.errors import SsflWarning
 from ssfl.rows import Layout
 from ssfl.work import Optimizer, Pool
 
-__all__ = ["CACHED", "LONG", "Engine", "can_compile", "choose", "make", "on_all_cores", "threads"]
+__all__ = [
+    "CACHED",
+    "LONG",
+    "MOST",
+    "Engine",
+    "can_compile",
+    "choose",
+    "make",
+    "on_all_cores",
+    "spread",
+    "threads",
+]
 
 CACHED = 20 * 2**20
 """A user's step is short when it touches no more bytes than this: then, on a CPU, what users have in common
 (calls, draws, views) counts more than the arithmetic. Measured: results/engines-cpu.json."""
+MOST = 16_383
+"""Users that a GPU's kernels take at once."""
 LONG = 2000
 """So many steps take longer than compiling them."""
 
@@ -50,4 +66,8 @@ def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int
     """The same engine, with a CPU's cores put to use."""
     if not spread.possible(device, cores, trainers):
         return engine
-    return spread.Spread(engine, min(cores, trainers))
+    try:
+        return spread.Spread(engine, min(cores, trainers))
+    except (OSError, ImportError, RuntimeError) as error:  # no room for a process, or none allowed
+        warnings.warn(f"users are not spread over processes: {error}", SsflWarning, stacklevel=2)
+        return engine

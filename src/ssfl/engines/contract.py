@@ -23,6 +23,9 @@ class Engine(Protocol):
         some; of its own images each weighs 1/N and the repeated ones nothing.
         """
 
+    def close(self) -> None:
+        """Give back what is held beyond memory."""
+
     def memory(self, objective: Objective, batch_size: int) -> int:
         """About how many bytes one more trainer takes while it trains."""
 

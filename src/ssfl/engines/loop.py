@@ -77,6 +77,9 @@ class Loop:
             found.append(torch.cat([_gradient(weight) for weight in self.model.parameters()]))
         return torch.stack(found)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def memory(self, objective: Objective, batch_size: int) -> int:
         """What a round keeps of a trainer: its row and momentum, as they go and as they come."""
         return 6 * self.layout.length * self.pool.wide.itemsize

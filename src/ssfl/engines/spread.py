@@ -31,7 +31,8 @@ _engine: Engine | None = None
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
     """Whether there is something to spread, and a way to."""
-    return device.type == "cpu" and threads > 1 and trainers > 1 and sys.platform == "linux"
+    allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
+    return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
 
 class Spread:
@@ -46,8 +47,14 @@ class Spread:
         )
         with warnings.catch_warnings():  # torch's threads are idle, and the processes never use theirs
             warnings.simplefilter("ignore", DeprecationWarning)
-            for started in [self._pool.submit(os.getpid) for _ in range(processes)]:
-                started.result()
+            try:
+                for started in [self._pool.submit(_probe) for _ in range(processes)]:
+                    started.result()
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
         """Each process trains a part; one trainer stays here."""
@@ -70,8 +77,12 @@ class Spread:
             )
         )
 
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
     def memory(self, objective: Objective, batch_size: int) -> int:
-        """As of the engine, and the rows on their way."""
+        """As of the engine."""
         return self.engine.memory(objective, batch_size)
 
     def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
@@ -85,7 +96,7 @@ class Spread:
     def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
         try:
             waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
-            return [pickle.loads(each.result()) for each in waiting]
+            return [pickle.loads(waiting.pop(0).result()) for _ in parts]
         except BrokenProcessPool:
             raise RunError(
                 "one of its processes was ended from outside, perhaps for want of memory: lower run.threads "
@@ -108,6 +119,12 @@ def _begin(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _probe() -> None:
+    """A gradient: torch refuses it in a process forked after its parent has computed some on a GPU."""
+    torch.ones(1, requires_grad=True).sum().backward()
+    time.sleep(0.01)  # so that each process gets one
 
 
 def _do(verb: str, packed: bytes) -> bytes:

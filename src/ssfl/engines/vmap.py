@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from ssfl.engines.loop import full_batch
 from ssfl.errors import SsflWarning
+from ssfl.kernels import convolution
 from ssfl.rows import Layout
 from ssfl.work import (
     Batch,
@@ -74,7 +75,7 @@ class Place:
         self.work.batches.copy_(work.batches[who])
         if self.work.labelled is not None and work.labelled is not None:
             self.work.labelled.copy_(work.labelled[who])
-        self.rates.copy_(torch.tensor(work.rates))
+        self.rates.copy_(torch.tensor(work.rates, dtype=self.rates.dtype))
         self.step.zero_()
         self.told.zero_()
 
@@ -110,8 +111,10 @@ class Vmap:
 
     def _give_up_compiling(self, error: Exception) -> None:
         """Go on without a compiler, and say so; errors that are not its own come again."""
-        if not self.compiled or isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError):
             raise error
+        if not self.compiled:
+            return
         warnings.warn(f"not compiled, because {_first_line(error)}", SsflWarning, stacklevel=2)
         self.compiled = False
         self._functions()
@@ -168,6 +171,9 @@ class Vmap:
         except Exception as error:
             self._give_up_compiling(error)
             return positions(base, trainers, sizes, first, count)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def memory(self, objective: Objective, batch_size: int) -> int:
         """Rows in and out, the place's weights, and twice what the pass keeps for the way back."""
@@ -269,10 +275,13 @@ class Vmap:
             torch.cuda.current_stream().wait_stream(side)
 
         make_batch(self.pool, place.work, place.step)  # makes the views' tables, which nothing may record
-        try:
-            warm_up()
-        except Exception as error:
-            self._give_up_compiling(error)
+        for give_up in (self._give_up_compiling, _give_up_kernels):
+            try:
+                warm_up()
+                break
+            except Exception as error:
+                give_up(error)
+        else:
             warm_up()
         torch.cuda.empty_cache()  # the recording has memory of its own
         graph = torch.cuda.CUDAGraph()
@@ -305,6 +314,14 @@ def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Opti
         value.copy_(moved[name])
     place.told.add_(torch.stack([told[name] for name in TOLD]))
     place.step.add_(1)
+
+
+def _give_up_kernels(error: Exception) -> None:
+    """Go on with plain layers where the kernels cannot be built (they need a C compiler), and say so."""
+    if isinstance(error, torch.OutOfMemoryError) or not convolution.usable():
+        raise error
+    warnings.warn(f"no kernels, because {_first_line(error)}", SsflWarning, stacklevel=2)
+    convolution.use(False)
 
 
 def _first_line(error: Exception) -> str:

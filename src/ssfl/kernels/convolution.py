@@ -6,18 +6,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AVAILABLE = find_spec("triton") is not None
+_use = find_spec("triton") is not None
 MULTIPLE = 16
 """Tensor cores take channels by sixteen."""
 FEW = 4
 """Input channels that are few: those of pictures, in a network's first layer."""
 
 
+def usable() -> bool:
+    """Whether there are kernels at all."""
+    return _use
+
+
+def use(wanted: bool) -> None:
+    """Whether to use them from now on."""
+    global _use
+    _use = wanted
+
+
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Whether these images and filters are for the kernels: bfloat16 on a GPU, channels by sixteen."""
+    """Whether these images and filters are for the kernels: bfloat16 on a GPU, channels by sixteen, and
+    places within one model's images that fit into 31 bits."""
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
-    return x.is_cuda and x.dtype == torch.bfloat16 and fit and AVAILABLE
+    pixels = x.numel() // (len(weight) * inputs)
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and fit
+        and (pixels + MULTIPLE * x.shape[3]) * max(inputs, outputs) < 2**31
+        and _use
+    )
 
 
 def pixels_first(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssfl.kernels.convolution import AVAILABLE, pixels_first
+from ssfl.kernels.convolution import pixels_first, usable
 
 LARGEST = 32768
 """Numbers of one image that a program holds at once."""
@@ -18,7 +18,7 @@ def _power(value: int) -> int:
 
 def suit(x: Tensor, groups: int) -> bool:
     """Whether the kernel takes these images: bfloat16 on a GPU, small enough to be held at once."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and AVAILABLE):
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
         return False
     members = x.shape[1] // groups
     even = x.shape[1] == _power(x.shape[1]) and groups == _power(groups)
