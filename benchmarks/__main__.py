@@ -4,7 +4,6 @@ Every contestant runs alone, in a process of its own. With --repeats the order t
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -48,11 +47,10 @@ def main() -> int:
             **report.summary(spec, WARMUP, found),
             "data": Path(options.data).name if options.data else drawn,
             "device": options.device,
-            **report.circumstances(sys.argv[1:], contest.ROOT),
+            **report.circumstances("benchmarks"),
         }
     path = Path(options.json or f"results/benchmark-{options.job}-{options.device}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    report.save(path, told)
     print(f"{options.job}: {told['title']}; images {told['data']}; device {told['device']}\n")
     print(report.table(told))
     print(f"\n{path}")

@@ -15,7 +15,7 @@ from benchmarks.child import home
 from benchmarks.jobs import Spec
 from benchmarks.machine import Watch, busy
 
-ROOT = Path(__file__).parent.parent
+ROOT = report.ROOT
 PACKAGES = {"pfl": "pfl", "flower": "flwr"}
 """The package that a peer needs."""
 LIMIT = 3600

@@ -6,8 +6,6 @@ One thread, five users; the least of several rounds of two steps each.
 """
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.contest import ROOT
 from benchmarks.jobs import Job, draw_images
 from ssfl import assemble, engines
 from ssfl.config import load_config
@@ -70,7 +67,7 @@ def main() -> None:
             for batch in BATCHES:
                 loop, _ = measure(model, norm, data, batch, "loop")
                 vmap, needed = measure(model, norm, data, batch, "vmap")
-                chosen = "vmap" if needed <= engines.CACHED / 2**20 else "loop"
+                chosen = engines.choose(torch.device("cpu"), int(needed * 2**20))
                 rows.append({
                     "model": model, "shape": shape, "batch": batch, "loop_ms": loop, "vmap_ms": vmap,
                     "needed_mib": needed, "chosen": chosen,
@@ -81,10 +78,8 @@ def main() -> None:
                     flush=True,
                 )
     if given.json:
-        where = report.circumstances(sys.argv[1:], ROOT)
-        where["command"] = where["command"].replace("-m benchmarks", "-m benchmarks.engines")
-        told = json.dumps(where | {"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False)
-        given.json.write_text(told + "\n", "utf-8")
+        where = report.circumstances("benchmarks.engines")
+        report.save(given.json, where | {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

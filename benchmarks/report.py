@@ -1,11 +1,13 @@
 """From what contestants measured to the JSON file and the table."""
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.machine import IDLE
 
+ROOT = Path(__file__).resolve().parent.parent
 OURS = ("loop", "vmap")
 
 
@@ -104,19 +107,25 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def circumstances(arguments: Sequence[str], root: Path) -> dict[str, Any]:
-    """When, where and with what this was measured."""
+def circumstances(module: str) -> dict[str, Any]:
+    """When, where and with what `python -m module` measured."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(root),
+        "commit": _commit(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "gpus": gpus()},
     }
 
 
-def _commit(root: Path) -> str | None:
+def save(path: Path, told: dict[str, Any]) -> None:
+    """As JSON, for people as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _commit() -> str | None:
     """The commit, with a plus where what is measured differs from it."""
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(ROOT)]
     changed = _output([*git, "status", "--porcelain", "--", "src", "benchmarks"])
     return _output([*git, "rev-parse", "HEAD"]) + ("+" if changed else "") or None
 

@@ -7,9 +7,7 @@ B = 64 images of each of C users. Timed on the host over whole rounds of 16 step
 """
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report
-from benchmarks.contest import ROOT
 from benchmarks.jobs import Job, draw_images
 from ssfl import assemble
 from ssfl.config import load_config
@@ -179,12 +176,8 @@ def main() -> None:
                     flush=True,
                 )
     if given.json:
-        where = report.circumstances(sys.argv[1:], ROOT)
-        where["command"] = where["command"].replace("-m benchmarks", "-m benchmarks.steps")
-        where |= {"device": device_name(torch.device(given.device)), "torch": torch.__version__}
-        given.json.write_text(
-            json.dumps(where | {"rows": rows}, indent=1, ensure_ascii=False) + "\n", "utf-8"
-        )
+        where = {"device": device_name(torch.device(given.device)), "torch": torch.__version__}
+        report.save(given.json, report.circumstances("benchmarks.steps") | where | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,19 +6,16 @@ python -m benchmarks.users [--images N] [--participants C] [--repeats N] [--json
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from ssfl.runs import versions
 
 USERS = (100, 1_000, 10_000, 100_000)
@@ -54,7 +51,14 @@ def main() -> None:
     ]
     show(medians)
     if given.json:
-        given.json.write_text(json.dumps(told(given, settings, medians), indent=1) + "\n")
+        told = report.circumstances("benchmarks.users") | {
+            "versions": versions() | {"numpy": np.__version__},
+            "images": given.images,
+            "repeats": given.repeats,
+            "settings": settings,
+            "rows": medians,
+        }
+        report.save(given.json, told)
 
 
 def show(rows: list[Row]) -> None:
@@ -130,24 +134,6 @@ def round_seconds(events: Path, round: int) -> float | None:
         if line.endswith("\n") and (event := json.loads(line))["round"] == round:
             return float(event["seconds"])
     return None
-
-
-def told(given: argparse.Namespace, settings: list[str], rows: list[Row]) -> dict[str, Any]:
-    """What was run, where, at which commit, and what it took."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.users", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "device": f"cpu, {platform.machine()}, {os.cpu_count()} processors",
-        "versions": versions() | {"numpy": np.__version__},
-        "images": given.images,
-        "repeats": given.repeats,
-        "settings": settings,
-        "rows": rows,
-    }
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_split as plain
+from benchmarks.users import generate
 from ssfl import assemble
 from ssfl.config import Config, load_config
 from ssfl.data import apportion, split
@@ -156,21 +157,9 @@ def test_a_hopeless_dirichlet_is_refused() -> None:
 # Federations
 
 
-def generated(path: Path, count: int) -> Path:
-    """An .npz of 8×8 images in ten classes, each a pattern of its own under noise."""
-    generator = np.random.default_rng(8)
-    patterns = generator.integers(0, 200, (10, 8, 8), dtype=np.uint8)
-    y_train, y_test = generator.permutation(np.arange(count) % 10), np.arange(500) % 10
-    x_train, x_test = (
-        patterns[y] + generator.integers(0, 56, (len(y), 8, 8), dtype=np.uint8) for y in (y_train, y_test)
-    )
-    np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
-    return path
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
-    path = generated(tmp_path_factory.mktemp("many") / "many.npz", 3 * MANY)
+    path = generate(tmp_path_factory.mktemp("many") / "many.npz", 3 * MANY)
 
     def make(*overrides: str) -> Config:
         settings = [f"data.path={path}", f"split.users={MANY}", "federation.participants=10",
@@ -215,7 +204,7 @@ def test_split_json_lists_some_users_and_tells_of_all(many: Callable[..., Config
 
 @pytest.mark.slow
 def test_a_hundred_thousand_users_of_a_million_images(tmp_path: Path) -> None:
-    path = generated(tmp_path / "million.npz", 1_000_000)
+    path = generate(tmp_path / "million.npz", 1_000_000)
     words = [f"data.path={path}", "split.users=100000", "federation.participants=100", "federation.rounds=2",
              "federation.period=2", "train.batch_size=8", "train.momentum_policy=slot",
              "run.checkpoint_every=1"]  # fmt: skip

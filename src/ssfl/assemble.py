@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ssfl import engines, memory, models
-from ssfl.config import Config, check
+from ssfl.config import Config, Run, check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
-from ssfl.rows import layout_of
+from ssfl.rows import Layout, layout_of
 from ssfl.simulation import Owners, Simulation, objective_of
 from ssfl.work import Optimizer, Pool
 
@@ -174,36 +175,10 @@ def make(config: Config) -> Simulation:
     model = models.build(config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm)
     model = model.to(device, pool.wide)
     layout = layout_of(model)
-    train, federation = config.train, config.federation
+    train = config.train
     if train.momentum_policy == "user":
         memory.check_momentum(config.split.users, layout.weights, pool.wide, device)
-    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
-    network = (model, layout, pool, optimizer)
-    needed = engines.make("vmap", *network, False).memory(objective_of(config), train.batch_size)
-    threads = config.run.threads or CORES
-    torch.set_num_threads(engines.threads(needed, threads))
-    name = engines.choose(device, needed) if config.run.engine == "auto" else config.run.engine
-    steps = (federation.rounds or 1) * federation.period
-    compiled = engines.can_compile(name, device) and (
-        steps >= engines.LONG if config.run.compile is None else config.run.compile
-    )
-    engine = engines.make(name, *network, compiled)
-    participants = federation.participants or 1
-    at_once = min(config.run.users_at_once or participants, participants)
-    cores = threads if config.method.objective != "none" else 1
-    if config.run.users_at_once is None:
-        needed = engine.memory(objective_of(config), train.batch_size)
-        if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
-            needed += 8 * layout.length * pool.wide.itemsize
-        at_once = memory.share(participants, needed, device)
-    if device.type == "cuda":
-        at_once = min(at_once, engines.MOST)
-    engine.at_once = at_once
-    engine = engines.on_all_cores(engine, device, cores, at_once)
-    run = replace(
-        config.run,
-        device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once,
-    )  # fmt: skip
+    engine, run = _make_engine(config, model, layout, pool, device)
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
@@ -211,6 +186,40 @@ def make(config: Config) -> Simulation:
         config, dataset, parts, held, pool, model, layout, engine,
         Owners.of(parts.users, device), labelled, Owners.of([parts.server], device), device,
     )  # fmt: skip
+
+
+def _make_engine(
+    config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device
+) -> tuple[engines.Engine, Run]:
+    """The engine, and [run] with every choice made that depends on the machine."""
+    train, run, objective = config.train, config.run, objective_of(config)
+    participants = config.federation.participants or 1
+    steps = (config.federation.rounds or 1) * config.federation.period
+    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
+    network = (model, layout, pool, optimizer)
+    needed = engines.make("vmap", *network, False).memory(objective, train.batch_size)
+    threads = run.threads or CORES
+    torch.set_num_threads(engines.threads(needed, threads))
+    name = engines.choose(device, needed) if run.engine == "auto" else run.engine
+    compiled = engines.can_compile(name, device) and (
+        steps >= engines.LONG if run.compile is None else run.compile
+    )
+    engine = engines.make(name, *network, compiled)
+    at_once = min(run.users_at_once or participants, participants)
+    cores = threads if objective.name != "none" else 1
+    if run.users_at_once is None:
+        if name != "vmap":
+            needed = engine.memory(objective, train.batch_size)
+        if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
+            needed += 8 * layout.length * pool.wide.itemsize
+        at_once = memory.share(participants, needed, device)
+    if device.type == "cuda":
+        at_once = min(at_once, engines.MOST)
+    engine.at_once = at_once
+    run = replace(
+        run, device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once
+    )
+    return engines.on_all_cores(engine, device, cores, at_once), run
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:

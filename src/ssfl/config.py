@@ -169,7 +169,7 @@ class Run:
     users_at_once: int | None = None
     """How many users are trained together; by itself as many of the participants as memory holds."""
     compile: bool | None = None
-    """Compile the steps of "vmap" on a GPU, which takes about a minute; by itself where the run is long."""
+    """Compile the steps of "vmap" on a GPU, which takes a while; by itself where the run is long."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", ..."""
     threads: int | None = None

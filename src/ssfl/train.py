@@ -87,9 +87,8 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
 
 def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
-    names = ("engine", "users_at_once", "threads", "compile")
-    settings = {name: str(getattr(sim.config.run, name)) for name in names}
-    return {**runs.versions(), "device": device_name(sim.device), **settings}
+    settings = {name: str(getattr(sim.config.run, name)) for name in runs.CONDITIONS}
+    return {**runs.versions(), **settings, "device": device_name(sim.device)}
 
 
 def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
