@@ -1,6 +1,6 @@
 """What a step of all users costs on this machine, beside what arithmetic and memory alone would take.
 
-python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--json FILE]
+python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
 
 A step: choice of images, weak view, weak forward, strong view, strong forward and backward, optimizer;
 B = 64 images of each of C users. Timed on the host over whole rounds of 16 steps, the device waited for.
@@ -73,7 +73,7 @@ def make(case: Case, device: str, folder: Path) -> Simulation:
     )  # fmt: skip
 
 
-def measure(case: Case, device: str, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) -> dict[str, Any]:
     """Milliseconds of a step, of the server's, and of the rest of a round."""
 
     def wait() -> None:
@@ -97,24 +97,33 @@ def measure(case: Case, device: str, folder: Path, rounds: int) -> dict[str, Any
         state, _ = sim.play(state)
         wait()
         first = time.perf_counter() - start
-        played = timed(lambda: sim.play(state))
+
+        def play() -> None:
+            nonlocal state
+            state, _ = sim.play(state)
+
+        played = timed(play)
         cohort = sim._cohort(1)
-        users, server = sim._users_work(1, cohort), sim._server_work(1)
-        rows = state.streams[list(cohort.streams)]
+        part = slice(0, sim.config.run.users_at_once)
+        users, server = sim._users_work(1, cohort).of(part), sim._server_work(1)
+        rows = state.streams[list(cohort.streams[part])]
         rest = torch.zeros_like(rows[:, : sim.layout.weights])
         together = timed(lambda: sim.engine.train(rows, rest, users))
         alone = timed(lambda: sim.engine.train(state.average[None], rest[:1], server))
         evaluation = timed(lambda: sim.evaluate(state))
+    slices = case.users / len(rows)
     found = {
         "model": case.model, "norm": case.norm, "users": case.users, "engine": case.engine,
+        "users_at_once": sim.config.run.users_at_once,
         "precision": sim.config.train.precision, "compiled": sim.config.run.compile,
-        "step_ms": statistics.median(together) / STEPS, "step_ms_all": [t / STEPS for t in together],
+        "step_ms": slices * statistics.median(together) / STEPS,
+        "step_ms_all": [slices * t / STEPS for t in together],
         "server_step_ms": statistics.median(alone) / STEPS, "round_ms": statistics.median(played),
         "evaluation_ms": statistics.median(evaluation), "first_round_s": first,
         **floor(case, sim),
     }  # fmt: skip
     if torch.cuda.is_available():
-        found["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["gpu_memory_gb"] = (torch.cuda.max_memory_allocated() - ballast) / 1e9
         torch.cuda.reset_peak_memory_stats()
     return found
 
@@ -157,15 +166,20 @@ def main() -> None:
     parser.add_argument("--users", nargs="+", type=int, help="each case with each of these numbers of users")
     parser.add_argument("--rounds", type=int, default=7, help="how many are timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--leave", type=float, help="take all of the GPU's memory but so many GB")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    ballast = torch.empty(0, dtype=torch.int8)
+    if given.leave:  # as if the card were smaller
+        much = int(torch.cuda.mem_get_info()[0] - 1e9 * given.leave)
+        ballast = torch.empty(much, dtype=torch.int8, device="cuda")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in given.only:
             for users in given.users or [CASES[name].users]:
                 case = replace(CASES[name], users=users)
                 place = Path(folder) / "x".join(map(str, case.shape))
-                rows.append({"name": name} | measure(case, given.device, place, given.rounds))
+                rows.append({"name": name} | measure(case, given.device, place, given.rounds, len(ballast)))
                 told = rows[-1]
                 print(
                     f"{name:20} C={users:<4} {told['step_ms']:8.3f} ms/step  "

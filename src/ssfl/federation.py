@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ssfl import averaging, draws
+from ssfl.rows import placed
 from ssfl.work import Trained
 
 Train = Callable[[Tensor, Tensor, slice], Trained]
@@ -120,8 +121,9 @@ def play_round(
 
     def trained(train: Train, sent: Tensor, slots: Sequence[int], part: slice) -> tuple[Tensor, Moved]:
         if len(momentum):
-            result = train(sent, momentum[list(slots)], part)
-            momentum[list(slots)] = result.momentum
+            kept = placed([slot % len(momentum) for slot in slots], momentum.device)
+            result = train(sent, momentum[kept], part)
+            momentum[kept] = result.momentum
         else:  # reset: everybody starts from rest
             result = train(sent, torch.zeros_like(sent[:, :weights]), part)
         updates = result.rows - sent
@@ -133,13 +135,13 @@ def play_round(
     count = len(cohort.users)
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
-        matrix = matrix.to(streams)
+        matrix = placed(matrix.to(streams.dtype), streams.device)
         streams = torch.zeros_like(streams)
         moved = []
         for start in range(0, count, at_once or count):
             part = slice(start, min(start + (at_once or count), count))
             # "The server sends the averaged model weights": user k of group i receives w_avg,i.
-            sent = state.streams[list(cohort.streams[part])]
+            sent = state.streams[placed(cohort.streams[part], streams.device)]
             # "Each user locally updates its own model weights to w_k."
             rows, told = trained(train_users, sent, slots[part], part)
             # Equations (7) and (8): each group averages its users (with the server, below).

@@ -4,7 +4,9 @@ Layer shapes appear only here and inside the networks. Everything else (averagin
 diversity, checkpoints, messages) works on rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,12 @@ class Layout:
             [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
             dim=-1,
         )
+
+
+def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting until it has done what it was told before."""
+    made = torch.as_tensor(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def layout_of(model: nn.Module) -> Layout:

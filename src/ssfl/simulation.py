@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
-from ssfl.rows import Layout, row_of, write_row
+from ssfl.rows import Layout, placed, row_of, write_row
 from ssfl.schedule import learning_rate
-from ssfl.work import Objective, Pool, Work, round_keys
+from ssfl.work import Objective, Pool, Trained, Work, round_keys
 
 Event = dict[str, Any]
 
@@ -63,6 +63,8 @@ class Simulation:
     server: Owners
     """The server's labelled images, as those of its one owner."""
     device: torch.device
+    _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
+    """What was prepared of the next round while the device was busy with the last."""
 
     @property
     def rounds(self) -> int:
@@ -86,18 +88,21 @@ class Simulation:
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
-        cohort = self._cohort(state.round)
+        ready = self._ahead.get(state.round)
+        cohort, users, own = self._prepare(state.round) if ready is None else ready
         method, every = self.config.method, self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
-        users = self._users_work(state.round, cohort)
+
+        def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
+            assert own is not None
+            return self.engine.train(rows, kept, own)
+
         new, outcome = play_round(
             state,
             cohort,
             train_users=lambda rows, kept, part: self.engine.train(rows, kept, users.of(part)),
-            train_server=lambda rows, kept, part: self.engine.train(
-                rows, kept, self._server_work(state.round)
-            ),
+            train_server=train_server,
             server=method.server,
             server_weight=method.server_weight,
             slots=cohort.users if self.config.train.momentum_policy == "user" else cohort.slots,
@@ -105,6 +110,9 @@ class Simulation:
             at_once=self.config.run.users_at_once,
             keep_updates=diverse,
         )
+        if not last and self.device.type == "cuda":
+            self._ahead.clear()
+            self._ahead[new.round] = self._prepare(new.round)  # while the device works
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
             events.append(self._diversity_event(state, cohort, outcome))
@@ -166,6 +174,12 @@ class Simulation:
     def _at_once(self) -> int:
         return self.config.run.users_at_once or 1
 
+    def _prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
+        """Who takes part in a round, and what they and the server train on."""
+        cohort = self._cohort(round)
+        own = None if self.config.method.server == "none" else self._server_work(round)
+        return cohort, self._users_work(round, cohort), own
+
     def _cohort(self, round: int) -> Cohort:
         if self.config.method.objective == "none":
             return Cohort((), (), ((),) * (self.config.federation.groups or 1), (), ())
@@ -208,11 +222,11 @@ class Simulation:
         return Work(objective, keys, batches(owners, "batches"), labelled, self._rates(round))
 
     def _users_work(self, round: int, cohort: Cohort) -> Work:
-        who = torch.tensor(cohort.users, dtype=torch.int64, device=self.device)
+        who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
         return self._work(round, objective_of(self.config), who, self.users, who)
 
     def _server_work(self, round: int) -> Work:
-        trainer = torch.tensor([draws.SERVER], device=self.device)
+        trainer = placed([draws.SERVER], self.device)
         return self._work(round, Objective("supervised"), trainer, self.server, trainer * 0)
 
     def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:

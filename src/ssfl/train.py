@@ -111,12 +111,14 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                 began = time.perf_counter()
                 state, events = sim.play(state)
                 last = state.round == sim.rounds
-                if last or state.round % (every.eval_every or 1) == 0:
-                    events.append(sim.evaluate(state))
                 events[0]["seconds"] = time.perf_counter() - began
-                for key in totals:
-                    totals[key] += events[0][key]
+                if last or state.round % (every.eval_every or 1) == 0:
+                    began = time.perf_counter()
+                    events.append(sim.evaluate(state))
+                    events[-1]["seconds"] = time.perf_counter() - began
                 for event in events:
+                    for key in totals:
+                        totals[key] += event.get(key, 0)
                     tell(event)
                 if last or interrupted.is_set() or state.round % (every.checkpoint_every or 1) == 0:
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssfl import draws, objectives
 from ssfl.data import augment
+from ssfl.rows import placed
 
 SHUFFLE_ROUNDS = 24
 
@@ -143,7 +144,7 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
     Trainers are the users' numbers, or draws.SERVER.
     """
-    bases = torch.tensor([[draws.key(seed, purpose, round)] for purpose in VIEWS], device=trainers.device)
+    bases = placed([[draws.key(seed, purpose, round)] for purpose in VIEWS], trainers.device)
     return draws.fold(bases, trainers)
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from ssfl.engines.loop import full_batch
 from ssfl.errors import SsflWarning
 from ssfl.kernels import convolution
-from ssfl.rows import Layout
+from ssfl.rows import Layout, placed
 from ssfl.work import (
     Batch,
     Objective,
@@ -75,7 +75,8 @@ class Place:
         self.work.batches.copy_(work.batches[who])
         if self.work.labelled is not None and work.labelled is not None:
             self.work.labelled.copy_(work.labelled[who])
-        self.rates.copy_(torch.tensor(work.rates, dtype=self.rates.dtype))
+        rates = torch.tensor(work.rates, dtype=self.rates.dtype)
+        self.rates.copy_(placed(rates, rows.device))
         self.step.zero_()
         self.told.zero_()
 
@@ -165,7 +166,7 @@ class Vmap:
         """`work.positions`."""
         if not self.compiled:
             return positions(base, trainers, sizes, first, count)
-        start = torch.tensor(first, device=trainers.device)  # a number would be compiled anew every round
+        start = placed(first, trainers.device)  # a number would be compiled anew every round
         try:
             return self._positions(base, trainers, sizes, start, count)
         except Exception as error:

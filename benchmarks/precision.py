@@ -1,0 +1,65 @@
+"""Whether bfloat16 ends where float32 does: the same runs in both, several seeds side by side.
+
+python -m benchmarks.precision --data FILE.npz [--rounds N] [--seeds N] [--set KEY=VALUE ...] [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from ssfl.runs import versions
+
+PRECISIONS = ("bfloat16", "float32")
+SETTINGS = ["method.name=alternate", "model.norm=none", "train.momentum_policy=reset"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="bfloat16 against float32, in accuracy.")
+    parser.add_argument("--data", required=True, help="letters, for the preset emnist")
+    parser.add_argument("--rounds", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share the device at a time")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    settings = [*SETTINGS, f"data.path={given.data}", f"federation.rounds={given.rounds}", *given.sets]
+    cases = [(precision, seed) for seed in range(1, given.seeds + 1) for precision in PRECISIONS]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(cases), given.at_once):
+            some = cases[first : first + given.at_once]
+            started = [begin(settings, *case, Path(folder)) for case in some]
+            rows += [finish(process, *case) for process, case in zip(started, some, strict=True)]
+    for precision in PRECISIONS:
+        found = [100 * row["accuracy"] for row in rows if row["precision"] == precision]
+        print(f"{precision:9} {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}  {found}")
+    if given.json:
+        told = {"versions": versions(), "settings": settings, "rows": rows}
+        report.save(given.json, report.circumstances("benchmarks.precision") | told)
+
+
+def begin(settings: list[str], precision: str, seed: int, folder: Path) -> "subprocess.Popen[str]":
+    sets = [*settings, f"train.precision={precision}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
+    words = [word for setting in sets for word in ("--set", setting)]
+    out = str(folder / f"{precision}-{seed}")
+    command = [sys.executable, "-m", "ssfl", "run", "emnist", *words, "--out", out, "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: "subprocess.Popen[str]", precision: str, seed: int) -> dict[str, Any]:
+    told, _ = process.communicate()
+    if process.returncode:
+        sys.exit(f"the run with {precision}, seed {seed} failed")
+    summary = json.loads(told)
+    kept = ("accuracy", "loss", "rounds", "device", "engine", "compile")
+    return {"precision": precision, "seed": seed} | {key: summary[key] for key in kept}
+
+
+if __name__ == "__main__":
+    main()
