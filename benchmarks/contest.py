@@ -14,8 +14,9 @@ from benchmarks import report
 from benchmarks.child import home
 from benchmarks.jobs import Spec
 from benchmarks.machine import Watch, busy
+from ssfl import provenance
 
-ROOT = report.ROOT
+ROOT = provenance.ROOT
 PACKAGES = {"pfl": "pfl", "flower": "flwr"}
 """The package that a peer needs."""
 LIMIT = 3600

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.machine import IDLE
+from ssfl import provenance
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = ("loop", "vmap")
 
 
@@ -112,7 +112,7 @@ def circumstances(module: str) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": provenance.commit(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "gpus": gpus()},
     }
 
@@ -121,13 +121,6 @@ def save(path: Path, told: dict[str, Any]) -> None:
     """As JSON, for people as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
-
-
-def _commit() -> str | None:
-    """The commit, with a plus where what is measured differs from it."""
-    git = ["git", "-C", str(ROOT)]
-    changed = _output([*git, "status", "--porcelain", "--", "src", "benchmarks"])
-    return _output([*git, "rev-parse", "HEAD"]) + ("+" if changed else "") or None
 
 
 def _cpu() -> str:

@@ -43,6 +43,9 @@ CASES = {
     "cnn-47": Case("cnn", "none", (28, 28), 47, 47),
     "cnn-10": Case("cnn", "none", (28, 28), 47, 10),
     "resnet18-10": Case("resnet18", "group", (32, 32, 3), 10, 10),
+    "resnet18-470": Case(
+        "resnet18", "group", (32, 32, 3), 10, 470, settings=("train.momentum_policy=reset",)
+    ),
     "cnn-47-float32": Case("cnn", "none", (28, 28), 47, 47, settings=("train.precision=float32",)),
     "cnn-47-not-compiled": Case("cnn", "none", (28, 28), 47, 47, settings=("run.compile=false",)),
     "cnn-47-loop": Case("cnn", "none", (28, 28), 47, 47, engine="loop"),

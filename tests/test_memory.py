@@ -32,6 +32,12 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=slot"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
+    assert "keeps a row for each of 10 slots" in capsys.readouterr().err
+    monkeypatch.setattr(
+        sys, "argv", [*call, "train.momentum_policy=slot", "--set", "federation.participants=5"]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
     assert stop.value.code == 0
     assert Path("run/summary.json").is_file()
 

@@ -176,9 +176,11 @@ def make(config: Config) -> Simulation:
     model = model.to(device, pool.wide)
     layout = layout_of(model)
     train = config.train
-    if train.momentum_policy == "user":
-        memory.check_momentum(config.split.users, layout.weights, pool.wide, device)
-    engine, run = _make_engine(config, model, layout, pool, device)
+    kept = 0
+    if train.momentum_policy != "reset":
+        rows = config.split.users if train.momentum_policy == "user" else config.federation.participants or 1
+        kept = memory.check_momentum(train.momentum_policy, rows, layout.weights, pool.wide, device)
+    engine, run = _make_engine(config, model, layout, pool, device, kept)
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
@@ -189,9 +191,10 @@ def make(config: Config) -> Simulation:
 
 
 def _make_engine(
-    config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device
+    config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device, kept: int
 ) -> tuple[engines.Engine, Run]:
-    """The engine, and [run] with every choice made that depends on the machine."""
+    """The engine, and [run] with every choice made that depends on the machine; the state keeps
+    some of its memory."""
     train, run, objective = config.train, config.run, objective_of(config)
     participants = config.federation.participants or 1
     steps = (config.federation.rounds or 1) * config.federation.period
@@ -212,7 +215,7 @@ def _make_engine(
             needed = engine.memory(objective, train.batch_size)
         if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
             needed += 8 * layout.length * pool.wide.itemsize
-        at_once = memory.share(participants, needed, device)
+        at_once = memory.share(participants, needed, device, kept)
     if device.type == "cuda":
         at_once = min(at_once, engines.MOST)
     engine.at_once = at_once

@@ -30,23 +30,28 @@ def free(device: torch.device) -> int:
     return max(left, 0)
 
 
-def check_momentum(users: int, weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse momentum kept per user where it would not fit.
+def check_momentum(policy: str, rows: int, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The bytes of momentum kept per user or slot, which is refused where it would not fit.
 
     A round holds the matrix before it and after it; on a CPU, a checkpoint holds it and its bytes twice.
     """
-    needed = (3 if device.type == "cpu" else 2) * (users + 1) * weights * dtype.itemsize
+    needed = (3 if device.type == "cpu" else 2) * (rows + 1) * weights * dtype.itemsize
     left = free(device)
     if needed > left:
+        instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
         raise ConfigError(
-            f"train.momentum_policy = 'user' keeps a row for each of {users} users, which needs "
-            f"{_told(needed)} of memory where {device} has {_told(left)} free: set it to 'slot' or 'reset'"
+            f"train.momentum_policy = {policy!r} keeps a row for each of {rows} {policy}s, which needs "
+            f"{_told(needed)} of memory where {device} has {_told(left)} free: set it to {instead}"
         )
+    return needed
 
 
-def share(users: int, needed: int, device: torch.device) -> int:
-    """How many users to train together when each needs so many bytes: all, or even parts that fit."""
-    fit = max(1, int(0.7 * free(device)) // max(needed, 1))
+def share(users: int, needed: int, device: torch.device, kept: int = 0) -> int:
+    """How many users to train together when each needs so many bytes: all, or even parts that fit.
+
+    `kept` bytes will be held besides.
+    """
+    fit = max(1, int(0.7 * (free(device) - kept)) // max(needed, 1))
     parts = -(-users // fit)
     return -(-users // parts)
 

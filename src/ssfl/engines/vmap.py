@@ -5,6 +5,7 @@ without the host: from the choice of images to the optimizer.
 """
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -105,6 +106,9 @@ class Vmap:
         def made(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
             return torch.compile(function, dynamic=dynamic, fullgraph=True) if self.compiled else function
 
+        if self.compiled:  # one process may run many experiments, and each shape is compiled anew
+            dynamo = importlib.import_module("torch._dynamo").config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
         self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
         self._update: Callable[..., None] = made(_sgd)
