@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers
+from benchmarks import peers, plots
 from ssfl import models
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +65,18 @@ def test_a_contestant_that_fails_is_told_apart_from_the_others(tmp_path: Path) -
     assert shown.returncode == 1
     assert "loop failed: exit code 1" in shown.stdout
     assert "none.npz" in shown.stderr
+
+
+def test_the_figure_is_drawn_from_the_results_and_the_same_each_time(tmp_path: Path) -> None:
+    told = [plots.read(ROOT / "results" / f"{name}.json") for name in ("participants-h200", "users-cpu")]
+    once, again = (plots.save(plots.cost(*told), tmp_path / name / "cost.svg") for name in "ab")
+    drawn = once.read_text("utf-8")
+    assert drawn == again.read_text("utf-8")
+    assert "<metadata>" not in drawn
+    assert told[0]["device"] in drawn
+    assert f"{told[1]['rows'][-1]['start_seconds']:.1f}" in drawn
+    fixed, each = plots.straight([{"users": c, "step_ms": 0.5 + 0.25 * c} for c in (1, 2, 8)])
+    assert (fixed, each) == pytest.approx((0.5, 0.25))
 
 
 @pytest.mark.parametrize(

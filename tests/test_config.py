@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ssfl.config import CHOICES, RANGES, SECTIONS, Config, from_dict, load_config, presets, to_toml
+from ssfl.config import CONFIGS, from_dict, load_config, presets, to_toml
 from ssfl.errors import ConfigError
 from ssfl.methods import METHODS
+from ssfl.settings import CHOICES, RANGES, SECTIONS, Config
 
 
 @pytest.mark.parametrize("name", presets())
@@ -17,11 +18,14 @@ def test_every_preset_loads(name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_fills_in_what_nobody_set_and_a_persons_keys_win(method: str) -> None:
-    config = load_config("quickstart", [f"method.name={method}"])
+    words = [f"method.name={method}", *(["split.users=1"] if method == "fixmatch" else [])]
+    config = load_config("quickstart", words)
+    preset = tomllib.loads((CONFIGS / "quickstart.toml").read_text("utf-8"))
     for section, values in METHODS[method].items():
         for key, value in values.items():
-            assert getattr(getattr(config, section), key) == value
-    changed = load_config("quickstart", ["model.norm=none", f"method.name={method}"])
+            if key not in preset.get(section, {}):
+                assert getattr(getattr(config, section), key) == value
+    changed = load_config("quickstart", ["model.norm=none", *words])
     assert changed.model.norm == "none"
 
 

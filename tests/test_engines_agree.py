@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ssfl import assemble
-from ssfl.config import Config
 from ssfl.data import split
 from ssfl.federation import State
+from ssfl.settings import Config
 from ssfl.simulation import Owners, Simulation
 
 Make = Callable[..., Config]

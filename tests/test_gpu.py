@@ -8,7 +8,7 @@ import torch
 
 import ssfl
 from ssfl import assemble, draws
-from ssfl.config import Config
+from ssfl.settings import Config
 from ssfl.work import positions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

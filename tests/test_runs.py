@@ -11,8 +11,8 @@ import torch
 
 import ssfl
 from ssfl import compare, runs
-from ssfl.config import Config
 from ssfl.errors import ConfigError, DivergedError, RunError
+from ssfl.settings import Config
 
 Make = Callable[..., Config]
 

@@ -15,9 +15,9 @@ import torch
 
 import ssfl
 from ssfl import assemble, runs
-from ssfl.config import Config
 from ssfl.engines.spread import Spread
 from ssfl.errors import RunError
+from ssfl.settings import Config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 Make = Callable[..., Config]

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from ssfl import engines, memory, models
-from ssfl.config import Config, Run, check
+from ssfl.config import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
 from ssfl.rows import Layout, layout_of
+from ssfl.settings import Config, Run
 from ssfl.simulation import Owners, Simulation, objective_of
 from ssfl.work import Optimizer, Pool
 
@@ -61,7 +62,10 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     """The config with every choice made that depends on the data."""
     federation, wanted = config.federation, config.split
     participants = federation.participants or wanted.users
-    groups = federation.groups
+    groups, method = federation.groups, config.method
+    if method.averaging in ("elastic", "overlap"):
+        usual = 0.9 / participants if method.averaging == "elastic" else 0.6
+        method = replace(method, elasticity=usual if method.elasticity is None else method.elasticity)
     if groups is None:
         grouped = config.method.averaging == "grouping"
         groups = min(participants, max(2, -(-participants // 10))) if grouped else 1
@@ -103,6 +107,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
+        method=method,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
         federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),
         run=replace(
@@ -146,6 +151,8 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
         parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
     if wanted.labels_at != "server":
         parts = split.label_some(labels, parts, wanted.user_labels or 0, wanted.seed)
+    if wanted.shared:
+        parts = split.share(parts)
     empty = int((Hands.of(parts.users).sizes == 0).sum())
     if empty:
         raise ConfigError(
@@ -179,7 +186,16 @@ def make(config: Config) -> Simulation:
     kept = 0
     if train.momentum_policy != "reset":
         rows = config.split.users if train.momentum_policy == "user" else config.federation.participants or 1
-        kept = memory.check_momentum(train.momentum_policy, rows, layout.weights, pool.wide, device)
+        setting = f"train.momentum_policy = {train.momentum_policy!r}"
+        instead = "'slot' or 'reset'" if train.momentum_policy == "user" else "'reset'"
+        kept = memory.check_kept(
+            setting, f"{train.momentum_policy}s", rows, layout.weights, pool.wide, device, instead
+        )
+    if config.method.averaging in ("elastic", "overlap"):
+        setting = f"method.averaging = {config.method.averaging!r}"
+        kept += memory.check_kept(
+            setting, "users", config.split.users, layout.length, pool.wide, device, "'fedavg'"
+        )
     engine, run = _make_engine(config, model, layout, pool, device, kept)
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
@@ -218,7 +234,6 @@ def _make_engine(
         at_once = memory.share(participants, needed, device, kept)
     if device.type == "cuda":
         at_once = min(at_once, engines.MOST)
-    engine.at_once = at_once
     run = replace(
         run, device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once
     )

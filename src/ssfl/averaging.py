@@ -37,6 +37,19 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
     return matrix
 
 
+def drawn_together(rule: str, centre: Tensor, users: Tensor, elasticity: float) -> tuple[Tensor, Tensor]:
+    """Users keep models of their own, drawn to a common one: the new users [C, P] and the new centre [P].
+
+    "elastic" is EASGD (Zhang, Choromanska and LeCun 2015): each user and the centre give way to each other
+    by the same amount, x_i -= a (x_i - z), z += a sum of (x_i - z). "overlap" is OverlapSGD (Wang, Liang and
+    Joshi 2020): users are pulled to the mean of the round before, which travelled while they trained.
+    """
+    pulled = users + elasticity * (centre - users)
+    if rule == "elastic":
+        return pulled, centre + elasticity * (users - centre).sum(0)
+    return pulled, pulled.mean(0)
+
+
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Streams [S, P] and their mean [P]: equation (7) with the given mixing matrix."""
     rows = users if server is None else torch.cat([server[None], users])

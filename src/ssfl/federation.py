@@ -6,6 +6,7 @@ engine that trains is handed in.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,9 +73,20 @@ class Outcome:
 
 
 def draw_cohort(
-    round: int, *, seed: int, users: int, participants: int, groups: int, dropout: float
+    round: int,
+    *,
+    seed: int,
+    users: int,
+    participants: int,
+    groups: int,
+    dropout: float,
+    filled: bool = False,
+    own_streams: bool = False,
 ) -> Cohort:
-    """C of K users at random, dealt at random into S groups; each fails to return by chance."""
+    """C of K users at random, dealt at random into S groups; each fails to return by chance.
+
+    Groups are as even as possible, or `filled` one after another. With `own_streams` every user is a group.
+    """
 
     def hashes(purpose: str, members: Tensor) -> Tensor:
         return draws.fold(torch.tensor(draws.key(seed, purpose, round)), members)
@@ -87,7 +99,12 @@ def draw_cohort(
     dealt = hashes("groups", drawn).argsort(stable=True)
     seat = {int(drawn[place]): deal for deal, place in enumerate(dealt.tolist())}
     slots = tuple(seat[user] for user in back.tolist())
-    streams = tuple(slot % groups for slot in slots)
+    if own_streams:
+        streams = tuple(back.tolist())
+    elif filled:
+        streams = tuple(slot // -(-participants // groups) for slot in slots)
+    else:
+        streams = tuple(slot % groups for slot in slots)
     members = tuple(
         tuple(place for place, stream in enumerate(streams) if stream == group) for group in range(groups)
     )
@@ -102,6 +119,7 @@ def play_round(
     train_server: Train,
     server: str,
     server_weight: float | None = None,
+    replicas: int = 1,
     slots: Sequence[int] = (),
     statistics_from_server: bool = False,
     at_once: int | None = None,
@@ -111,6 +129,7 @@ def play_round(
 
     `server` is "parallel" (the paper: the server trains while the users do and joins the average),
     "alternate" (users, average, then the server trains the average) or "none" (it holds no data).
+    Of a parallel server, `replicas` copies train, one for each group, or one for all.
     `slots` are the rows of kept momentum that belong to the cohort's users. With
     `statistics_from_server` every model takes the server's own normalisation statistics instead of
     the average's. Users train `at_once` together, all by default, and are added to the average as
@@ -118,18 +137,7 @@ def play_round(
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
-
-    def trained(train: Train, sent: Tensor, slots: Sequence[int], part: slice) -> tuple[Tensor, Moved]:
-        if len(momentum):
-            kept = placed([slot % len(momentum) for slot in slots], momentum.device)
-            result = train(sent, momentum[kept], part)
-            momentum[kept] = result.momentum
-        else:  # reset: everybody starts from rest
-            result = train(sent, torch.zeros_like(sent[:, :weights]), part)
-        updates = result.rows - sent
-        norms = torch.linalg.vector_norm(updates[:, :weights], dim=1)
-        return result.rows, Moved(result.stats, norms, updates if keep_updates else None)
-
+    trained = partial(_trained, momentum, keep_updates)
     streams, average = state.streams, state.average
     users = own = server_sent = None
     count = len(cohort.users)
@@ -153,8 +161,9 @@ def play_round(
     if server == "parallel":
         # "At the same time, the server also updates its own weights from w_avg to w_s."
         server_sent = state.average
-        rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
-        streams = rows.repeat(len(streams), 1) if matrix is None else streams + matrix[:, :1] * rows
+        own_slots = range(-replicas, 0)
+        rows, own = trained(train_server, server_sent.repeat(replicas, 1), own_slots, slice(0, replicas))
+        streams = rows.expand_as(streams).clone() if matrix is None else streams + matrix[:, :1] * rows
         average = streams.mean(0)
     elif server == "alternate":
         # The server trains the users' average: its few labels have the last word.
@@ -167,6 +176,43 @@ def play_round(
         streams, average = streams.clone(), average.clone()
         streams[:, weights:] = average[weights:] = rows[0, weights:]
     return State(state.round + 1, streams, average, momentum), Outcome(users, server_sent, own)
+
+
+def play_own_streams(
+    state: State,
+    cohort: Cohort,
+    *,
+    train_users: Train,
+    rule: str,
+    elasticity: float,
+    slots: Sequence[int] = (),
+    keep_updates: bool = False,
+) -> tuple[State, Outcome]:
+    """A round of EASGD or OverlapSGD: every user goes on from its own model; the server holds no data."""
+    momentum, streams = state.momentum.clone(), state.streams.clone()
+    if not cohort.users:
+        return State(state.round + 1, streams, state.average, momentum), Outcome(None, None, None)
+    who = placed(cohort.users, streams.device)
+    everybody = slice(0, len(cohort.users))
+    rows, moved = _trained(momentum, keep_updates, train_users, streams[who], slots, everybody)
+    streams[who], average = averaging.drawn_together(rule, state.average, rows, elasticity)
+    return State(state.round + 1, streams, average, momentum), Outcome(moved, None, None)
+
+
+def _trained(
+    momentum: Tensor, keep_updates: bool, train: Train, sent: Tensor, slots: Sequence[int], part: slice
+) -> tuple[Tensor, Moved]:
+    """What became of the rows that were sent; kept momentum is written back into its rows."""
+    weights = momentum.shape[1]
+    if len(momentum):
+        kept = placed([slot % len(momentum) for slot in slots], momentum.device)
+        result = train(sent, momentum[kept], part)
+        momentum[kept] = result.momentum
+    else:  # reset: everybody starts from rest
+        result = train(sent, torch.zeros_like(sent[:, :weights]), part)
+    updates = result.rows - sent
+    norms = torch.linalg.vector_norm(updates[:, :weights], dim=1)
+    return result.rows, Moved(result.stats, norms, updates if keep_updates else None)
 
 
 def _together(parts: list[Moved]) -> Moved:

@@ -30,17 +30,18 @@ def free(device: torch.device) -> int:
     return max(left, 0)
 
 
-def check_momentum(policy: str, rows: int, weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The bytes of momentum kept per user or slot, which is refused where it would not fit.
+def check_kept(
+    setting: str, whose: str, rows: int, length: int, dtype: torch.dtype, device: torch.device, instead: str
+) -> int:
+    """The bytes that a setting keeps between rounds, a row each, which is refused where it would not fit.
 
     A round holds the matrix before it and after it; on a CPU, a checkpoint holds it and its bytes twice.
     """
-    needed = (3 if device.type == "cpu" else 2) * (rows + 1) * weights * dtype.itemsize
+    needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     left = free(device)
     if needed > left:
-        instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
         raise ConfigError(
-            f"train.momentum_policy = {policy!r} keeps a row for each of {rows} {policy}s, which needs "
+            f"{setting} keeps a row for each of {rows} {whose}, which needs "
             f"{_told(needed)} of memory where {device} has {_told(left)} free: set it to {instead}"
         )
     return needed

@@ -42,6 +42,30 @@ METHODS: dict[str, Settings] = {
         "method": {"objective": "supervised", "averaging": "fedavg", "server": "parallel"},
         "model": {"norm": "batch"},
     },
+    # One model that sees everything, L_s + L_k in every step: what gathering the images would give.
+    "fixmatch": {
+        "method": {"objective": "consistency", "averaging": "fedavg", **_PAPER, "server": "none"},
+        "model": {"norm": "group"},
+        "split": {"users": 1, "labels_at": "users"},
+        "train": {"momentum_policy": "slot"},
+    },
+    # Users know their labels and hold a common, class-balanced set (the server's) besides.
+    "data-sharing": {
+        "method": {"objective": "supervised", "averaging": "fedavg", "server": "none"},
+        "model": {"norm": "batch"},
+        "split": {"shared": True},
+    },
+    # Users know their labels and keep models of their own, drawn to a common one.
+    "easgd": {
+        "method": {"objective": "supervised", "averaging": "elastic", "server": "none"},
+        "model": {"norm": "batch"},
+        "train": {"momentum_policy": "user"},
+    },
+    "overlap-sgd": {
+        "method": {"objective": "supervised", "averaging": "overlap", "server": "none"},
+        "model": {"norm": "batch"},
+        "train": {"momentum_policy": "user"},
+    },
     # No users at all: what the server can do alone with its labels. The line to beat.
     "server-only": {
         "method": {"objective": "none", "averaging": "fedavg", "server": "parallel"},

@@ -22,9 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ssfl.config import Config, from_dict, to_toml
+from ssfl.config import from_dict, to_toml
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
+from ssfl.settings import Config
 
 Event = dict[str, Any]
 FORMAT = "1"

@@ -3,6 +3,7 @@
 `assemble.py` makes one from a config; `train.py` loops over its rounds. Nothing here writes a file.
 """
 
+import builtins
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ssfl import diversity, draws, engines, layers, models, scoring
-from ssfl.config import Config
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_round
+from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_own_streams, play_round
 from ssfl.rows import Layout, placed, row_of, write_row
 from ssfl.schedule import learning_rate
+from ssfl.settings import Config
 from ssfl.work import Objective, Pool, Trained, Work, round_keys
 
 Event = dict[str, Any]
@@ -79,12 +80,11 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
-            "slot": self._participants + 1,
-            "user": self.config.split.users + 1,
+            "slot": self._participants + self._replicas,
+            "user": self.config.split.users + self._replicas,
         }[self.config.train.momentum_policy]
-        groups = self.config.federation.groups or 1
         momentum = row.new_zeros(slots, self.layout.weights)
-        return State(0, row.repeat(groups, 1), row, momentum)
+        return State(0, row.repeat(self._streams, 1), row, momentum)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
@@ -98,18 +98,34 @@ class Simulation:
             assert own is not None
             return self.engine.train(rows, kept, own)
 
-        new, outcome = play_round(
-            state,
-            cohort,
-            train_users=lambda rows, kept, part: self.engine.train(rows, kept, users.of(part)),
-            train_server=train_server,
-            server=method.server,
-            server_weight=method.server_weight,
-            slots=cohort.users if self.config.train.momentum_policy == "user" else cohort.slots,
-            statistics_from_server=self.config.model.norm_statistics == "server",
-            at_once=self.config.run.users_at_once,
-            keep_updates=diverse,
-        )
+        def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
+            return self.engine.train(rows, kept, users.of(part))
+
+        slots = cohort.users if self.config.train.momentum_policy == "user" else cohort.slots
+        if self._own_streams:
+            new, outcome = play_own_streams(
+                state,
+                cohort,
+                train_users=train_users,
+                rule=method.averaging,
+                elasticity=method.elasticity or 0.0,
+                slots=slots,
+                keep_updates=diverse,
+            )
+        else:
+            new, outcome = play_round(
+                state,
+                cohort,
+                train_users=train_users,
+                train_server=train_server,
+                server=method.server,
+                server_weight=method.server_weight,
+                replicas=self._replicas,
+                slots=slots,
+                statistics_from_server=self.config.model.norm_statistics == "server",
+                at_once=self.config.run.users_at_once,
+                keep_updates=diverse,
+            )
         if not last and self.device.type == "cuda":
             self._ahead.clear()
             self._ahead[new.round] = self._prepare(new.round)  # while the device works
@@ -131,7 +147,8 @@ class Simulation:
             "loss": loss,
             "class_accuracy": per_class,
         }
-        if len(state.streams) > 1:  # a good average can hide streams that have collapsed
+        # a good average can hide streams that have collapsed
+        if len(state.streams) > 1 and not self._own_streams:
             event["stream_accuracy"] = [self._score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
@@ -174,6 +191,18 @@ class Simulation:
     def _at_once(self) -> int:
         return self.config.run.users_at_once or 1
 
+    @property
+    def _own_streams(self) -> bool:
+        return self.config.method.averaging in ("elastic", "overlap")
+
+    @property
+    def _streams(self) -> int:
+        return self.config.split.users if self._own_streams else self.config.federation.groups or 1
+
+    @property
+    def _replicas(self) -> int:
+        return self._streams if self.config.method.server_replicas else 1
+
     def _prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
         """Who takes part in a round, and what they and the server train on."""
         cohort = self._cohort(round)
@@ -182,52 +211,66 @@ class Simulation:
 
     def _cohort(self, round: int) -> Cohort:
         if self.config.method.objective == "none":
-            return Cohort((), (), ((),) * (self.config.federation.groups or 1), (), ())
+            return Cohort((), (), ((),) * self._streams, (), ())
         return draw_cohort(
             round,
             seed=self.config.run.seed,
             users=self.config.split.users,
             participants=self._participants,
-            groups=self.config.federation.groups or 1,
+            groups=self._streams,
             dropout=self.config.federation.dropout,
+            filled=self.config.federation.group_sizes == "filled",
+            own_streams=self._own_streams,
         )
 
+    def _steps_before(self, round: int) -> int:
+        """Steps of every trainer before a round."""
+        federation = self.config.federation
+        steps = round * federation.period
+        if not federation.extra_step:
+            return steps
+        epoch = max(1, federation.epoch_images // self.config.train.batch_size // federation.period)
+        return steps + -(-round // epoch)
+
     def _rates(self, round: int) -> tuple[float, ...]:
-        train, period = self.config.train, self.config.federation.period
+        train = self.config.train
         rate = partial(
             learning_rate,
             base=train.lr,
-            steps=self.rounds * period,
+            steps=builtins.round(train.horizon * self._steps_before(self.rounds)),
             warmup=train.warmup,
             cycles=train.cycles,
             floor=train.floor,
         )
-        return tuple(rate(round * period + step) for step in range(period))
+        return tuple(rate(step) for step in range(self._steps_before(round), self._steps_before(round + 1)))
 
     def _work(self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
-        period, size = self.config.federation.period, self.config.train.batch_size
-        seed, count = self.config.run.seed, period * size
+        seed, size = self.config.run.seed, self.config.train.batch_size
+        first, rates = size * self._steps_before(round), self._rates(round)
+        anew = self.config.train.batches == "restart"
 
         def batches(owners: Owners, purpose: str) -> Tensor:
             sizes = owners.sizes[who]
-            base = draws.key(seed, purpose)
-            places = self.engine.positions(base, trainers, sizes.clamp(min=1), round * count, count)
+            base = draws.key(seed, purpose, round) if anew else draws.key(seed, purpose)
+            start, count = 0 if anew else first, size * len(rates)
+            places = self.engine.positions(base, trainers, sizes.clamp(min=1), start, count)
             chosen = owners.at(who, places)
-            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, period, size)
+            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
 
         labelled = None
         if owners is self.users and self.labelled is not None:
             labelled = batches(self.labelled, "labelled")
         keys = round_keys(seed, round, trainers)
-        return Work(objective, keys, batches(owners, "batches"), labelled, self._rates(round))
+        seats = self._at_once if owners is self.users else len(trainers)
+        return Work(objective, keys, batches(owners, "batches"), labelled, rates, seats)
 
     def _users_work(self, round: int, cohort: Cohort) -> Work:
         who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
         return self._work(round, objective_of(self.config), who, self.users, who)
 
     def _server_work(self, round: int) -> Work:
-        trainer = placed([draws.SERVER], self.device)
-        return self._work(round, Objective("supervised"), trainer, self.server, trainer * 0)
+        trainers = placed([draws.SERVER - copy for copy in range(self._replicas)], self.device)
+        return self._work(round, Objective("supervised"), trainers, self.server, trainers * 0)
 
     def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
         size = self.message_bytes()
@@ -258,7 +301,7 @@ class Simulation:
             for user, *found in zip(cohort.users, stats["loss"], norms, strict=True):
                 self._require_finite(round, f"user {user}", found)
         if outcome.server is not None:
-            found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).flatten().tolist()
+            found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = found
             self._require_finite(round, "the server", found)
         return event

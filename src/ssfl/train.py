@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ssfl import assemble, runs
-from ssfl.config import Config
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
+from ssfl.settings import Config
 from ssfl.simulation import Simulation
 
 Report = Callable[[Event], None]

@@ -75,6 +75,8 @@ class Work:
     """[n, T, B]: labelled images of users that have any, or None; -1 for a user without."""
     rates: tuple[float, ...]
     """[T]: the learning rate of each step."""
+    seats: int = 1
+    """How many trainers such work may be for: fewer come where users do not return."""
 
     @property
     def steps(self) -> int:

@@ -210,6 +210,15 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
     return Parts(parts.server, users.where(~marked), users.where(marked))
 
 
+def share(parts: Parts) -> Parts:
+    """Every user gets the server's images besides its own."""
+    users = Hands.of(parts.users)
+    count = len(users)
+    images = np.concatenate([users.flat, np.tile(parts.server, count)])
+    owners = np.concatenate([users.owners, np.repeat(np.arange(count), len(parts.server))])
+    return Parts(parts.server, gather(images, owners, count), parts.labelled)
+
+
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
     """Images without labels dealt evenly to the users, on top of what they have."""
     users = Hands.of(parts.users)

@@ -10,9 +10,6 @@ from ssfl.work import Objective, Trained, Work
 class Engine(Protocol):
     """How the local work of a round is done."""
 
-    at_once: int
-    """How many trainers come together at most."""
-
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
         """T steps of SGD of each of n trainers: rows [n, P + Q], momentum [n, P]."""
 

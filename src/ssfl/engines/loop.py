@@ -24,7 +24,6 @@ class Loop:
 
     def __init__(self, model: nn.Module, layout: Layout, pool: Pool, optimizer: Optimizer) -> None:
         self.model, self.layout, self.pool, self.optimizer = model, layout, pool, optimizer
-        self.at_once = 1
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
         """Each trainer's T steps of SGD from its own row."""

@@ -40,7 +40,7 @@ class Spread:
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
-        self.engine, self.processes, self.at_once = engine, processes, engine.at_once
+        self.engine, self.processes = engine, processes
         _engine = engine
         self._pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("fork"), _begin, (os.getpid(),)

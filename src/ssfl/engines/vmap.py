@@ -93,7 +93,7 @@ class Vmap:
         optimizer: Optimizer,
         compiled: bool,
     ) -> None:
-        self.layout, self.pool, self.optimizer, self.at_once = layout, pool, optimizer, 1
+        self.layout, self.pool, self.optimizer = layout, pool, optimizer
         self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
         self.compiled = compiled
         self._recorded: dict[Any, tuple[Place, torch.cuda.CUDAGraph | None]] = {}
@@ -128,7 +128,7 @@ class Vmap:
         """T steps of SGD, each for all rows together."""
         if rows.is_cuda:
             # a place per kind of work, whose size does not change with how many users come back
-            models = 1 if len(rows) == 1 else max(len(rows), self.at_once)
+            models = max(len(rows), work.seats)
             kind = (models, work.objective, work.batches.shape[1:], work.labelled is None)
             if kind not in self._recorded:
                 self._recorded[kind] = self._record(rows, momentum, work, models)

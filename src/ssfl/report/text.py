@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ssfl.config import Config
+from ssfl.settings import Config
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MOST_USERS = 30

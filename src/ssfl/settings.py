@@ -1,0 +1,270 @@
+"""Every setting: frozen dataclasses, a docstring under each field, and what values are allowed.
+
+A setting that is None is chosen when the data are known; the resolved config of a run shows what it
+became. `config.py` reads and writes them.
+"""
+
+from dataclasses import dataclass, field
+
+from ssfl.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data] Which images."""
+
+    name: str | None = None
+    """A known data set: digits, cifar10, svhn, emnist, stl10."""
+    path: str | None = None
+    """Your own images instead: an .npz file (x_train, y_train, x_test, y_test) or an image folder."""
+    root: str = "data"
+    """The folder that holds the known data sets' official files."""
+    download: bool = False
+    """Whether missing official files may be fetched."""
+    size: int | None = None
+    """Resize the images of a folder to this many pixels square."""
+    test_fraction: float = 0.2
+    """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
+    validation: float = 0.0
+    """The part of the training images set aside before the split, to choose settings by."""
+    flip: bool | None = None
+    """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """[split] Who gets which images."""
+
+    scheme: str = "skew"
+    """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"."""
+    users: int = 10
+    """K, the number of users."""
+    skew: float = 0.4
+    """R, the non-iidness: 0 is iid, 1 is one main class each (scheme "skew")."""
+    server_labels: int | None = None
+    """N_s, labelled images at the server, uniform over classes; by itself at most 100 per class, or
+    every labelled image where there are others without labels."""
+    labels_at: str = "server"
+    """Who holds labels: "server", "users" or "both"."""
+    user_labels: int | None = None
+    """Labelled images of all users together, where users have labels; by itself as server_labels."""
+    shared: bool = False
+    """Give the server's images to every user besides its own, as DataSharing does."""
+    alpha: float = 0.1
+    """Concentration of scheme "dirichlet"."""
+    classes_per_user: int = 2
+    """Classes each user holds in scheme "shards"."""
+    mixtures: tuple[tuple[float, ...], ...] = ()
+    """Rows of class weights for scheme "mixture"; user u takes row u mod their number."""
+    seed: int = 2019
+    """Names the random choices of the split; 2019 is the paper's."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """[model] The network."""
+
+    name: str | None = None
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; by itself what suits the image size."""
+    norm: str = "group"
+    """Normalisation: "group", "batch" or "none"."""
+    norm_statistics: str = "average"
+    """With batch normalisation, the averaged model's running statistics: "average" (of users and
+    server, like the weights), "server" (the server's own, as in the authors' code) or "recompute"
+    (anew on the server's images before each evaluation)."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """[method] How users learn and how models are averaged."""
+
+    name: str = "alternate"
+    """A row of the methods table: alternate, grouping, crl-gn, crl-bn, self-training, supervised,
+    server-only, fixmatch, data-sharing, easgd, overlap-sgd."""
+    objective: str = "consistency"
+    """The users' loss: "consistency" (CRL), "self-training", "supervised" or "none"."""
+    threshold: float = 0.95
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    averaging: str = "fedavg"
+    """"fedavg", "grouping" (federation.groups streams), "weighted" (method.server_weight), or every user
+    keeps a model of its own that is drawn to a common one: "elastic" (EASGD) or "overlap" (OverlapSGD)."""
+    server: str = "parallel"
+    """When the server trains: "parallel" to the users (paper), "alternate" (after the average) or
+    "none"."""
+    server_weight: float | None = None
+    """The server's share in averaging "weighted"."""
+    server_replicas: bool = False
+    """With grouping and a parallel server, one copy of the server trains for each group, as in the
+    authors' code, instead of one for all."""
+    elasticity: float | None = None
+    """How far models are drawn to each other in averaging "elastic" (by itself 0.9/C) and "overlap" (0.6)."""
+    views: str = "separate"
+    """Whether weak and strong views pass through the network in "joint" or "separate" batches; with
+    batch normalisation they differ."""
+    teacher_mode: str = "eval"
+    """Pseudo-labels from the network in "eval" or "train" mode; with dropout or batch normalisation
+    they differ. Joint views are always in training mode."""
+
+
+@dataclass(frozen=True)
+class Federation:
+    """[federation] Rounds and who takes part."""
+
+    participants: int | None = None
+    """C, users per round; by itself all of them."""
+    groups: int | None = None
+    """S, the number of group streams; by itself max(2, C/10 rounded up) for grouping, else 1."""
+    group_sizes: str = "even"
+    """Groups as "even" as possible, or "filled" one after another with C/S users rounded up, as in the
+    authors' code (47 users in 5 groups: 10, 10, 10, 10, 7)."""
+    period: int = 16
+    """T, local steps per round."""
+    rounds: int | None = None
+    """How many rounds; or give epochs."""
+    epochs: int | None = None
+    """E, rounds counted in epochs of epoch_images images per trainer."""
+    epoch_images: int = 65536
+    """M, images each trainer sees in an epoch."""
+    extra_step: bool = False
+    """One step more in the first round of every epoch, as in the authors' code."""
+    dropout: float = 0.0
+    """The chance that a participant does not come back; the average is over those who do."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """[train] Local optimisation."""
+
+    batch_size: int = 64
+    """B, images per step."""
+    lr: float = 0.03
+    """γ, the base learning rate."""
+    momentum: float = 0.9
+    """SGD's momentum."""
+    nesterov: bool = True
+    """Nesterov's form of momentum."""
+    weight_decay: float = 1e-4
+    """Weight decay on every parameter."""
+    warmup: int = 0
+    """Steps of linear warm-up from zero (the paper's e epochs are e · M / B steps)."""
+    cycles: float = 7 / 16
+    """c, how many half turns the cosine makes; above 1/2 it reaches the floor."""
+    horizon: float = 1.0
+    """The schedule's length as a multiple of the run's; above 1 only its beginning is used."""
+    floor: float = 1e-4
+    """ε, the least fraction of the base rate."""
+    momentum_policy: str = "reset"
+    """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
+    batches: str = "continue"
+    """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
+    precision: str | None = None
+    """In which numbers networks compute: "bfloat16", "float32" or "float64"; by itself "bfloat16" on a GPU,
+    else "float32". Weights, sums, losses and statistics are kept in float32 (float64) in any case."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """[run] How the run is carried out. Apart from the seed, what is computed stays the same, up to the
+    last digits that another engine, device or number of threads rounds differently."""
+
+    seed: int = 1
+    """Names the initial weights and every draw of the training; 1 is the paper's."""
+    engine: str = "auto"
+    """"loop" (one user after another), "vmap" (all at once) or "auto"."""
+    users_at_once: int | None = None
+    """How many users are trained together; by itself as many of the participants as memory holds."""
+    compile: bool | None = None
+    """Compile the steps of "vmap" on a GPU, which takes a while; by itself where the run is long."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda", "cuda:1", ..."""
+    threads: int | None = None
+    """CPU cores to use, by itself all: on a CPU users are trained in so many processes of one thread."""
+    eval_every: int | None = None
+    """Rounds between evaluations on the test images, by itself a hundredth of all or 5; the last round is
+    always evaluated."""
+    checkpoint_every: int | None = None
+    """Rounds between checkpoints, by itself a hundredth of all or 10."""
+    diversity_every: int = 0
+    """Rounds between measurements of gradient diversity; 0 is never."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole experiment."""
+
+    data: Data = field(default_factory=Data)
+    split: Split = field(default_factory=Split)
+    model: Model = field(default_factory=Model)
+    method: Method = field(default_factory=Method)
+    federation: Federation = field(default_factory=Federation)
+    train: Train = field(default_factory=Train)
+    run: Run = field(default_factory=Run)
+
+
+SECTIONS: dict[str, type] = {
+    "data": Data, "split": Split, "model": Model, "method": Method,
+    "federation": Federation, "train": Train, "run": Run,
+}  # fmt: skip
+CHOICES = {
+    "data.name": ("digits", "cifar10", "svhn", "emnist", "stl10"),
+    "split.scheme": ("skew", "iid", "dirichlet", "shards", "mixture"),
+    "split.labels_at": ("server", "users", "both"),
+    "model.name": ("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"),
+    "model.norm": ("group", "batch", "none"),
+    "model.norm_statistics": ("average", "server", "recompute"),
+    "method.name": tuple(METHODS),
+    "method.objective": ("consistency", "self-training", "supervised", "none"),
+    "method.averaging": ("fedavg", "grouping", "weighted", "elastic", "overlap"),
+    "method.server": ("parallel", "alternate", "none"),
+    "method.views": ("separate", "joint"),
+    "method.teacher_mode": ("eval", "train"),
+    "federation.group_sizes": ("even", "filled"),
+    "train.momentum_policy": ("reset", "slot", "user"),
+    "train.batches": ("continue", "restart"),
+    "train.precision": ("bfloat16", "float32", "float64"),
+    "run.engine": ("auto", "loop", "vmap"),
+}
+# Setting one of these from the command line takes the place of the other.
+INSTEAD = {
+    "data.name": "path",
+    "data.path": "name",
+    "federation.rounds": "epochs",
+    "federation.epochs": "rounds",
+}
+# key: (least, most, why)
+RANGES: dict[str, tuple[float, float, str]] = {
+    "data.size": (4, 1024, "pixels"),
+    "data.test_fraction": (0.01, 0.9, "a part of the labelled images"),
+    "data.validation": (0, 0.5, "a part of the training images"),
+    "split.users": (1, 10_000_000, "users"),
+    "split.seed": (0, 2**63 - 1, "any whole number"),
+    "run.seed": (0, 2**63 - 1, "any whole number"),
+    "split.skew": (0, 1, "0 is iid, 1 is one main class each"),
+    "split.server_labels": (0, 10**9, "images"),
+    "split.user_labels": (0, 10**9, "images"),
+    "split.classes_per_user": (1, 10**6, "classes"),
+    "split.alpha": (1e-6, 1e6, "small is skewed, large is even"),
+    "method.threshold": (0, 1, "a probability"),
+    "method.server_weight": (0, 1, "a share of the average"),
+    "method.elasticity": (0, 1, "0 leaves models apart, 1 makes them equal"),
+    "federation.participants": (1, 10_000_000, "users per round"),
+    "federation.groups": (1, 10_000_000, "groups"),
+    "federation.period": (1, 10**6, "local steps"),
+    "federation.rounds": (1, 10**9, "rounds"),
+    "federation.epochs": (1, 10**6, "epochs"),
+    "federation.epoch_images": (1, 10**12, "images"),
+    "federation.dropout": (0, 1, "a probability"),
+    "train.batch_size": (1, 65536, "images"),
+    "train.lr": (0, 1000, "a learning rate"),
+    "train.momentum": (0, 0.9999, "below 1"),
+    "train.weight_decay": (0, 10, "a small number"),
+    "train.warmup": (0, 10**9, "steps"),
+    "train.cycles": (0, 1000, "half turns of the cosine"),
+    "train.floor": (0, 1, "a fraction of train.lr"),
+    "train.horizon": (0.01, 10_000, "runs"),
+    "run.users_at_once": (1, 10_000_000, "users"),
+    "run.threads": (1, 4096, "threads"),
+    "run.eval_every": (1, 10**9, "rounds"),
+    "run.checkpoint_every": (1, 10**9, "rounds"),
+    "run.diversity_every": (0, 10**9, "rounds; 0 is never"),
+}
