@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks import jobs
 from ssfl import assemble, models, objectives
-from ssfl.config import Config
 from ssfl.data import augment
+from ssfl.settings import Config
 
 
 @dataclass
