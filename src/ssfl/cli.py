@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ssfl.errors import SsflError, SsflWarning
+from ssfl.paper import commands
 
 app = typer.Typer(
     name="ssfl",
@@ -22,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(commands.app)
 ConfigName = Annotated[
     str | None,
     typer.Argument(

@@ -18,7 +18,7 @@ from ssfl.methods import METHODS
 from ssfl.settings import CHOICES, INSTEAD, RANGES, SECTIONS, Config, Method
 
 CONFIGS = Path(__file__).parent / "configs"
-__all__ = ["CONFIGS", "Config", "check", "from_dict", "load_config", "presets", "to_toml"]
+__all__ = ["CONFIGS", "Config", "apply", "check", "from_dict", "load_config", "presets", "to_toml"]
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -32,9 +32,14 @@ def load_config(source: str | Path | None = None, overrides: Iterable[str] = ())
         other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
         source = "own" if other else "quickstart"
     given = _read(source)
+    apply(given, overrides)
+    return from_dict(given)
+
+
+def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Put `section.key=value`s into the nested dict of a config."""
     for override in overrides:
         _set(given, override)
-    return from_dict(given)
 
 
 def from_dict(given: dict[str, dict[str, Any]]) -> Config:

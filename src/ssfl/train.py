@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, runs
+from ssfl import assemble, provenance, runs
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
@@ -154,6 +154,7 @@ def _finish(
         "compile": sim.config.run.compile,
         "users_at_once": sim.config.run.users_at_once,
         "versions": runs.versions(),
+        "commit": provenance.commit(),
     }
     if "validation_accuracy" in evaluation:
         summary["validation_accuracy"] = evaluation["validation_accuracy"]

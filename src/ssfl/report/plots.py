@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ssfl.errors import SsflError
 from ssfl.runs import Event
@@ -9,17 +10,22 @@ from ssfl.runs import Event
 STYLES = ["-", "--", "-.", ":"]
 
 
-def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
-    """Test accuracy and mask rate over rounds, a line for each run; read without colour vision."""
+def pyplot() -> Any:
+    """matplotlib's drawing functions, without a display."""
     try:
         import matplotlib
 
         matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import pyplot as functions
     except ImportError as error:
         raise SsflError("plots need matplotlib: pip install 'ssfl[report]'") from error
+    return functions
 
-    figure, (top, bottom) = pyplot.subplots(
+
+def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
+    """Test accuracy and mask rate over rounds, a line for each run; read without colour vision."""
+    plt = pyplot()
+    figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6.4), sharex=True, height_ratios=[2, 1], layout="constrained"
     )
     for number, (name, events) in enumerate(histories.items()):
@@ -35,5 +41,5 @@ def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plt.close(figure)
     return path

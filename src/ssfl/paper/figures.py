@@ -1,0 +1,250 @@
+"""The paper's figures from finished runs, in its arrangement: PNG and SVG.
+
+Gradient diversity is drawn twice, side by side: Definition 1, and what the authors' scripts print (n·Δ
+within each group, which larger groups make larger).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssfl.errors import ConfigError, RunError
+from ssfl.paper import rows
+from ssfl.paper.results import Result
+from ssfl.paper.rows import NAMES, Run
+from ssfl.report.plots import STYLES, pyplot
+
+Points = dict[float, list[float]]
+MEASURES = {
+    "definition": "gradient diversity Δ\n(Definition 1)",
+    "authors_groups": "n·Δ within groups\n(authors' scripts)",
+}
+GIVEN_L2 = "gradient_l2_squared"
+
+
+class Drawing:
+    """Chooses the results of one fidelity, data and scale, and notes which runs are missing."""
+
+    def __init__(self, results: Sequence[Result], fidelity: str) -> None:
+        self.plt = pyplot()
+        self.results = [one for one in results if one.fidelity == fidelity and not one.changes]
+        self.fidelity = fidelity
+        self.missing: list[str] = []
+        self.used: list[Result] = []
+
+    def of(self, run: Run) -> list[Result]:
+        """The seeds of a run, at the largest scale there is."""
+        found = [one for one in self.results if one.name == run.name]
+        if not found:
+            self.missing.append(run.name)
+            return []
+        best = max(found, key=lambda one: (one.scale, one.data != "digits"))
+        found = [one for one in found if (one.scale, one.data) == (best.scale, best.data)]
+        self.used += found
+        return found
+
+    def line(self, axis: Any, label: str, number: int, points: Points) -> None:
+        """A line through the seeds' means, a band from the least to the most."""
+        if not points:
+            return
+        x = sorted(points)
+        mean = [sum(points[at]) / len(points[at]) for at in x]
+        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8)
+        if max(map(len, points.values())) > 1:
+            low, high = ([pick(points[at]) for at in x] for pick in (min, max))
+            axis.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+
+    def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
+        """Write both files; how the runs were made stands under the title."""
+        if not self.used:
+            raise RunError(
+                f"no finished run for figure {name} with fidelity {self.fidelity}: it needs "
+                f"{', '.join(self.missing[:3])}{' ...' if len(self.missing) > 3 else ''}; see `ssfl paper ls`"
+            )
+        data = ", ".join(sorted({one.data for one in self.used}))
+        scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
+        seeds = max(one.seed for one in self.used)
+        made = f"{data}; fidelity {self.fidelity}; scale {scales}; {seeds} seed{'s' if seeds > 1 else ''}"
+        figure.suptitle(f"{title}\n{made}", fontsize=10)
+        out.mkdir(parents=True, exist_ok=True)
+        paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=150, metadata=metadata)
+        self.plt.close(figure)
+        return paths
+
+
+def accuracy(found: Sequence[Result]) -> Points:
+    """Test accuracy over epochs, percent."""
+    return _over(found, "curve", lambda point: 100 * point["accuracy"])
+
+
+def beside(found: Sequence[Result], key: str) -> Points:
+    """What the rounds' events told at the evaluations, such as the mask rate."""
+    return _over(found, "curve", lambda point: point.get(f"round_{key}"))
+
+
+def diversity(found: Sequence[Result], measure: str, variant: str = GIVEN_L2) -> Points:
+    """A measure of gradient diversity over epochs."""
+    return _over(found, "diversity", lambda point: point.get(variant, {}).get(measure))
+
+
+def _over(found: Sequence[Result], kind: str, value: Callable[[dict[str, Any]], float | None]) -> Points:
+    points: Points = {}
+    for one in found:
+        federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]
+        images = federation["period"] * train["batch_size"] / federation["epoch_images"]
+        for point in one.whole[kind]:
+            told = value(point)
+            if told is not None:
+                points.setdefault(round(point["round"] * images, 6), []).append(told)
+    return points
+
+
+def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper") -> list[Path]:
+    """A figure by its number in the paper."""
+    wanted = name.upper()
+    if wanted not in FIGURES:
+        raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}")
+    return FIGURES[wanted](Drawing(results, fidelity), out)
+
+
+def _methods(drawing: Drawing, out: Path) -> list[Path]:
+    """Figure 2: the final accuracy of the five methods."""
+    figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    for axis, skew in zip(axes, (0.0, 0.4), strict=True):
+        for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
+            found = [100 * one.accuracy for one in drawing.of(run)]
+            if found:
+                bar = axis.bar(place, sum(found) / len(found), width=0.7)
+                axis.bar_label(bar, fmt="%.1f", fontsize=8)
+        names = [NAMES[run.method] for run in rows.METHODS.runs if run.skew == skew]
+        axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
+        axis.set(title=f"R = {skew:g}", ylabel="test accuracy, %" if skew == 0 else None)
+    return drawing.save(figure, out, "2", "Test accuracy of the five methods")
+
+
+def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path], list[Path]]:
+    """Figures 3 and 4: convergence, and gradient diversity in both measures."""
+
+    def drawn(drawing: Drawing, out: Path) -> list[Path]:
+        figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+        for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
+            found = drawing.of(run)
+            drawing.line(axes[0], NAMES[run.method], place, accuracy(found))
+            for axis, measure in zip(axes[1:], MEASURES, strict=True):
+                drawing.line(axis, NAMES[run.method], place, diversity(found, measure))
+        axes[0].set_ylabel("test accuracy, %")
+        for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
+            axis.set(ylabel=label, yscale="log")
+        _finish(figure, axes)
+        return drawing.save(figure, out, number, f"Convergence and gradient diversity, R = {skew:g}")
+
+    return drawn
+
+
+def _factors(drawing: Drawing, out: Path) -> list[Path]:
+    """Figure 5: accuracy against R, T and N_s; hollow marks are the paper's own figures."""
+    figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    panels: list[tuple[str, tuple[int, ...], Callable[[Run], float]]] = [
+        ("non-iidness R", (1, 2, 3), lambda run: run.skew),
+        ("communication period T", (4, 5, 6), lambda run: run.period),
+        ("labels at the server Ns", (7, 8, 9), lambda run: run.server_labels),
+    ]
+    for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
+        for place, number in enumerate(numbers):
+            row = rows.row(str(number))
+            points = {factor(run): [100 * one.accuracy for one in drawing.of(run)] for run in row.runs}
+            points = {at: found for at, found in points.items() if found}
+            drawing.line(axis, row.runs[0].data, place, points)
+            printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
+            if printed and points:
+                colour = axis.lines[-1].get_color()
+                axis.plot(*zip(*printed, strict=True), "o", color=colour, fillstyle="none")
+        axis.set_xlabel(label)
+    axes[1].set_xscale("log", base=2)
+    axes[0].set_ylabel("test accuracy, %")
+    _finish(figure, axes, epochs=False)
+    return drawing.save(figure, out, "5", "Accuracy against R, T and Ns (hollow: published)")
+
+
+def _participants(drawing: Drawing, out: Path) -> list[Path]:
+    """Figure 6: FedAvg and grouping on EMNIST by C; mask rate and pseudo-labels beside the diversity."""
+    figure, axes = drawing.plt.subplots(
+        4, 3, figsize=(11, 11), sharex=True, sharey="row", layout="constrained"
+    )
+    for column, count in enumerate((10, 30, 47)):
+        for place, run in enumerate(run for run in rows.row("16").runs if run.participants == count):
+            found, name = drawing.of(run), NAMES[run.method]
+            drawing.line(axes[0, column], name, place, accuracy(found))
+            for axis, measure in zip(axes[1:3, column], MEASURES, strict=True):
+                drawing.line(axis, name, place, diversity(found, measure))
+            drawing.line(axes[3, column], f"{name}: sure", 2 * place, beside(found, "mask_rate"))
+            drawing.line(axes[3, column], f"{name}: right", 2 * place + 1, beside(found, "pseudo_accuracy"))
+        axes[0, column].set_title(f"C = {count}")
+    axes[0, 0].set_ylabel("test accuracy, %")
+    for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
+        axis.set(ylabel=label, yscale="log")
+    axes[3, 0].set_ylabel("pseudo-labels:\nshare that counts, share that is right")
+    _finish(figure, axes.flat, each=(axes[0, 2], axes[3, 2]))
+    return drawing.save(figure, out, "6", "FedAvg and grouping on EMNIST by the number of participants")
+
+
+def _lines(
+    number: str, row: str, title: str, label: Callable[[Run], str]
+) -> Callable[[Drawing, Path], list[Path]]:
+    """Figures B.1 and C.1: convergence of the runs of a row."""
+
+    def drawn(drawing: Drawing, out: Path) -> list[Path]:
+        figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
+        for place, run in enumerate(rows.row(row).runs):
+            drawing.line(axis, label(run), place, accuracy(drawing.of(run)))
+        axis.set_ylabel("test accuracy, %")
+        _finish(figure, [axis])
+        return drawing.save(figure, out, number, title)
+
+    return drawn
+
+
+def _sixteen(drawing: Drawing, out: Path) -> list[Path]:
+    """Appendix D: all sixteen measures, as Definition 1 normalises them, for FedAvg and grouping."""
+    figure, axes = drawing.plt.subplots(4, 4, figsize=(13, 11), sharex=True, layout="constrained")
+    found = {run: drawing.of(run) for run in rows.row("21").runs}
+    for line, kind in enumerate(("gradient", "update")):
+        for half, server in enumerate(("", "_server")):
+            for column, norm in enumerate(("l2_squared", "l2", "l1_squared", "l1")):
+                axis, variant = axes[2 * line + half, column], f"{kind}_{norm}{server}"
+                for place, (run, seeds) in enumerate(found.items()):
+                    drawing.line(axis, NAMES[run.method], place, diversity(seeds, "definition", variant))
+                axis.set_title(
+                    f"{kind}, {norm.replace('_', ' ')}{', with server' if server else ''}", fontsize=8
+                )
+                axis.set_yscale("log")
+    _finish(figure, axes.flat, each=(axes[0, 0],))
+    return drawing.save(figure, out, "D", "Sixteen measures of gradient diversity, EMNIST, K = C = 47")
+
+
+def _finish(figure: Any, axes: Any, epochs: bool = True, each: Sequence[Any] | None = None) -> None:
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        if epochs and axis.get_subplotspec().is_last_row():
+            axis.set_xlabel("epoch")
+    for axis in [axes[0]] if each is None else each:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+
+
+FIGURES: dict[str, Callable[[Drawing, Path], list[Path]]] = {
+    "2": _methods,
+    "3": _curves_and_diversity(0.0, "3"),
+    "4": _curves_and_diversity(0.4, "4"),
+    "5": _factors,
+    "6": _participants,
+    "B.1": _lines("B.1", "4", "Convergence by T", lambda run: f"T = {run.period}"),
+    "C.1": _lines(
+        "C.1", "15", "Convergence by C and E on SVHN, K = 30",
+        lambda run: f"C = {run.participants}, E = {run.epochs or 40}",
+    ),
+    "D": _sixteen,
+}  # fmt: skip

@@ -1,0 +1,151 @@
+"""What a finished run leaves for tables and figures: one JSON file, and those files read back."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ssfl import runs
+from ssfl.errors import RunError
+from ssfl.paper.rows import Run
+
+FILE = "result.json"
+_CURVE = ("accuracy", "loss", "stream_accuracy")
+_BESIDE = ("lr", "loss", "server_loss", "mask_rate", "pseudo_accuracy", "update_norm")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run of the paper's."""
+
+    name: str
+    """The run's name, as in `rows.py`."""
+    data: str
+    """The images it was trained on: the row's data set or what was taken instead."""
+    fidelity: str
+    scale: float
+    seed: int
+    accuracy: float
+    changes: tuple[str, ...]
+    """Further settings, other than the row's."""
+    whole: dict[str, Any]
+    """Everything that was written down: config, curve, diversity, seconds, device, commit."""
+
+    @property
+    def epochs(self) -> list[float]:
+        """When the points of the curve were taken, in epochs."""
+        federation, train = self.whole["config"]["federation"], self.whole["config"]["train"]
+        images = federation["period"] * train["batch_size"] / federation["epoch_images"]
+        return [point["round"] * images for point in self.whole["curve"]]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Several seeds of the same run."""
+
+    accuracy: float
+    deviation: float | None
+    seeds: int
+    scale: float
+    data: str
+    fidelity: str
+    changes: tuple[str, ...]
+
+
+def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
+    """Sum up a finished run folder; `told` says how it was asked for."""
+    summary = runs.read_summary(path)
+    if summary is None:
+        raise RunError(f"{path} is not finished: go on with `ssfl resume {path}`")
+    config = asdict(runs.read_config(path))
+    config["data"].pop("root")
+    if config["data"]["path"]:
+        config["data"]["path"] = Path(config["data"]["path"]).name
+    events = list(runs.read_events(path))
+    rounds = {event["round"]: event for event in events if event["event"] == "round"}
+    curve = []
+    for event in (event for event in events if event["event"] == "eval"):
+        point = {"round": event["round"]} | {key: event[key] for key in _CURVE if key in event}
+        beside = rounds.get(event["round"], {})
+        curve.append(point | {f"round_{key}": beside[key] for key in _BESIDE if key in beside})
+    kept = ("accuracy", "loss", "rounds", "seconds", "device", "precision", "engine", "commit", "versions")
+    evaluating = sum(event.get("seconds", 0.0) for event in events if event["event"] == "eval")
+    whole = {
+        "run": run.name,
+        **told,
+        "published": run.published,
+        "data": summary["data"],
+        **{key: summary.get(key) for key in kept},
+        "evaluation_seconds": evaluating,
+        "curve": curve,
+        "diversity": [event for event in events if event["event"] == "diversity"],
+        "config": config,
+    }
+    file = path / FILE
+    runs.write_atomic(file, _compact(whole).encode())
+    return file
+
+
+def _compact(whole: dict[str, Any]) -> str:
+    """JSON that a person can look through: a line for each point of a curve, numbers of six digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, dict):
+            return {key: rounded(item) for key, item in value.items()}
+        return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+    lines = []
+    for key, value in rounded(whole).items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            inside = ",\n  ".join(json.dumps(item) for item in value)
+            lines.append(f" {json.dumps(key)}: [\n  {inside}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read(places: Sequence[Path]) -> list[Result]:
+    """Every result under some folders, of run folders or collected files alike."""
+    found = []
+    for place in places:
+        if not place.is_dir():
+            raise RunError(
+                f"{place} is not a folder: run something with `ssfl paper run`, or name one with --from"
+            )
+        for file in sorted(place.rglob("*.json")):
+            if file.name == FILE or file.parent == place:
+                found += _read_one(file)
+    return found
+
+
+def _read_one(file: Path) -> list[Result]:
+    try:
+        whole = json.loads(file.read_text("utf-8"))
+        return [
+            Result(
+                whole["run"], whole["data"], whole["fidelity"], whole["scale"], whole["seed"],
+                whole["accuracy"], tuple(whole["changes"]), whole,
+            )
+        ]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # some other JSON file
+
+
+def means(results: Iterable[Result]) -> list[Mean]:
+    """The results of one run by how it was run: seeds together, scales, fidelities and data apart."""
+    kinds: dict[tuple[Any, ...], dict[int, float]] = {}
+    for one in results:
+        kind = (one.fidelity, one.data, -one.scale, one.changes)
+        kinds.setdefault(kind, {})[one.seed] = 100 * one.accuracy
+    return [
+        Mean(
+            statistics.mean(found.values()),
+            statistics.stdev(found.values()) if len(found) > 1 else None,
+            len(found), -scale, data, fidelity, changes,
+        )
+        for (fidelity, data, scale, changes), found in sorted(kinds.items(), key=lambda item: item[0])
+    ]  # fmt: skip

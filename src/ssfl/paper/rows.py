@@ -1,0 +1,293 @@
+"""The fifty rows of the paper's experiment table (Appendix A.5), every varying value spelled out.
+
+`published` is the accuracy in percent that the paper prints for a run, with where it is printed. The
+tables print "-" for S where it follows from C, and for N_s where the server has no data.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from ssfl.errors import ConfigError
+
+TENTHS = tuple(tenth / 10 for tenth in range(11))
+PERIODS = (2, 4, 8, 16, 32)
+LABELS = (1000, 2000, 3000, 4000, 5000)
+NAMES = {
+    "grouping": "Grouping-based", "crl-gn": "FedAvg", "crl-bn": "CRL with BN",
+    "self-training": "Self-training",
+    "supervised": "Supervised FedAvg", "supervised-grouping": "Supervised grouping", "fixmatch": "FixMatch",
+    "data-sharing": "DataSharing", "easgd": "EASGD", "overlap-sgd": "OverlapSGD", "fedmatch": "FedMatch",
+    "alternate": "Alternate",
+}  # fmt: skip
+"""What the paper calls our methods."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: a data set, a method and the paper's environmental factors."""
+
+    data: str
+    method: str
+    skew: float
+    """R."""
+    period: int
+    """T."""
+    server_labels: int
+    """N_s; 0 where the server has no data."""
+    participants: int
+    """C."""
+    users: int
+    """K."""
+    groups: int | None
+    """S, with grouping."""
+    epochs: int | None = None
+    """E, where it is not the data set's usual one."""
+    labels_at: str = "server"
+    published: float | None = None
+    where: str = ""
+    """Where the figure is printed."""
+
+    @property
+    def name(self) -> str:
+        """Names the run: rows that share a setting share their runs."""
+        parts = [
+            self.data, self.method, f"R{self.skew:g}", f"T{self.period}", f"Ns{self.server_labels}",
+            f"C{self.participants}", f"K{self.users}",
+        ]  # fmt: skip
+        parts += [f"S{self.groups}"] if self.groups else []
+        parts += [f"E{self.epochs}"] if self.epochs else []
+        parts += ["labels-at-users"] if self.labels_at == "users" else []
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the experiment table."""
+
+    number: int | str
+    title: str
+    where: str
+    """The table or figure that shows it."""
+    runs: tuple[Run, ...]
+    note: str = ""
+
+
+def _row(
+    number: int | str,
+    title: str,
+    where: str,
+    data: str,
+    method: str | tuple[str, ...],
+    *,
+    R: float | tuple[float, ...] = 0.4,
+    T: int | tuple[int, ...] = 16,
+    Ns: int | tuple[int, ...] = 1000,
+    C: int | tuple[int, ...] = 10,
+    K: int | tuple[int, ...] = 10,
+    S: int | None = None,
+    published: dict[tuple[str, float], tuple[float, str]] | None = None,
+    note: str = "",
+    labels_at: str = "server",
+) -> Row:
+    """The product of everything that varies; `published` is keyed by method and the value that varies."""
+
+    def each(value: Any) -> tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,)
+
+    factors = (R, T, Ns, C, K)
+    runs = []
+    for name, *values in product(*map(each, (method, *factors))):
+        varying = [value for value, given in zip(values, factors, strict=True) if isinstance(given, tuple)]
+        skew, period, labels, participants, users = values
+        groups = (S or max(2, -(-participants // 10))) if "grouping" in name else None
+        accuracy, printed = (published or {}).get((name, varying[0] if varying else 0), (None, ""))
+        factor = (skew, period, labels, participants, users, groups)
+        runs.append(Run(data, name, *factor, labels_at=labels_at, published=accuracy, where=printed))
+    return Row(number, title, where, tuple(runs), note)
+
+
+_G, _F = "grouping", "crl-gn"
+_T1, _T2 = "Table 1", "Table 2"
+_BOTH = (_F, _G)
+
+
+def _printed(method: str, where: str, **accuracies: float) -> dict[tuple[str, float], tuple[float, str]]:
+    """x10=92.86 is 92.86 at the varying value 10; R04 is R = 0.4."""
+    return {
+        (method, int(key[1:]) / (10 if key[0] == "R" else 1)): (accuracy, where)
+        for key, accuracy in accuracies.items()
+    }
+
+
+_ROWS_1_18 = (
+    _row(1, "Impact of R", "Figure 5, left", "cifar10", _G, R=TENTHS,
+         published=_printed(_G, "text", R00=93.42, R10=81.7) | _printed(_G, _T1, R04=92.86)),
+    _row(2, "Impact of R", "Figure 5, left", "svhn", _G, R=TENTHS,
+         published=_printed(_G, "text", R00=95.32, R10=92.49) | _printed(_G, _T1, R04=95.49)),
+    _row(3, "Impact of R", "Figure 5, left", "emnist", _G, R=TENTHS, Ns=4700, K=47,
+         published=_printed(_G, "text", R00=84.43, R10=82.69) | _printed(_G, _T2, R04=84.43),
+         note="84.43 is printed both for R=0 (text) and for R=0.4 (Table 2)"),
+    _row(4, "Impact of T", "Figure 5, middle; Figure B.1", "cifar10", _G, T=PERIODS,
+         published=_printed(_G, _T1, x16=92.86) | _printed(_G, "Table 4", x32=92.96)),
+    _row(5, "Impact of T", "Figure 5, middle", "svhn", _G, T=PERIODS,
+         published=_printed(_G, _T1, x16=95.49)),
+    _row(6, "Impact of T", "Figure 5, middle", "emnist", _G, T=PERIODS, Ns=4700, K=47,
+         published=_printed(_G, _T2, x16=84.43)),
+    _row(7, "Impact of Ns", "Figure 5, right", "cifar10", _G, Ns=LABELS,
+         published=_printed(_G, _T1, x1000=92.86), note="5000 labels are said to gain 1.92 points"),
+    _row(8, "Impact of Ns", "Figure 5, right", "svhn", _G, Ns=LABELS,
+         published=_printed(_G, _T1, x1000=95.49), note="5000 labels are said to gain 0.66 points"),
+    _row(9, "Impact of Ns", "Figure 5, right", "emnist", _G, Ns=LABELS, K=47,
+         note="5000 labels are said to gain 2.07 points"),
+    _row(10, "Impact of C", _T1, "cifar10", _G, published=_printed(_G, _T1, x0=92.86)),
+    _row(11, "Impact of C", _T1, "cifar10", _G, C=(10, 20), K=20,
+         published=_printed(_G, _T1, x10=93.19, x20=92.93)),
+    _row(12, "Impact of C", _T1, "cifar10", _G, C=(10, 30), K=30,
+         published=_printed(_G, _T1, x10=92.84, x30=92.12)),
+    _row(13, "Impact of C", _T1, "svhn", _G, published=_printed(_G, _T1, x0=95.49)),
+    _row(14, "Impact of C", _T1, "svhn", _G, C=(10, 20), K=20,
+         published=_printed(_G, _T1, x10=95.43, x20=94.99)),
+    _row(15, "Impact of C", f"{_T1}; Figure C.1", "svhn", _G, C=(10, 30), K=30,
+         published=_printed(_G, _T1, x10=93.56, x30=78.77),
+         note="Appendix C also trains K=C=30 for E=120: 94.93"),
+    _row(16, "Impact of C", f"{_T2}; Figure 6", "emnist", _BOTH, C=(10, 30, 47), Ns=4700, K=47,
+         published=_printed(_F, _T2, x10=83.07, x30=79.05, x47=65.48)
+         | _printed(_G, _T2, x10=84.43, x30=83.12, x47=82.95),
+         note="the row names grouping alone; Table 2 prints FedAvg beside it"),
+    _row(17, "Impact of K", _T1, "cifar10", _G, K=(10, 20, 30),
+         published=_printed(_G, _T1, x10=92.86, x20=93.19, x30=92.84)),
+    _row(18, "Impact of K", _T1, "svhn", _G, K=(10, 20, 30),
+         published=_printed(_G, _T1, x10=95.49, x20=95.43, x30=93.56)),
+)  # fmt: skip
+
+_VERSUS = "FedAvg vs. grouping-based"
+_SUPERVISED = ("supervised", "supervised-grouping")
+_ROWS_19_37 = (
+    _row(19, _VERSUS, "Figures 3 and 4", "cifar10", _BOTH, S=2,
+         published=_printed(_G, _T1, x0=92.86)),
+    _row(20, _VERSUS, "Figure D", "svhn", _BOTH, C=20, K=20, S=2, published=_printed(_G, _T1, x0=94.99)),
+    _row(21, _VERSUS, f"{_T2}; Figures 6 and D", "emnist", _BOTH, Ns=4700, C=47, K=47, S=5,
+         published=_printed(_F, _T2, x0=65.48) | _printed(_G, _T2, x0=82.95)),
+    _row(22, "Comparison with supervised FL", "Table 4", "cifar10", "supervised", R=0.29, T=32, Ns=0,
+         published=_printed("supervised", "Table 4", x0=78.52), note="the server has no data"),
+    _row(23, "Comparison with supervised FL", "Table 4", "cifar10", "data-sharing", R=0.29, T=32, Ns=2500,
+         published=_printed("data-sharing", "Table 4", x0=81.82),
+         note="no size of the shared set is printed: 2,500 images are 5 % of the training images"),
+    _row(24, "Comparison with supervised FL", "Table 4", "cifar10", _F, T=32),
+    _row(25, "Comparison with supervised FL", "Table 4", "cifar10", _G, T=32, S=2,
+         published=_printed(_G, "Table 4", x0=92.96)),
+    _row(26, "Comparison with EASGD and OverlapSGD", "Table 5", "cifar10", "easgd", T=(2, 8), Ns=0,
+         C=16, K=16, published=_printed("easgd", "Table 5", x2=91.12, x8=88.88),
+         note="the server has no data"),
+    _row(27, "Comparison with EASGD and OverlapSGD", "Table 5", "cifar10", "overlap-sgd", T=(2, 8), Ns=0,
+         C=16, K=16, published=_printed("overlap-sgd", "Table 5", x2=91.63, x8=91.45),
+         note="the server has no data"),
+    _row(28, "Comparison with EASGD and OverlapSGD", "Table 5", "cifar10", _F, T=(2, 8, 32), C=16, K=16),
+    _row(29, "Comparison with EASGD and OverlapSGD", "Table 5", "cifar10", _G, T=(2, 8, 32), C=16, K=16, S=2,
+         published=_printed(_G, "Table 5", x2=94.22, x8=93.58, x32=91.92)),
+    _row(30, "Impact of the ratio C/K", "Table E.1", "cifar10", _BOTH, C=(3, 6, 10, 30), K=30,
+         published=_printed(_G, "Table E.1", x3=82.48, x6=92.08, x10=92.84, x30=92.12)),
+    _row(31, "Impact of the ratio C/K", "Table E.1", "svhn", _BOTH, C=(3, 6, 10, 30), K=30,
+         published=_printed(_G, "Table E.1", x3=92.83, x6=93.42, x10=93.56, x30=78.77)),
+    _row(32, "Fully supervised FL", "Table F.1", "emnist", _SUPERVISED, Ns=4700, C=10, K=10, S=2,
+         published=_printed("supervised", "Table F.1", x0=86.19)
+         | _printed("supervised-grouping", "Table F.1", x0=86.29)),
+    _row(33, "Fully supervised FL", "Table F.1", "emnist", _SUPERVISED, Ns=4700, C=20, K=20, S=2,
+         published=_printed("supervised", "Table F.1", x0=86.14)
+         | _printed("supervised-grouping", "Table F.1", x0=86.27)),
+    _row(34, "Fully supervised FL", "Table F.1", "emnist", _SUPERVISED, Ns=4700, C=47, K=47, S=5,
+         published=_printed("supervised", "Table F.1", x0=84.71)
+         | _printed("supervised-grouping", "Table F.1", x0=84.97)),
+    _row(35, "Grouping-based vs. FixMatch", "Table G.1", "cifar10", _G, Ns=4000, S=2,
+         published=_printed(_G, "Table G.1", x0=92.86),
+         note="the figure is that of Table 1 for Ns=1000"),
+    _row(36, "Grouping-based vs. FixMatch", "Table G.1", "svhn", _G, C=20, K=20, S=2,
+         published=_printed(_G, "Table G.1", x0=95.49), note="Table 1 prints 94.99 for K=C=20"),
+    _row(37, "Grouping-based vs. FixMatch", "Table G.1", "emnist", _G, Ns=4700, C=47, K=47, S=5,
+         published=_printed(_G, "Table G.1", x0=81.63), note="Table 2 prints 82.95 for the same setting"),
+)  # fmt: skip
+
+_FIXMATCH = (
+    "one model, L_s + L_k in every step; rounds of 16 steps are then the same training as T=1; "
+    "the figures for CIFAR-10 and SVHN are those of the FixMatch paper, of another network"
+)
+_LARGE = "the table prints K=47, the text and Table J.1 say 470"
+_JEONG = "200 rounds, as FedMatch's; labels at the server and labels at the users, 5,000 in all"
+_ROWS_38_50 = (
+    _row(38, "Grouping-based vs. FixMatch", "Table G.1", "cifar10", "fixmatch", R=0.0, T=1, Ns=4000, C=1, K=1,
+         published=_printed("fixmatch", "Table G.1", x0=95.74), note=_FIXMATCH),
+    _row(39, "Grouping-based vs. FixMatch", "Table G.1", "svhn", "fixmatch", R=0.0, T=1, C=1, K=1,
+         published=_printed("fixmatch", "Table G.1", x0=97.72), note=_FIXMATCH),
+    _row(40, "Grouping-based vs. FixMatch", "Table G.1", "emnist", "fixmatch", R=0.0, T=1, Ns=4700, C=1, K=1,
+         published=_printed("fixmatch", "Table G.1", x0=83.70), note=_FIXMATCH),
+    _row(41, "Users have labelled samples", "Table H.1", "emnist", _F, R=(0.4, 0.6), Ns=4700, C=47, K=47,
+         published=_printed(_F, "Table H.1", R04=81.88, R06=81.40), labels_at="users",
+         note="the row says FedAvg, the text grouping-based; the server has no data"),
+    _row(42, "Performance on STL-10", "Table I.1", "stl10", "self-training", R=0.0, C=2,
+         published=_printed("self-training", "Table I.1", x0=74.25)),
+    _row(43, "Performance on STL-10", "Table I.1", "stl10", "crl-bn", R=0.0, C=2,
+         published=_printed("crl-bn", "Table I.1", x0=78.96)),
+    _row(44, "Performance on STL-10", "Table I.1", "stl10", _F, R=0.0, C=2,
+         published=_printed(_F, "Table I.1", x0=81.71)),
+    _row(45, "Performance on STL-10", "Table I.1", "stl10", _G, R=0.0, C=2, S=2,
+         published=_printed(_G, "Table I.1", x0=82.81)),
+    _row(46, "EMNIST with many users", "Table J.1", "emnist", _BOTH, Ns=4700, C=10, K=470, S=2,
+         published=_printed(_F, "Table J.1", x0=83.69) | _printed(_G, "Table J.1", x0=83.94), note=_LARGE),
+    _row(47, "EMNIST with many users", "Table J.1", "emnist", _BOTH, Ns=4700, C=20, K=470, S=2,
+         published=_printed(_F, "Table J.1", x0=82.36) | _printed(_G, "Table J.1", x0=83.66), note=_LARGE),
+    _row(48, "EMNIST with many users", "Table J.1", "emnist", _BOTH, Ns=4700, C=30, K=470, S=2,
+         published=_printed(_F, "Table J.1", x0=79.41) | _printed(_G, "Table J.1", x0=81.31), note=_LARGE),
+    _row(49, "Comparison with FedMatch", "Table 3", "cifar10", "fedmatch", R=(0.0, 1.0), T=100, Ns=5000,
+         C=5, K=100, published=_printed("fedmatch", "Table 3", R00=46.81, R10=47.11), note=_JEONG),
+    _row(50, "Comparison with FedMatch", "Table 3", "cifar10", _G, R=(0.0, 1.0), T=100, Ns=5000, C=5, K=100,
+         S=2, published=_printed(_G, "Table 3", R00=63.32, R10=63.24), note=_JEONG),
+)  # fmt: skip
+_AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
+"""Table 3's other half: the labels are the users'."""
+
+
+def _completed(row: Row) -> Row:
+    """The runs that the appendices add to a row."""
+    if row.number == 15:
+        longer = replace(row.runs[-1], epochs=120, published=94.93, where=_T1)
+        return replace(row, runs=(*row.runs, longer))
+    if row.number in _AT_USERS:
+        figures = _AT_USERS[int(row.number)]
+        more = tuple(
+            replace(run, labels_at="users", published=figure)
+            for run, figure in zip(row.runs, figures, strict=True)
+        )
+        return replace(row, runs=(*row.runs, *more))
+    return row
+
+
+ROWS = tuple(_completed(row) for row in (*_ROWS_1_18, *_ROWS_19_37, *_ROWS_38_50))
+METHODS = _row(
+    "methods", "The five methods of section 3", "Figures 2, 3 and 4", "cifar10",
+    ("self-training", "crl-bn", _F, _G, "supervised"), R=(0.0, 0.4),
+    published=_printed(_G, "text", R00=93.42) | _printed(_G, _T1, R04=92.86),
+    note="not in the experiment table: section 3 shows them as curves",
+)  # fmt: skip
+TABLES: dict[str, tuple[int, ...]] = {
+    "1": (10, 11, 12, 13, 14, 15), "2": (16,), "3": (49, 50), "4": (22, 23, 24, 25), "5": (26, 27, 28, 29),
+    "E.1": (30, 31), "F.1": (32, 33, 34), "G.1": (35, 36, 37, 38, 39, 40), "H.1": (41,),
+    "I.1": (42, 43, 44, 45), "J.1": (46, 47, 48),
+}  # fmt: skip
+"""The rows that each of the paper's tables shows."""
+
+
+def row(number: str) -> Row:
+    """A row by its number, or the set "methods"."""
+    for one in (*ROWS, METHODS):
+        if str(one.number) == number:
+            return one
+    raise ConfigError(f"the paper has no row {number!r}: rows are 1 to {len(ROWS)}, and 'methods'")
+
+
+def table(name: str) -> tuple[Row, ...]:
+    """The rows of a table by its number: 2, or E.1 (E for short)."""
+    wanted = name.upper() if name.upper() in TABLES else f"{name.upper()}.1"
+    if wanted not in TABLES:
+        raise ConfigError(f"the paper has no table {name!r} of accuracies: choose from {', '.join(TABLES)}")
+    return tuple(one for one in ROWS if one.number in TABLES[wanted])

@@ -1,0 +1,83 @@
+"""Rows run one after another; what is finished is not run again, what was stopped goes on."""
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssfl import progress, train
+from ssfl.errors import DivergedError
+from ssfl.paper import fidelity, results
+from ssfl.paper.rows import Row, Run
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows are run."""
+
+    fidelity: str = "paper"
+    scale: float = 1.0
+    seeds: int = 1
+    data: str | None = None
+    only: str = ""
+    """Runs whose name contains this."""
+    changes: tuple[str, ...] = ()
+    """Further settings, `section.key=value`."""
+    out: Path = Path("runs/paper")
+
+
+def folder(run: Run, options: Options, seed: int) -> Path:
+    """Where a run lies: rows that share a run share its folder."""
+    parts = [run.name, options.fidelity]
+    if options.data:
+        parts.append(Path(options.data).stem)
+    if options.scale != 1:
+        parts.append(f"scale{options.scale:g}")
+    if options.changes:
+        parts.append(hashlib.sha256("\n".join(options.changes).encode()).hexdigest()[:8])
+    return options.out / "-".join([*parts, f"seed{seed}"])
+
+
+def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
+    """Every run of the rows, seed by seed; the folders in order."""
+    wanted = {
+        folder(run, options, seed): (run, seed)
+        for seed in range(1, options.seeds + 1)
+        for row in rows
+        for run in row.runs
+        if options.only in run.name
+    }
+    configs = {  # mistakes show before anything is trained
+        path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.changes)
+        for path, (run, seed) in wanted.items()
+    }
+    failed = None
+    for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
+        here = f"[{number}/{len(wanted)}] {path.name}"
+        if (path / results.FILE).is_file():
+            tell(f"{here}: done before")
+            continue
+        tell(here)
+        begun = (path / "config.toml").is_file()
+        try:
+            with progress.Reporter() as reporter:
+                report = None if quiet else reporter
+                found = train.resume(path, report) if begun else train.run(configs[path], path, report)
+        except DivergedError as error:  # a result as well: the others go on
+            failed = error
+            tell(f"{here}: {error}")
+            continue
+        told = {
+            "command": shlex.join(["ssfl", *sys.argv[1:]]),
+            "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
+        }  # fmt: skip
+        results.write(path, run, told)
+        printed = "" if run.published is None else f" (published {run.published:.2f})"
+        tell(f"{here}: {100 * found.accuracy:.2f} %{printed}, at scale {options.scale:g}")
+    if failed is not None:
+        raise failed
+    return list(wanted)
