@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssfl import engines, memory, models
+from ssfl import engines, fedmatch, memory, models
 from ssfl.config import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
@@ -21,7 +21,7 @@ from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
 from ssfl.rows import Layout, layout_of
 from ssfl.settings import Config, Run
-from ssfl.simulation import Owners, Simulation, objective_of
+from ssfl.simulation import Owners, Simulation, kept_per, network_of, objective_of
 from ssfl.work import Optimizer, Pool
 
 CORES = torch.get_num_threads()
@@ -179,18 +179,17 @@ def make(config: Config) -> Simulation:
         torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
         bool(config.data.flip), getattr(torch, precision),
     )  # fmt: skip
-    model = models.build(config.model.name or "", len(dataset.classes), dataset.shape, config.model.norm)
-    model = model.to(device, pool.wide)
+    model = network_of(config, dataset).to(device, pool.wide)
     layout = layout_of(model)
     train = config.train
-    kept = 0
-    if train.momentum_policy != "reset":
-        rows = config.split.users if train.momentum_policy == "user" else config.federation.participants or 1
-        setting = f"train.momentum_policy = {train.momentum_policy!r}"
-        instead = "'slot' or 'reset'" if train.momentum_policy == "user" else "'reset'"
-        kept = memory.check_kept(
-            setting, f"{train.momentum_policy}s", rows, layout.weights, pool.wide, device, instead
-        )
+    kept, policy = 0, kept_per(config)
+    if policy != "reset":
+        rows = config.split.users if policy == "user" else config.federation.participants or 1
+        setting = f"train.momentum_policy = {policy!r}"
+        instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
+        if isinstance(model, fedmatch.Decomposed):
+            setting, instead = "method.objective = 'fedmatch'", "another, or lower split.users"
+        kept = memory.check_kept(setting, f"{policy}s", rows, layout.weights, pool.wide, device, instead)
     if config.method.averaging in ("elastic", "overlap"):
         setting = f"method.averaging = {config.method.averaging!r}"
         kept += memory.check_kept(
@@ -216,14 +215,18 @@ def _make_engine(
     steps = (config.federation.rounds or 1) * config.federation.period
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     network = (model, layout, pool, optimizer)
-    needed = engines.make("vmap", *network, False).memory(objective, train.batch_size)
+    rival = None
+    if isinstance(model, fedmatch.Decomposed):
+        rival = fedmatch.FedMatch(model, pool, optimizer, config.split.labels_at)
+    needed = (rival or engines.make("vmap", *network, False)).memory(objective, train.batch_size)
     threads = run.threads or CORES
     torch.set_num_threads(engines.threads(needed, threads))
     name = engines.choose(device, needed) if run.engine == "auto" else run.engine
+    name = "loop" if rival else name
     compiled = engines.can_compile(name, device) and (
         steps >= engines.LONG if run.compile is None else run.compile
     )
-    engine = engines.make(name, *network, compiled)
+    engine = rival or engines.make(name, *network, compiled)
     at_once = min(run.users_at_once or participants, participants)
     cores = threads if objective.name != "none" else 1
     if run.users_at_once is None:

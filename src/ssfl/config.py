@@ -204,6 +204,8 @@ def check(config: Config) -> None:
         )
     if method.name == "fixmatch" and split.users != 1:
         raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")
+    if method.objective == "fedmatch":
+        _check_fedmatch(config)
     if split.shared and split.labels_at != "server":
         raise ConfigError("split.shared shares the server's images: use split.labels_at = 'server'")
     if method.objective == "none" and method.server == "none":
@@ -218,6 +220,27 @@ def check(config: Config) -> None:
         raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
     if config.train.nesterov and config.train.momentum == 0:
         raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
+
+
+def _check_fedmatch(config: Config) -> None:
+    """What FedMatch cannot do."""
+    method, train = config.method, config.train
+    settled = [
+        (config.model.norm != "batch", f"model.norm = {config.model.norm!r}", "model.norm=none"),
+        (method.averaging == "fedavg", f"method.averaging = {method.averaging!r}", "method.averaging=fedavg"),
+        (method.views == "separate", f"method.views = {method.views!r}", "method.views=separate"),
+        (train.momentum == 0, f"train.momentum = {train.momentum}", "train.momentum=0"),
+        (train.lr < 0.1, f"train.lr = {train.lr}, which draws ψ beyond σ", "train.lr below 0.1"),
+        (config.run.diversity_every == 0, "gradient diversity", "run.diversity_every=0"),
+    ]
+    for fits, given, instead in settled:
+        if not fits:
+            raise ConfigError(f"method.objective = 'fedmatch' does not go with {given}: set {instead}")
+    if method.server == "parallel" or (method.server == "none" and config.split.labels_at == "server"):
+        raise ConfigError(
+            f"method.objective = 'fedmatch' does not go with method.server = {method.server!r}: set "
+            "method.server=alternate, or method.server=none and split.labels_at=users"
+        )
 
 
 def _suggest(word: str, known: Iterable[str], section: str = "") -> str:

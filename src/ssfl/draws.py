@@ -18,6 +18,7 @@ PURPOSES = {
     "dropout": 8,  # dropout masks inside the model
     "diversity": 9,  # views for the full-data gradients
     "split": 10,  # who gets which image
+    "noise": 11,  # the image that FedMatch tells models apart by
 }
 SERVER = -1  # the server's number where a user's number stands
 

@@ -30,7 +30,8 @@ class State:
     average: Tensor
     """[P + Q]: w_avg, the model that the server starts from, and that is evaluated."""
     momentum: Tensor
-    """[slots + 1, P]: momentum kept between rounds, the server's row last; empty when it is not."""
+    """[slots + 1, P]: momentum kept between rounds, the server's row last; empty when it is not.
+    FedMatch has none and keeps what each user sent last, zeros of one never seen."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,17 @@ METHODS: dict[str, Settings] = {
         "model": {"norm": "batch"},
         "train": {"momentum_policy": "user"},
     },
+    # A rival, Jeong et al. 2021: weights are sums, labels move one part and unlabelled images the other.
+    "fedmatch": {
+        "method": {
+            "objective": "fedmatch",
+            "averaging": "fedavg",
+            "server": "alternate",
+            "threshold": 0.75,
+        },
+        "model": {"norm": "none"},
+        "train": {"lr": 0.001, "momentum": 0.0, "nesterov": False},
+    },
     # No users at all: what the server can do alone with its labels. The line to beat.
     "server-only": {
         "method": {"objective": "none", "averaging": "fedavg", "server": "parallel"},

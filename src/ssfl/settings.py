@@ -80,9 +80,9 @@ class Method:
 
     name: str = "alternate"
     """A row of the methods table: alternate, grouping, crl-gn, crl-bn, self-training, supervised,
-    server-only, fixmatch, data-sharing, easgd, overlap-sgd."""
+    server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch."""
     objective: str = "consistency"
-    """The users' loss: "consistency" (CRL), "self-training", "supervised" or "none"."""
+    """The users' loss: "consistency" (CRL), "self-training", "supervised", "fedmatch" or "none"."""
     threshold: float = 0.95
     """τ: a pseudo-label counts when the model is at least this sure."""
     averaging: str = "fedavg"
@@ -213,7 +213,7 @@ CHOICES = {
     "model.norm": ("group", "batch", "none"),
     "model.norm_statistics": ("average", "server", "recompute"),
     "method.name": tuple(METHODS),
-    "method.objective": ("consistency", "self-training", "supervised", "none"),
+    "method.objective": ("consistency", "self-training", "supervised", "fedmatch", "none"),
     "method.averaging": ("fedavg", "grouping", "weighted", "elastic", "overlap"),
     "method.server": ("parallel", "alternate", "none"),
     "method.views": ("separate", "joint"),

@@ -6,14 +6,14 @@
 import builtins
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssfl import diversity, draws, engines, layers, models, scoring
+from ssfl import diversity, draws, engines, fedmatch, layers, models, scoring
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -73,16 +73,13 @@ class Simulation:
 
     def initial(self) -> State:
         """Every stream and the server start from the same random weights (seed run.seed)."""
-        network = models.build(
-            self.config.model.name or "", len(self.dataset.classes), self.dataset.shape,
-            self.config.model.norm, self.config.run.seed,
-        )  # fmt: skip
+        network = network_of(self.config, self.dataset)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
             "slot": self._participants + self._replicas,
             "user": self.config.split.users + self._replicas,
-        }[self.config.train.momentum_policy]
+        }[kept_per(self.config)]
         momentum = row.new_zeros(slots, self.layout.weights)
         return State(0, row.repeat(self._streams, 1), row, momentum)
 
@@ -93,15 +90,20 @@ class Simulation:
         method, every = self.config.method, self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
+        helpers = self._helpers(state, cohort)
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             assert own is not None
             return self.engine.train(rows, kept, own)
 
         def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
-            return self.engine.train(rows, kept, users.of(part))
+            work = users.of(part)
+            if helpers is not None:
+                near, half = helpers[part], state.momentum.shape[1] // 2
+                work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
+            return self.engine.train(rows, kept, work)
 
-        slots = cohort.users if self.config.train.momentum_policy == "user" else cohort.slots
+        slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self._own_streams:
             new, outcome = play_own_streams(
                 state,
@@ -175,6 +177,11 @@ class Simulation:
             layer.momentum = 0.1
         return row_of(self.model, self.layout)
 
+    def final_tensors(self, state: State) -> dict[str, Tensor]:
+        """The averaged model by the names of its plain network."""
+        tensors = self.layout.unflatten(self.final_row(state))
+        return fedmatch.composed(tensors) if isinstance(self.model, fedmatch.Decomposed) else tensors
+
     def _score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
@@ -202,6 +209,13 @@ class Simulation:
     @property
     def _replicas(self) -> int:
         return self._streams if self.config.method.server_replicas else 1
+
+    def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
+        """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
+        model, seed = self.model, self.config.run.seed
+        if not isinstance(model, fedmatch.Decomposed) or (state.round + 1) % fedmatch.INTERVAL:
+            return None
+        return fedmatch.helpers_of(model, self.pool, state.momentum, cohort.users, seed)
 
     def _prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
         """Who takes part in a round, and what they and the server train on."""
@@ -351,6 +365,18 @@ class Simulation:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def network_of(config: Config, dataset: Dataset) -> nn.Module:
+    """The network that is trained, with its initial weights."""
+    name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
+    network = models.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    return fedmatch.Decomposed(network) if config.method.objective == "fedmatch" else network
+
+
+def kept_per(config: Config) -> str:
+    """What a row is kept for between rounds: every "user", every "slot", or nothing ("reset")."""
+    return "user" if config.method.objective == "fedmatch" else config.train.momentum_policy
 
 
 def objective_of(config: Config) -> Objective:

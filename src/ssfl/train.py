@@ -135,7 +135,7 @@ def _finish(
     sim: Simulation, path: Path, state: State, totals: dict[str, float], events: list[Event]
 ) -> Result:
     evaluation = [event for event in events if event["event"] == "eval"][-1]
-    tensors = sim.layout.unflatten(sim.final_row(state))
+    tensors = sim.final_tensors(state)
     runs.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation["accuracy"]))
     summary: dict[str, Any] = {
         "accuracy": evaluation["accuracy"],

@@ -47,7 +47,7 @@ class Objective:
     """What a trainer minimises."""
 
     name: str
-    """"consistency", "self-training" or "supervised"."""
+    """"consistency", "self-training", "supervised" or "fedmatch"."""
     threshold: float = 0.95
     views: str = "separate"
     teacher_mode: str = "eval"
@@ -77,6 +77,8 @@ class Work:
     """[T]: the learning rate of each step."""
     seats: int = 1
     """How many trainers such work may be for: fewer come where users do not return."""
+    helpers: Tensor | None = None
+    """[n, H, P / 2]: ψ of FedMatch's helpers, zeros where there is none; None in a round without."""
 
     @property
     def steps(self) -> int:
@@ -84,8 +86,9 @@ class Work:
 
     def of(self, trainers: slice) -> "Work":
         """The work of some of the trainers."""
-        labelled = None if self.labelled is None else self.labelled[trainers]
-        return replace(self, keys=self.keys[:, trainers], batches=self.batches[trainers], labelled=labelled)
+        labelled, helpers = (None if x is None else x[trainers] for x in (self.labelled, self.helpers))
+        keys, batches = self.keys[:, trainers], self.batches[trainers]
+        return replace(self, keys=keys, batches=batches, labelled=labelled, helpers=helpers)
 
 
 class Batch(NamedTuple):
@@ -196,7 +199,7 @@ def _views(pool: Pool, objective: Objective, chosen: Tensor, labelled: Tensor | 
     images = pool.images[chosen.reshape(-1)]
     weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
     strong = own = own_labels = None
-    if objective.name == "consistency":
+    if objective.name in ("consistency", "fedmatch"):
         strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
     if labelled is not None:
         images = pool.images[labelled.clamp(min=0).reshape(-1)]
