@@ -1,0 +1,308 @@
+"""The paper's rows: complete, runnable one by one, interrupted and resumed, told in tables and figures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssfl import cli, runs
+from ssfl.errors import ConfigError
+from ssfl.paper import results, rows, sweep, tables
+from ssfl.paper.fidelity import FIDELITIES, settings
+from ssfl.paper.rows import Row, Run
+
+EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
+SHAPES = {"cifar10": (32, 32, 3), "svhn": (32, 32, 3), "stl10": (96, 96, 3), "emnist": (28, 28)}
+
+
+def ssfl(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ssfl", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_there_are_fifty_rows_and_every_value_is_spelled_out() -> None:
+    assert [row.number for row in rows.ROWS] == list(range(1, 51))
+    assert [run.skew for run in rows.row("1").runs] == [tenth / 10 for tenth in range(11)]
+    assert [run.period for run in rows.row("6").runs] == [2, 4, 8, 16, 32]
+    assert {run.groups for run in rows.row("16").runs} == {None, 2, 3, 5}
+    every = [run for row in rows.ROWS for run in row.runs]
+    # runs of one name are one experiment, whatever row they stand in
+    for run in every:
+        same = [asdict(one) for one in every if one.name == run.name]
+        for one in same:
+            one.pop("published"), one.pop("where")
+            assert one == {k: v for k, v in asdict(run).items() if k not in ("published", "where")}
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "published"),
+    [
+        ("21", "emnist-grouping-R0.4-T16-Ns4700-C47-K47-S5", 82.95),
+        ("16", "emnist-crl-gn-R0.4-T16-Ns4700-C47-K47", 65.48),
+        ("1", "cifar10-grouping-R1-T16-Ns1000-C10-K10-S2", 81.7),
+        ("15", "svhn-grouping-R0.4-T16-Ns1000-C30-K30-S3-E120", 94.93),
+        ("29", "cifar10-grouping-R0.4-T8-Ns1000-C16-K16-S2", 93.58),
+        ("41", "emnist-crl-gn-R0.6-T16-Ns4700-C47-K47-labels-at-users", 81.40),
+        ("48", "emnist-grouping-R0.4-T16-Ns4700-C30-K470-S2", 81.31),
+        ("50", "cifar10-grouping-R1-T100-Ns5000-C5-K100-S2-labels-at-users", 69.05),
+    ],
+)
+def test_published_figures_stand_with_their_runs(row: str, name: str, published: float) -> None:
+    assert [run.published for run in rows.row(row).runs if run.name == name] == [published]
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("row", EVERY)
+def test_every_run_has_settings_in_every_fidelity(row: Row, fidelity: str) -> None:
+    for run in row.runs:
+        config = settings(run, fidelity)
+        assert config.split.skew == run.skew
+        assert config.federation.participants == run.participants
+        assert config.split.users == run.users
+        assert settings(run, fidelity, data="digits").data.name == "digits"
+
+
+def test_the_fidelities_are_what_was_printed_and_what_was_coded() -> None:
+    cifar = rows.row("10").runs[0]
+    printed, coded = settings(cifar, "paper"), settings(cifar, "reference")
+    assert (printed.train.lr, printed.train.floor, printed.train.cycles) == (0.146, 1e-4, 2.3)
+    assert printed.train.warmup == 5 * 1024
+    assert (coded.train.lr, coded.train.floor) == (0.165, 1e-5)
+    assert coded.train.horizon == pytest.approx(1024 / 300)
+    assert coded.train.cycles == pytest.approx(2.286, abs=1e-3)
+    assert coded.method.server_replicas
+    assert coded.federation.extra_step
+    assert printed.federation.rounds == coded.federation.rounds == 19_200
+    emnist = settings(rows.row("21").runs[1], "reference")
+    assert (emnist.train.lr, emnist.train.floor, emnist.train.horizon) == (0.03, 1e-6, 1.0)
+
+
+def test_a_scale_shortens_training_and_schedule_together() -> None:
+    whole, tenth = (settings(rows.row("13").runs[0], scale=scale) for scale in (1.0, 0.1))
+    assert whole.federation.rounds == 40 * 64
+    assert tenth.federation.rounds == 256
+    assert tenth.train.warmup == whole.train.warmup // 10
+    with pytest.raises(ConfigError, match=r"scale = 2 must be above 0"):
+        settings(rows.row("13").runs[0], scale=2)
+
+
+def test_rows_that_share_a_setting_share_the_run() -> None:
+    shared = sweep.Options()
+    first = {sweep.folder(run, shared, 1) for run in rows.row("1").runs}
+    assert sweep.folder(rows.row("10").runs[0], shared, 1) in first
+    other = {
+        sweep.folder(rows.row("10").runs[0], options, 1)
+        for options in (
+            shared, sweep.Options(fidelity="reference"), sweep.Options(scale=0.5),
+            sweep.Options(data="a.npz"), sweep.Options(changes=("train.lr=1",)),
+        )
+    }  # fmt: skip
+    assert len(other) == 5
+
+
+TINY = ("federation.rounds=3", "federation.period=2", "train.batch_size=8", "run.device=cpu", "run.threads=1")
+
+
+def test_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ssfl(monkeypatch, "paper", "ls", "--json") == 0
+    assert [row["row"] for row in json.loads(capsys.readouterr().out)] == list(range(1, 51))
+    assert ssfl(monkeypatch, "paper", "show", "21", "--fidelity", "reference") == 0
+    assert "published 82.95 (Table 2)" in capsys.readouterr().out
+    call = ["paper", "run", "21", "--data", "digits", "--seeds", "2", "--only", "grouping", "-q"]
+    call += [word for change in TINY for word in ("--set", change)]
+    assert ssfl(monkeypatch, *call) == 0
+    assert "(published 82.95), at scale 1" in capsys.readouterr().out
+    written = {path: path.stat().st_mtime_ns for path in Path("runs/paper").rglob("*")}
+    assert ssfl(monkeypatch, *call) == 0
+    assert capsys.readouterr().out.count("done before") == 2
+    assert {path: path.stat().st_mtime_ns for path in Path("runs/paper").rglob("*")} == written
+    assert ssfl(monkeypatch, "paper", "table", "2", "--json") == 0
+    told = [line for line in json.loads(capsys.readouterr().out) if line["accuracy"] is not None]
+    assert [(line["published"], line["seeds"], line["scale"]) for line in told] == [(82.95, 2, 1.0)]
+    assert told[0]["difference"] is None  # digits are a trial
+    assert ssfl(monkeypatch, "paper", "table", "2") == 0
+    assert capsys.readouterr().out.count("not run") == 5
+    for words, message in (
+        (["paper", "show", "51"], "the paper has no row '51': rows are 1 to 50, and 'methods'"),
+        (["paper", "table", "9"], "the paper has no table '9' of accuracies"),
+        (["paper", "run", "21", "--only", "C99"], "no run of these rows has 'C99' in its name"),
+        (["paper", "run", "21", "--fidelity", "exact"], "fidelity 'exact' is not one of paper, reference"),
+        (["paper", "figure", "2"], "no finished run for figure 2"),
+        (["paper", "table", "2", "--from", "nowhere"], "nowhere is not a folder"),
+    ):
+        assert ssfl(monkeypatch, *words) == 2
+        assert message in capsys.readouterr().err
+
+
+def fake(run: Run, seed: int, **more: object) -> dict[str, object]:
+    """A result as `results.write` leaves it, of made-up numbers."""
+    measured = {"definition": 0.5, "authors_groups": 4.0}
+    kinds = [f"{k}_{n}{s}" for k in ("gradient", "update") for n in ("l2_squared", "l2", "l1_squared", "l1")
+             for s in ("", "_server")]  # fmt: skip
+    curve = [
+        {"round": r, "accuracy": 0.1 * r, "round_mask_rate": 0.5, "round_pseudo_accuracy": 0.4}
+        for r in (1, 2)
+    ]
+    return {
+        "run": run.name, "data": "emnist47", "fidelity": "paper", "scale": 0.5, "seed": seed,
+        "accuracy": 0.8 + seed / 100, "changes": [], "curve": curve,
+        "diversity": [{"round": r} | dict.fromkeys(kinds, measured) for r in (1, 2)],
+        "config": {"federation": {"period": 16, "epoch_images": 1024}, "train": {"batch_size": 64}},
+    } | more  # fmt: skip
+
+
+def test_a_table_keeps_seeds_together_and_scales_fidelities_and_data_apart(tmp_path: Path) -> None:
+    run = rows.row("21").runs[1]
+    for seed in (1, 2, 3):
+        (tmp_path / f"{seed}.json").write_text(json.dumps(fake(run, seed)))
+    (tmp_path / "short.json").write_text(json.dumps(fake(run, 1, scale=0.1)))
+    (tmp_path / "coded.json").write_text(json.dumps(fake(run, 1, fidelity="reference")))
+    (tmp_path / "other.json").write_text('{"something": "else"}')
+    found = results.read([tmp_path])
+    lines = [line for line in tables.lines(rows.table("2"), found) if line["accuracy"] is not None]
+    assert [(line["fidelity"], line["scale"], line["seeds"]) for line in lines] == [
+        ("paper", 0.5, 3), ("paper", 0.1, 1), ("reference", 0.5, 1),
+    ]  # fmt: skip
+    assert lines[0]["accuracy"] == pytest.approx(82)
+    assert lines[0]["deviation"] == pytest.approx(1)
+    assert lines[0]["difference"] == pytest.approx(82 - 82.95)
+    assert "82.00 ± 1.00" in tables.markdown(lines)
+
+
+@pytest.mark.parametrize("number", ["2", "3", "4", "5", "6", "B.1", "C.1", "D"])
+def test_every_figure_is_drawn_from_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, number: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = {
+        "2": "methods",
+        "3": "methods",
+        "4": "methods",
+        "5": "3",
+        "6": "16",
+        "B.1": "4",
+        "C.1": "15",
+        "D": "21",
+    }
+    Path("found").mkdir()
+    for place, run in enumerate(rows.row(where[number]).runs[1:]):  # the first one was not run
+        Path(f"found/{place}.json").write_text(json.dumps(fake(run, 1)))
+    assert ssfl(monkeypatch, "paper", "figure", number, "--from", "found", "--out", "drawn") == 0
+    png, svg = capsys.readouterr().out.split()
+    assert Path(png).read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path(svg).read_text("utf-8")[:2000]
+
+
+def draw_images(path: Path, shape: tuple[int, ...], classes: int, each: int) -> Path:
+    """Images whose class shows in bright stripes of its own direction and width."""
+    generator = np.random.default_rng(0)
+    grid = np.mgrid[0 : shape[0], 0 : shape[1]]
+    labels = np.arange(classes * each) % classes
+    angle, width = np.pi * np.arange(classes) / classes, 3 + np.arange(classes) % 5
+    waves = [
+        np.sin((grid[0] * np.sin(a) + grid[1] * np.cos(a)) / w) for a, w in zip(angle, width, strict=True)
+    ]
+    clean = np.stack(waves)[labels] * 90 + 128
+    if len(shape) == 3:
+        clean = np.repeat(clean[..., None], 3, axis=3)
+    images = np.clip(clean + generator.normal(0, 15, clean.shape), 0, 255).astype(np.uint8)
+    np.savez(path, x_train=images, y_train=labels, x_test=images[: 4 * classes], y_test=labels[: 4 * classes])
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small data of each data set's shape and classes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = {"cifar10": (10, 60), "svhn": (10, 60), "stl10": (10, 16), "emnist": (47, 24)}
+    return {
+        name: draw_images(folder / f"{name}.npz", SHAPES[name], classes, each)
+        for name, (classes, each) in sizes.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", EVERY)
+def test_every_row_trains(row: Row, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """A few rounds of every method of the row, in its federation, with a small network."""
+    methods = {run.method: run for run in reversed(row.runs)}
+    for method, run in methods.items():
+        labels = min(run.server_labels, 94 if run.data == "emnist" else 60)
+        marked = "user_labels" if run.labels_at == "users" or method == "fixmatch" else "server_labels"
+        changes = (
+            "federation.rounds=8", "federation.period=4", "train.batch_size=8", "model.name=small",
+            "train.lr=0.03", "train.warmup=0", "run.device=cpu", f"split.{marked}={labels}",
+            "run.eval_every=8", "method.threshold=0.5", "run.diversity_every=0",
+        )  # fmt: skip
+        if method == "fedmatch":
+            changes = (*changes[:4], *changes[5:], "train.lr=0.005")
+        options = sweep.Options(data=str(tiny[run.data]), changes=changes, out=tmp_path)
+        one = Row(row.number, row.title, row.where, (run,))
+        (path,) = sweep.play([one], options, lambda line: None, quiet=True)
+        events = [event for event in runs.read_events(path) if event["event"] == "round"]
+        told = "server_loss" if "server_loss" in events[0] else "loss"
+        falls = events[-1][told] < events[0][told]
+        masked = any(event["mask_rate"] > 0 for event in events if "mask_rate" in event)
+        supervised = "supervised" in method or method in ("data-sharing", "easgd", "overlap-sgd")
+        assert falls, [event[told] for event in events]
+        assert supervised or masked, f"{run.name}: no pseudo-label ever counted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "model"), [("13", "resnet18"), ("45", "vgg11"), ("50", "resnet9"), ("46", "cnn")]
+)
+def test_the_rows_own_networks_train(number: str, model: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    run = rows.row(number).runs[-1]
+    labels = "user_labels" if run.labels_at == "users" else "server_labels"
+    changes = (
+        "federation.rounds=3", "federation.period=2", "train.batch_size=4", "federation.participants=2",
+        "split.users=10", "federation.groups=2", f"split.{labels}=47", "train.warmup=0", "train.lr=0.02",
+        "run.device=cpu", "run.diversity_every=0",
+    )  # fmt: skip
+    options = sweep.Options(data=str(tiny[run.data]), changes=changes, out=tmp_path)
+    (path,) = sweep.play([Row(0, "", "", (run,))], options, lambda line: None, quiet=True)
+    config = runs.read_config(path)
+    assert (config.model.name, config.federation.participants) == (model, 2)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ssfl", "paper", "run", "21", "--data", "digits", "--scale", "0.1", "-q"]
+    changes = ("federation.participants=5", "run.checkpoint_every=2", "federation.period=4", "run.device=cpu",
+               "run.diversity_every=9")  # fmt: skip
+    words += [word for change in changes for word in ("--set", change)]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run([*words, "--out", str(whole)], check=True, capture_output=True)
+    process = subprocess.Popen([*words, "--out", str(broken)], stdout=subprocess.PIPE)
+    second = "*-grouping-*/checkpoints/*"
+    until = time.monotonic() + 120
+    while not list(broken.glob(second)) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list(broken.glob("*-grouping-*/result.json"))
+    again = subprocess.run([*words, "--out", str(broken)], check=True, capture_output=True, text=True)
+    assert again.stdout.count("done before") == 1
+    for one, two in zip(
+        sorted(whole.glob("*/result.json")), sorted(broken.glob("*/result.json")), strict=True
+    ):
+        a, b = (json.loads(path.read_text()) for path in (one, two))
+        for clock in ("seconds", "evaluation_seconds", "command"):
+            a.pop(clock), b.pop(clock)
+        assert a == b
+        assert (one.parent / "model.safetensors").read_bytes() == (
+            two.parent / "model.safetensors"
+        ).read_bytes()

@@ -1,0 +1,216 @@
+"""The other methods of the paper's comparisons and the authors' ways, each by a step computed by hand."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from ssfl import assemble, averaging, draws
+from ssfl.data import split
+from ssfl.federation import Cohort, State, draw_cohort, play_own_streams, play_round
+from ssfl.rows import write_row
+from ssfl.settings import Config
+from ssfl.work import Trained, make_batch
+
+Make = Callable[..., Config]
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def add(*amounts: float):  # type: ignore[no-untyped-def]
+    """A trainer that adds to each row."""
+
+    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+        return Trained(rows + column(*amounts)[part], momentum, {"loss": column(*amounts)[part, 0]})
+
+    return train
+
+
+EVERYBODY = Cohort((0, 1), (0, 1), ((0,), (1,)), (0, 1), (0, 1))
+
+
+def test_easgd_users_and_centre_give_way_to_each_other() -> None:
+    # x = (10, 20) train to (11, 22); z = 14, a = 0.25
+    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
+    new, outcome = play_own_streams(start, EVERYBODY, train_users=add(1, 2), rule="elastic", elasticity=0.25)
+    assert new.streams.flatten().tolist() == [11 - 0.25 * (11 - 14), 22 - 0.25 * (22 - 14)]
+    assert new.average.item() == 14 + 0.25 * (11 - 14) + 0.25 * (22 - 14)
+    assert outcome.users is not None
+    assert outcome.users.norms.tolist() == [1, 2]
+
+
+def test_overlap_sgd_pulls_to_the_mean_of_the_round_before() -> None:
+    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
+    new, _ = play_own_streams(start, EVERYBODY, train_users=add(1, 2), rule="overlap", elasticity=0.6)
+    # the anchor 14 is old; the new one is the mean after the pull, and is used in the next round
+    assert new.streams.flatten().tolist() == pytest.approx([0.4 * 11 + 0.6 * 14, 0.4 * 22 + 0.6 * 14])
+    assert new.average.item() == pytest.approx((12.8 + 17.2) / 2)
+    later, _ = play_own_streams(new, EVERYBODY, train_users=add(0, 0), rule="overlap", elasticity=0.6)
+    assert later.streams[0].item() == pytest.approx(0.4 * 12.8 + 0.6 * 15.0)
+
+
+def test_who_did_not_take_part_keeps_their_model() -> None:
+    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
+    alone = Cohort((1,), (1,), ((), (0,)), (1,), (0,))
+    new, _ = play_own_streams(start, alone, train_users=add(2), rule="elastic", elasticity=0.5)
+    assert new.streams.flatten().tolist() == [10, 18]
+    nobody = Cohort((1,), (), ((), ()), (), ())
+    same, _ = play_own_streams(start, nobody, train_users=add(2), rule="elastic", elasticity=0.5)
+    assert same.streams.flatten().tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("rule", ["elastic", "overlap"])
+def test_models_that_agree_stay_where_they_are(rule: str) -> None:
+    users, centre = averaging.drawn_together(rule, column(3)[0], column(3, 3, 3), 0.3)
+    assert users.flatten().tolist() == pytest.approx([3, 3, 3])
+    assert centre.item() == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("method", "elasticity"), [("easgd", 0.9 / 10), ("overlap-sgd", 0.6)])
+def test_a_run_with_models_of_their_own_goes_on_from_them(
+    quick: Make, method: str, elasticity: float
+) -> None:
+    changes = ["method.server=none", "split.server_labels=0", "model.norm=group", "run.engine=loop"]
+    sim = assemble.make(quick(f"method.name={method}", *changes))
+    assert sim.config.method.elasticity == pytest.approx(elasticity)
+    state, _ = sim.play(sim.initial())
+    assert len(state.streams) == 10
+    assert len({tuple(row[:50].tolist()) for row in state.streams}) == 10
+    state, events = sim.play(state)
+    assert "server_loss" not in events[0]
+
+
+def test_data_sharing_gives_everybody_the_servers_images(quick: Make) -> None:
+    sim = assemble.make(quick("method.name=data-sharing", "split.server_labels=50"))
+    plain = assemble.make(quick("method.name=supervised", "split.server_labels=50"))
+    for shared, own in zip(sim.parts.users, plain.parts.users, strict=True):
+        assert sorted(shared) == sorted([*own, *sim.parts.server])
+    batches = sim._users_work(0, sim._cohort(0)).batches
+    assert set(sim.parts.server.tolist()) & set(batches.flatten().tolist())
+    assert "server_loss" not in sim.play(sim.initial())[1][0]
+
+
+def test_sharing_moves_nothing() -> None:
+    parts = split.share(split.Parts(np.array([7, 9]), [np.array([1]), np.array([2, 3])]))
+    assert [sorted(user.tolist()) for user in parts.users] == [[1, 7, 9], [2, 3, 7, 9]]
+    assert parts.server.tolist() == [7, 9]
+
+
+def test_fixmatch_is_one_model_with_both_losses_in_every_step(quick: Make) -> None:
+    changes = ["federation.period=1", "train.precision=float64", "run.engine=loop", "train.nesterov=false"]
+    more = ["split.users=1", "split.user_labels=50", "method.threshold=0.11", "train.warmup=0"]
+    sim = assemble.make(quick("method.name=fixmatch", *changes, *more))
+    start = sim.initial()
+    state, events = sim.play(start)
+    # by hand: the mean over all of CE(strong, argmax weak) where sure, plus CE of labelled images
+    work = sim._users_work(0, sim._cohort(0))
+    batch = make_batch(sim.pool, work, 0)
+    assert batch.strong is not None
+    assert batch.own is not None
+    assert batch.own_labels is not None
+    model = sim.model.train()
+    write_row(model, sim.layout, start.average)
+    with torch.no_grad():
+        sure, label = model(batch.weak[0]).softmax(1).max(1)
+    assert 0 < (sure >= 0.11).sum() <= len(sure)
+    unlabelled = functional.cross_entropy(model(batch.strong[0]), label, reduction="none")
+    labelled = functional.cross_entropy(model(batch.own[0]), batch.own_labels[0])
+    loss = (unlabelled * (sure >= 0.11)).mean() + labelled
+    model.zero_grad()
+    loss.backward()
+    train, rate = sim.config.train, work.rates[0]
+    moved = torch.cat(
+        [
+            (p - rate * (p.grad + train.weight_decay * p)).flatten()
+            for p in model.parameters()
+            if p.grad is not None
+        ]
+    )
+    assert events[0]["loss"] == pytest.approx(loss.item())
+    assert torch.allclose(state.average[: sim.layout.weights], moved.detach(), atol=1e-12)
+    assert torch.equal(state.momentum[0] != 0, moved.detach() != start.average[: sim.layout.weights])
+
+
+def test_each_group_may_have_a_server_of_its_own() -> None:
+    cohort = Cohort((0, 1), (0, 1), ((0,), (1,)), (0, 1))
+    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1))
+    new, outcome = play_round(
+        start, cohort, train_users=add(1, 2), train_server=add(30, 50), server="parallel", replicas=2
+    )
+    # replicas start from w_avg = 15: 45 and 65; group 1 = (45 + 11) / 2, group 2 = (65 + 22) / 2
+    assert new.streams.flatten().tolist() == [28, 43.5]
+    assert new.average.item() == 35.75
+    assert outcome.server is not None
+    assert outcome.server.norms.tolist() == [30, 50]
+    nobody = Cohort((0, 1), (), ((), ()), ())
+    new, _ = play_round(
+        start, nobody, train_users=add(), train_server=add(30, 50), server="parallel", replicas=2
+    )
+    assert new.streams.flatten().tolist() == [45, 65]
+
+
+def test_replicas_have_batches_and_momentum_of_their_own(quick: Make) -> None:
+    settings = ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"]
+    sim = assemble.make(quick(*settings, "train.momentum_policy=slot"))
+    work = sim._server_work(0)
+    assert work.batches.shape[0] == 2
+    assert not torch.equal(work.batches[0], work.batches[1])
+    state, events = sim.play(sim.initial())
+    assert len(state.momentum) == 10 + 2
+    assert not torch.equal(state.momentum[-1], state.momentum[-2])
+    assert events[0]["server_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("users", "groups", "sizes"), [(47, 5, [10, 10, 10, 10, 7]), (10, 2, [5, 5]), (5, 2, [3, 2])]
+)
+def test_groups_filled_one_after_another(users: int, groups: int, sizes: list[int]) -> None:
+    drawn = [
+        draw_cohort(round, seed=1, users=users, participants=users, groups=groups, dropout=0.0, filled=True)
+        for round in range(2)
+    ]
+    assert [len(group) for group in drawn[0].groups] == sizes
+    assert drawn[0].groups != drawn[1].groups
+
+
+def test_an_epochs_first_round_has_one_step_more_and_the_schedule_knows(quick: Make) -> None:
+    # M / B / T = 96 / 16 / 3: two rounds make an epoch
+    settings = ["federation.epoch_images=96", "federation.rounds=5", "federation.extra_step=true"]
+    sim = assemble.make(quick(*settings, "train.cycles=0.5", "train.floor=0"))
+    assert [len(sim._rates(round)) for round in range(5)] == [4, 3, 4, 3, 4]
+    rates = [rate for round in range(5) for rate in sim._rates(round)]
+    expected = [
+        sim.config.train.lr * torch.tensor(step / 18 * torch.pi / 2).cos().item() for step in range(18)
+    ]
+    assert rates == pytest.approx(expected, abs=1e-6)
+    work = [sim._users_work(round, sim._cohort(round)) for round in range(2)]
+    assert [w.steps for w in work] == [4, 3]
+    # nothing is skipped or seen twice between the rounds: the first 7 · 16 places in order
+    owner = sim._cohort(0).users[0]
+    places = sim.engine.positions(
+        draws.key(sim.config.run.seed, "batches"), torch.tensor([owner]), sim.users.sizes[[owner]], 0, 7 * 16
+    )
+    expected_images = sim.users.at(torch.tensor([owner]), places)[0]
+    together = torch.cat(
+        [w.batches[list(sim._cohort(r).users).index(owner)].flatten() for r, w in enumerate(work)]
+    )
+    assert torch.equal(together, expected_images)
+
+
+def test_a_longer_horizon_uses_the_beginning_of_the_schedule(quick: Make) -> None:
+    settings = ["train.cycles=0.5", "train.floor=0", "federation.rounds=4"]
+    short = assemble.make(quick(*settings, "train.horizon=2"))
+    long = assemble.make(quick("train.cycles=0.5", "train.floor=0", "federation.rounds=8"))
+    assert [short._rates(r) for r in range(4)] == [long._rates(r) for r in range(4)]
+
+
+def test_the_order_of_images_may_begin_anew_in_every_round(quick: Make) -> None:
+    sim = assemble.make(quick("train.batches=restart"))
+    rounds = [sim._users_work(round, sim._cohort(round)).batches for round in range(2)]
+    for batches in rounds:  # a fresh permutation: no image twice while there are others
+        assert len(set(batches[0].flatten().tolist())) == batches[0].numel()
+    assert not torch.equal(rounds[0], rounds[1])
