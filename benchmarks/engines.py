@@ -16,7 +16,7 @@ from benchmarks import report
 from benchmarks.jobs import Job, draw_images
 from ssfl import assemble, engines
 from ssfl.config import load_config
-from ssfl.simulation import objective_of
+from ssfl.plan import objective_of
 from ssfl.train import reproducible
 
 NETWORKS = (
@@ -40,8 +40,8 @@ def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple
             ],
         )
     )  # fmt: skip
-    cohort, state = sim._cohort(0), sim.initial()
-    work = sim._users_work(0, cohort)
+    cohort, state = sim.plan.cohort(0), sim.initial()
+    work = sim.plan.users_work(0, cohort)
     rows = state.streams[list(cohort.streams)]
     rest = torch.zeros_like(rows[:, : sim.layout.weights])
     spent = []

@@ -106,9 +106,9 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
             state, _ = sim.play(state)
 
         played = timed(play)
-        cohort = sim._cohort(1)
+        cohort = sim.plan.cohort(1)
         part = slice(0, sim.config.run.users_at_once)
-        users, server = sim._users_work(1, cohort).of(part), sim._server_work(1)
+        users, server = sim.plan.users_work(1, cohort).of(part), sim.plan.server_work(1)
         rows = state.streams[list(cohort.streams[part])]
         rest = torch.zeros_like(rows[:, : sim.layout.weights])
         together = timed(lambda: sim.engine.train(rows, rest, users))

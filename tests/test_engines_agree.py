@@ -10,8 +10,9 @@ import torch
 from ssfl import assemble
 from ssfl.data import split
 from ssfl.federation import State
+from ssfl.plan import Owners
 from ssfl.settings import Config
-from ssfl.simulation import Owners, Simulation
+from ssfl.simulation import Simulation
 
 Make = Callable[..., Config]
 
@@ -22,7 +23,8 @@ def unequal(sim: Simulation) -> Simulation:
     sizes = [3, 7, 40, 64, 90, 300, 120, 20, 33, 50][: len(sim.parts.users)]
     users = [part.numpy() for part in owned[: sum(sizes)].split(sizes)]
     parts = split.Parts(sim.parts.server, users, sim.parts.labelled)
-    return replace(sim, parts=parts, users=Owners.of(users, sim.device))
+    plan = replace(sim.plan, users=Owners.of(users, sim.device))
+    return replace(sim, parts=parts, plan=plan)
 
 
 def both(config: Config) -> list[Simulation]:
@@ -40,7 +42,7 @@ def warmed(sim: Simulation, rounds: int = 8) -> State:
         method=replace(sim.config.method, objective="none"),
         federation=replace(sim.config.federation, period=8),
     )
-    teacher = replace(sim, config=alone)
+    teacher = replace(sim, plan=replace(sim.plan, config=alone))
     for _ in range(rounds):
         state, _ = teacher.play(state)
     return replace(state, streams=state.average.repeat(len(state.streams), 1))
@@ -66,6 +68,11 @@ CASES = {
                             "method.threshold=0.5"],
     "server's statistics": ["model.norm=batch", "model.norm_statistics=server"],
     "in slices": ["run.users_at_once=3"],
+    "the authors' ways": ["method.name=grouping", "federation.groups=3", "method.server_replicas=true",
+                          "federation.group_sizes=filled", "federation.extra_step=true", "train.batches=restart",
+                          "train.momentum_policy=slot", "method.views=joint", "federation.epoch_images=96"],
+    "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group",
+                            "method.objective=consistency", "method.threshold=0.15"],
 }  # fmt: skip
 
 
@@ -147,11 +154,11 @@ def test_the_full_data_gradient_is_autograds(quick: Make) -> None:
     )
     state = sim.initial()
     who = torch.tensor([2, 5])
-    work = sim._users_work(0, replace(sim._cohort(0), users=(2, 5), streams=(0, 0)))
-    sizes = sim.users.sizes[who]
+    work = sim.plan.users_work(0, replace(sim.plan.cohort(0), users=(2, 5), streams=(0, 0)))
+    sizes = sim.plan.users.sizes[who]
     steps = -(-int(sizes.max()) // 16)
     places = torch.arange(steps * 16) % sizes[:, None]
-    work = replace(work, batches=sim.users.at(who, places).reshape(2, steps, 16))
+    work = replace(work, batches=sim.plan.users.at(who, places).reshape(2, steps, 16))
     found = sim.engine.gradients(state.streams[[0, 0]], work, sizes)
 
     from ssfl.rows import write_row

@@ -211,7 +211,7 @@ def test_any_network_takes_a_step(name: str) -> None:
 
 def test_users_with_labels_at_the_server_move_psi_and_the_mean_leaves_sigma(quick: Make) -> None:
     sim = assemble.make(quick("method.name=fedmatch"))
-    state, (cohort, users, _) = sim.initial(), sim._prepare(0)
+    state, (cohort, users, _) = sim.initial(), sim.plan.prepare(0)
     ended = []
 
     def train(rows: Tensor, kept: Tensor, part: slice) -> ssfl.work.Trained:
@@ -269,7 +269,7 @@ def test_the_noise_is_gaussian_cut_and_named() -> None:
 
 def test_only_every_tenth_round_has_helpers(quick: Make) -> None:
     sim = assemble.make(quick("method.name=fedmatch", "federation.participants=4"))
-    state, (cohort, *_) = sim.initial(), sim._prepare(0)
+    state, (cohort, *_) = sim.initial(), sim.plan.prepare(0)
     kept = state.momentum.clone()
     kept[list(cohort.users[:3])] = state.average * torch.tensor([[1.0], [1.1], [1.5]])
     state = replace(state, momentum=kept)
@@ -321,7 +321,7 @@ def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
 
 def test_processes_train_the_same(quick: Make) -> None:
     sim = assemble.make(quick("method.name=fedmatch", "federation.participants=4"))
-    state, (cohort, users, _) = sim.initial(), sim._prepare(0)
+    state, (cohort, users, _) = sim.initial(), sim.plan.prepare(0)
     rows, half = state.streams.repeat(4, 1), sim.layout.weights // 2
     helpers = torch.stack([state.average[half:] * scale for scale in (1.1, 0.9)]).repeat(4, 1, 1)
     given = replace(users, helpers=helpers)

@@ -176,7 +176,7 @@ def test_a_simulation_of_many_users_holds_the_plain_split(many: Callable[..., Co
     server, users = plain.skewed(labels, MANY, 0.4, sim.config.split.server_labels or 0, 2019)
     assert same(sim.parts, server, users)
     for user in (0, 1, 777, MANY - 1):
-        images = sim.users.at(torch.tensor([user]), torch.arange(len(users[user]))[None])[0]
+        images = sim.plan.users.at(torch.tensor([user]), torch.arange(len(users[user]))[None])[0]
         assert images.tolist() == users[user].tolist()
 
 

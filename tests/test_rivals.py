@@ -89,7 +89,7 @@ def test_data_sharing_gives_everybody_the_servers_images(quick: Make) -> None:
     plain = assemble.make(quick("method.name=supervised", "split.server_labels=50"))
     for shared, own in zip(sim.parts.users, plain.parts.users, strict=True):
         assert sorted(shared) == sorted([*own, *sim.parts.server])
-    batches = sim._users_work(0, sim._cohort(0)).batches
+    batches = sim.plan.users_work(0, sim.plan.cohort(0)).batches
     assert set(sim.parts.server.tolist()) & set(batches.flatten().tolist())
     assert "server_loss" not in sim.play(sim.initial())[1][0]
 
@@ -107,7 +107,7 @@ def test_fixmatch_is_one_model_with_both_losses_in_every_step(quick: Make) -> No
     start = sim.initial()
     state, events = sim.play(start)
     # by hand: the mean over all of CE(strong, argmax weak) where sure, plus CE of labelled images
-    work = sim._users_work(0, sim._cohort(0))
+    work = sim.plan.users_work(0, sim.plan.cohort(0))
     batch = make_batch(sim.pool, work, 0)
     assert batch.strong is not None
     assert batch.own is not None
@@ -156,7 +156,7 @@ def test_each_group_may_have_a_server_of_its_own() -> None:
 def test_replicas_have_batches_and_momentum_of_their_own(quick: Make) -> None:
     settings = ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"]
     sim = assemble.make(quick(*settings, "train.momentum_policy=slot"))
-    work = sim._server_work(0)
+    work = sim.plan.server_work(0)
     assert work.batches.shape[0] == 2
     assert not torch.equal(work.batches[0], work.batches[1])
     state, events = sim.play(sim.initial())
@@ -181,22 +181,26 @@ def test_an_epochs_first_round_has_one_step_more_and_the_schedule_knows(quick: M
     # M / B / T = 96 / 16 / 3: two rounds make an epoch
     settings = ["federation.epoch_images=96", "federation.rounds=5", "federation.extra_step=true"]
     sim = assemble.make(quick(*settings, "train.cycles=0.5", "train.floor=0"))
-    assert [len(sim._rates(round)) for round in range(5)] == [4, 3, 4, 3, 4]
-    rates = [rate for round in range(5) for rate in sim._rates(round)]
+    assert [len(sim.plan.rates(round)) for round in range(5)] == [4, 3, 4, 3, 4]
+    rates = [rate for round in range(5) for rate in sim.plan.rates(round)]
     expected = [
         sim.config.train.lr * torch.tensor(step / 18 * torch.pi / 2).cos().item() for step in range(18)
     ]
     assert rates == pytest.approx(expected, abs=1e-6)
-    work = [sim._users_work(round, sim._cohort(round)) for round in range(2)]
+    work = [sim.plan.users_work(round, sim.plan.cohort(round)) for round in range(2)]
     assert [w.steps for w in work] == [4, 3]
     # nothing is skipped or seen twice between the rounds: the first 7 · 16 places in order
-    owner = sim._cohort(0).users[0]
+    owner = sim.plan.cohort(0).users[0]
     places = sim.engine.positions(
-        draws.key(sim.config.run.seed, "batches"), torch.tensor([owner]), sim.users.sizes[[owner]], 0, 7 * 16
+        draws.key(sim.config.run.seed, "batches"),
+        torch.tensor([owner]),
+        sim.plan.users.sizes[[owner]],
+        0,
+        7 * 16,
     )
-    expected_images = sim.users.at(torch.tensor([owner]), places)[0]
+    expected_images = sim.plan.users.at(torch.tensor([owner]), places)[0]
     together = torch.cat(
-        [w.batches[list(sim._cohort(r).users).index(owner)].flatten() for r, w in enumerate(work)]
+        [w.batches[list(sim.plan.cohort(r).users).index(owner)].flatten() for r, w in enumerate(work)]
     )
     assert torch.equal(together, expected_images)
 
@@ -205,12 +209,12 @@ def test_a_longer_horizon_uses_the_beginning_of_the_schedule(quick: Make) -> Non
     settings = ["train.cycles=0.5", "train.floor=0", "federation.rounds=4"]
     short = assemble.make(quick(*settings, "train.horizon=2"))
     long = assemble.make(quick("train.cycles=0.5", "train.floor=0", "federation.rounds=8"))
-    assert [short._rates(r) for r in range(4)] == [long._rates(r) for r in range(4)]
+    assert [short.plan.rates(r) for r in range(4)] == [long.plan.rates(r) for r in range(4)]
 
 
 def test_the_order_of_images_may_begin_anew_in_every_round(quick: Make) -> None:
     sim = assemble.make(quick("train.batches=restart"))
-    rounds = [sim._users_work(round, sim._cohort(round)).batches for round in range(2)]
+    rounds = [sim.plan.users_work(round, sim.plan.cohort(round)).batches for round in range(2)]
     for batches in rounds:  # a fresh permutation: no image twice while there are others
         assert len(set(batches[0].flatten().tolist())) == batches[0].numel()
     assert not torch.equal(rounds[0], rounds[1])

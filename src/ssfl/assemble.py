@@ -19,9 +19,10 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
+from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, layout_of
 from ssfl.settings import Config, Run
-from ssfl.simulation import Owners, Simulation, kept_per, network_of, objective_of
+from ssfl.simulation import Simulation, kept_per, network_of
 from ssfl.work import Optimizer, Pool
 
 CORES = torch.get_num_threads()
@@ -199,10 +200,11 @@ def make(config: Config) -> Simulation:
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
-    return Simulation(
-        config, dataset, parts, held, pool, model, layout, engine,
-        Owners.of(parts.users, device), labelled, Owners.of([parts.server], device), device,
+    plan = Plan(
+        config, Owners.of(parts.users, device), labelled, Owners.of([parts.server], device),
+        engine.positions, device,
     )  # fmt: skip
+    return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device)
 
 
 def _make_engine(

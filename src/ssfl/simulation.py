@@ -3,11 +3,8 @@
 `assemble.py` makes one from a config; `train.py` loops over its rounds. Nothing here writes a file.
 """
 
-import builtins
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +13,11 @@ from torch import Tensor, nn
 from ssfl import diversity, draws, engines, fedmatch, layers, models, scoring
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
-from ssfl.data.hands import Hands, Index
+from ssfl.data.hands import Index
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, draw_cohort, play_own_streams, play_round
-from ssfl.rows import Layout, placed, row_of, write_row
-from ssfl.schedule import learning_rate
+from ssfl.federation import Cohort, Outcome, State, play_own_streams, play_round
+from ssfl.plan import Owners, Plan, objective_of
+from ssfl.rows import Layout, row_of, write_row
 from ssfl.settings import Config
 from ssfl.work import Objective, Pool, Trained, Work, round_keys
 
@@ -28,30 +25,9 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Lists of image indices, one after another, so that any number of owners is two arrays."""
-
-    images: Tensor
-    starts: Tensor
-    sizes: Tensor
-
-    @classmethod
-    def of(cls, lists: Sequence[Index], device: torch.device) -> "Owners":
-        hands = Hands.of(lists)
-        return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
-
-    def at(self, owners: Tensor, places: Tensor) -> Tensor:
-        """The image at each place [n, m] of each owner [n]."""
-        index = self.starts[owners][:, None] + places
-        return self.images[index.clamp(max=len(self.images) - 1)]  # an owner of nothing, at the end
-
-
-@dataclass(frozen=True)
 class Simulation:
     """One experiment, ready to play rounds."""
 
-    config: Config
-    """Resolved: nothing is left to be chosen."""
     dataset: Dataset
     parts: split.Parts
     validation: Index
@@ -59,13 +35,15 @@ class Simulation:
     model: nn.Module
     layout: Layout
     engine: engines.Engine
-    users: Owners
-    labelled: Owners | None
-    server: Owners
-    """The server's labelled images, as those of its one owner."""
+    plan: Plan
     device: torch.device
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """What was prepared of the next round while the device was busy with the last."""
+
+    @property
+    def config(self) -> Config:
+        """Resolved: nothing is left to be chosen."""
+        return self.plan.config
 
     @property
     def rounds(self) -> int:
@@ -77,16 +55,16 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
-            "slot": self._participants + self._replicas,
-            "user": self.config.split.users + self._replicas,
+            "slot": self.plan.participants + self.plan.replicas,
+            "user": self.config.split.users + self.plan.replicas,
         }[kept_per(self.config)]
         momentum = row.new_zeros(slots, self.layout.weights)
-        return State(0, row.repeat(self._streams, 1), row, momentum)
+        return State(0, row.repeat(self.plan.streams, 1), row, momentum)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
         ready = self._ahead.get(state.round)
-        cohort, users, own = self._prepare(state.round) if ready is None else ready
+        cohort, users, own = self.plan.prepare(state.round) if ready is None else ready
         method, every = self.config.method, self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
@@ -104,7 +82,7 @@ class Simulation:
             return self.engine.train(rows, kept, work)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
-        if self._own_streams:
+        if self.plan.own_streams:
             new, outcome = play_own_streams(
                 state,
                 cohort,
@@ -122,7 +100,7 @@ class Simulation:
                 train_server=train_server,
                 server=method.server,
                 server_weight=method.server_weight,
-                replicas=self._replicas,
+                replicas=self.plan.replicas,
                 slots=slots,
                 statistics_from_server=self.config.model.norm_statistics == "server",
                 at_once=self.config.run.users_at_once,
@@ -130,7 +108,7 @@ class Simulation:
             )
         if not last and self.device.type == "cuda":
             self._ahead.clear()
-            self._ahead[new.round] = self._prepare(new.round)  # while the device works
+            self._ahead[new.round] = self.plan.prepare(new.round)  # while the device works
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
             events.append(self._diversity_event(state, cohort, outcome))
@@ -150,7 +128,7 @@ class Simulation:
             "class_accuracy": per_class,
         }
         # a good average can hide streams that have collapsed
-        if len(state.streams) > 1 and not self._own_streams:
+        if len(state.streams) > 1 and not self.plan.own_streams:
             event["stream_accuracy"] = [self._score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
@@ -166,7 +144,7 @@ class Simulation:
         norms = [m for m in self.model.modules() if isinstance(m, layers.BatchNorm)]
         self.model.train()
         with torch.no_grad():
-            for count, chosen in enumerate(self.server.images.split(self.config.train.batch_size)):
+            for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
                 for layer in norms:  # the plain mean over batches
                     layer.momentum = 1 / (count + 1)
                 key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
@@ -190,26 +168,6 @@ class Simulation:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
 
-    @property
-    def _participants(self) -> int:
-        return self.config.federation.participants or 0
-
-    @property
-    def _at_once(self) -> int:
-        return self.config.run.users_at_once or 1
-
-    @property
-    def _own_streams(self) -> bool:
-        return self.config.method.averaging in ("elastic", "overlap")
-
-    @property
-    def _streams(self) -> int:
-        return self.config.split.users if self._own_streams else self.config.federation.groups or 1
-
-    @property
-    def _replicas(self) -> int:
-        return self._streams if self.config.method.server_replicas else 1
-
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
         """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
         model, seed = self.model, self.config.run.seed
@@ -217,81 +175,12 @@ class Simulation:
             return None
         return fedmatch.helpers_of(model, self.pool, state.momentum, cohort.users, seed)
 
-    def _prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
-        """Who takes part in a round, and what they and the server train on."""
-        cohort = self._cohort(round)
-        own = None if self.config.method.server == "none" else self._server_work(round)
-        return cohort, self._users_work(round, cohort), own
-
-    def _cohort(self, round: int) -> Cohort:
-        if self.config.method.objective == "none":
-            return Cohort((), (), ((),) * self._streams, (), ())
-        return draw_cohort(
-            round,
-            seed=self.config.run.seed,
-            users=self.config.split.users,
-            participants=self._participants,
-            groups=self._streams,
-            dropout=self.config.federation.dropout,
-            filled=self.config.federation.group_sizes == "filled",
-            own_streams=self._own_streams,
-        )
-
-    def _steps_before(self, round: int) -> int:
-        """Steps of every trainer before a round."""
-        federation = self.config.federation
-        steps = round * federation.period
-        if not federation.extra_step:
-            return steps
-        epoch = max(1, federation.epoch_images // self.config.train.batch_size // federation.period)
-        return steps + -(-round // epoch)
-
-    def _rates(self, round: int) -> tuple[float, ...]:
-        train = self.config.train
-        rate = partial(
-            learning_rate,
-            base=train.lr,
-            steps=builtins.round(train.horizon * self._steps_before(self.rounds)),
-            warmup=train.warmup,
-            cycles=train.cycles,
-            floor=train.floor,
-        )
-        return tuple(rate(step) for step in range(self._steps_before(round), self._steps_before(round + 1)))
-
-    def _work(self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
-        seed, size = self.config.run.seed, self.config.train.batch_size
-        first, rates = size * self._steps_before(round), self._rates(round)
-        anew = self.config.train.batches == "restart"
-
-        def batches(owners: Owners, purpose: str) -> Tensor:
-            sizes = owners.sizes[who]
-            base = draws.key(seed, purpose, round) if anew else draws.key(seed, purpose)
-            start, count = 0 if anew else first, size * len(rates)
-            places = self.engine.positions(base, trainers, sizes.clamp(min=1), start, count)
-            chosen = owners.at(who, places)
-            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
-
-        labelled = None
-        if owners is self.users and self.labelled is not None:
-            labelled = batches(self.labelled, "labelled")
-        keys = round_keys(seed, round, trainers)
-        seats = self._at_once if owners is self.users else len(trainers)
-        return Work(objective, keys, batches(owners, "batches"), labelled, rates, seats)
-
-    def _users_work(self, round: int, cohort: Cohort) -> Work:
-        who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
-        return self._work(round, objective_of(self.config), who, self.users, who)
-
-    def _server_work(self, round: int) -> Work:
-        trainers = placed([draws.SERVER - copy for copy in range(self._replicas)], self.device)
-        return self._work(round, Objective("supervised"), trainers, self.server, trainers * 0)
-
     def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
         size = self.message_bytes()
         event: Event = {
             "event": "round",
             "round": round,
-            "lr": self._rates(round - 1)[0],
+            "lr": self.plan.rates(round - 1)[0],
             "participants": list(cohort.drawn),
             "returned": list(cohort.users),
             "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
@@ -339,7 +228,7 @@ class Simulation:
             batches = owners.at(who, places).reshape(len(who), steps, size)
             # the unlabelled loss alone, over all data; labelled images of users are not part of it
             work = Work(objective, round_keys(seed, state.round, trainers), batches, None, ())
-            parts = [slice(i, i + self._at_once) for i in range(0, len(who), self._at_once)]
+            parts = [slice(i, i + self.plan.at_once) for i in range(0, len(who), self.plan.at_once)]
             return torch.cat([self.engine.gradients(rows[p], work.of(p), sizes[p]) for p in parts])
 
         assert outcome.users is not None
@@ -347,7 +236,7 @@ class Simulation:
         who = torch.tensor(cohort.users, device=self.device)
         sent = state.streams[list(cohort.streams)]
         rows = {
-            "gradient": full(objective_of(self.config), who, self.users, who, sent),
+            "gradient": full(objective_of(self.config), who, self.plan.users, who, sent),
             "update": outcome.users.updates[:, :weights],
         }
         server: dict[str, Tensor | None] = {}
@@ -356,7 +245,7 @@ class Simulation:
             trainer = torch.tensor([draws.SERVER], device=self.device)
             start = outcome.server_sent[None]
             server = {
-                "gradient": full(Objective("supervised"), trainer, self.server, trainer * 0, start)[0],
+                "gradient": full(Objective("supervised"), trainer, self.plan.server, trainer * 0, start)[0],
                 "update": outcome.server.updates[0, :weights],
             }
         table = diversity.variants(rows, server, cohort.groups)
@@ -377,9 +266,3 @@ def network_of(config: Config, dataset: Dataset) -> nn.Module:
 def kept_per(config: Config) -> str:
     """What a row is kept for between rounds: every "user", every "slot", or nothing ("reset")."""
     return "user" if config.method.objective == "fedmatch" else config.train.momentum_policy
-
-
-def objective_of(config: Config) -> Objective:
-    """What the users minimise."""
-    method = config.method
-    return Objective(method.objective, method.threshold, method.views, method.teacher_mode)

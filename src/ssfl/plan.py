@@ -1,0 +1,148 @@
+"""Who takes part in each round, and what everybody trains on: a function of the config and the split."""
+
+import builtins
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ssfl import draws
+from ssfl.data.hands import Hands, Index
+from ssfl.federation import Cohort, draw_cohort
+from ssfl.rows import placed
+from ssfl.schedule import learning_rate
+from ssfl.settings import Config
+from ssfl.work import Objective, Work, round_keys
+
+Positions = Callable[[int, Tensor, Tensor, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Lists of image indices, one after another, so that any number of owners is two arrays."""
+
+    images: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, lists: Sequence[Index], device: torch.device) -> "Owners":
+        hands = Hands.of(lists)
+        return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
+
+    def at(self, owners: Tensor, places: Tensor) -> Tensor:
+        """The image at each place [n, m] of each owner [n]."""
+        index = self.starts[owners][:, None] + places
+        return self.images[index.clamp(max=len(self.images) - 1)]  # an owner of nothing, at the end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rounds of one experiment."""
+
+    config: Config
+    """Resolved."""
+    users: Owners
+    labelled: Owners | None
+    server: Owners
+    """The server's labelled images, as those of its one owner."""
+    positions: Positions
+    """The engine's way to compute `work.positions`."""
+    device: torch.device
+
+    @property
+    def participants(self) -> int:
+        return self.config.federation.participants or 0
+
+    @property
+    def at_once(self) -> int:
+        return self.config.run.users_at_once or 1
+
+    @property
+    def own_streams(self) -> bool:
+        return self.config.method.averaging in ("elastic", "overlap")
+
+    @property
+    def streams(self) -> int:
+        return self.config.split.users if self.own_streams else self.config.federation.groups or 1
+
+    @property
+    def replicas(self) -> int:
+        return self.streams if self.config.method.server_replicas else 1
+
+    def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
+        """Who takes part in a round, and what they and the server train on."""
+        cohort = self.cohort(round)
+        own = None if self.config.method.server == "none" else self.server_work(round)
+        return cohort, self.users_work(round, cohort), own
+
+    def cohort(self, round: int) -> Cohort:
+        if self.config.method.objective == "none":
+            return Cohort((), (), ((),) * self.streams, (), ())
+        return draw_cohort(
+            round,
+            seed=self.config.run.seed,
+            users=self.config.split.users,
+            participants=self.participants,
+            groups=self.streams,
+            dropout=self.config.federation.dropout,
+            filled=self.config.federation.group_sizes == "filled",
+            own_streams=self.own_streams,
+        )
+
+    def steps_before(self, round: int) -> int:
+        """Steps of every trainer before a round."""
+        federation = self.config.federation
+        steps = round * federation.period
+        if not federation.extra_step:
+            return steps
+        epoch = max(1, federation.epoch_images // self.config.train.batch_size // federation.period)
+        return steps + -(-round // epoch)
+
+    def rates(self, round: int) -> tuple[float, ...]:
+        train = self.config.train
+        rate = partial(
+            learning_rate,
+            base=train.lr,
+            steps=builtins.round(train.horizon * self.steps_before(self.config.federation.rounds or 0)),
+            warmup=train.warmup,
+            cycles=train.cycles,
+            floor=train.floor,
+        )
+        return tuple(rate(step) for step in range(self.steps_before(round), self.steps_before(round + 1)))
+
+    def _work(self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
+        seed, size = self.config.run.seed, self.config.train.batch_size
+        first, rates = size * self.steps_before(round), self.rates(round)
+        anew = self.config.train.batches == "restart"
+
+        def batches(owners: Owners, purpose: str) -> Tensor:
+            sizes = owners.sizes[who]
+            base = draws.key(seed, purpose, round) if anew else draws.key(seed, purpose)
+            start, count = 0 if anew else first, size * len(rates)
+            places = self.positions(base, trainers, sizes.clamp(min=1), start, count)
+            chosen = owners.at(who, places)
+            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
+
+        labelled = None
+        if owners is self.users and self.labelled is not None:
+            labelled = batches(self.labelled, "labelled")
+        keys = round_keys(seed, round, trainers)
+        seats = self.at_once if owners is self.users else len(trainers)
+        return Work(objective, keys, batches(owners, "batches"), labelled, rates, seats)
+
+    def users_work(self, round: int, cohort: Cohort) -> Work:
+        who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
+        return self._work(round, objective_of(self.config), who, self.users, who)
+
+    def server_work(self, round: int) -> Work:
+        trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
+        return self._work(round, Objective("supervised"), trainers, self.server, trainers * 0)
+
+
+def objective_of(config: Config) -> Objective:
+    """What the users minimise."""
+    method = config.method
+    return Objective(method.objective, method.threshold, method.views, method.teacher_mode)
