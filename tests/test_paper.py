@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from ssfl import cli, runs
-from ssfl.errors import ConfigError
+from ssfl.config import load_config
+from ssfl.errors import ConfigError, DivergedError
+from ssfl.federation import State
 from ssfl.paper import results, rows, sweep, tables
-from ssfl.paper.fidelity import FIDELITIES, settings
+from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row, Run
+from ssfl.simulation import Simulation
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
 SHAPES = {"cifar10": (32, 32, 3), "svhn": (32, 32, 3), "stl10": (96, 96, 3), "emnist": (28, 28)}
@@ -103,10 +106,65 @@ def test_rows_that_share_a_setting_share_the_run() -> None:
         sweep.folder(rows.row("10").runs[0], options, 1)
         for options in (
             shared, sweep.Options(fidelity="reference"), sweep.Options(scale=0.5),
-            sweep.Options(data="a.npz"), sweep.Options(changes=("train.lr=1",)),
+            sweep.Options(data="a.npz"), sweep.Options(sets=("train.lr=1",)),
         )
     }  # fmt: skip
     assert len(other) == 5
+
+
+def test_only_what_changes_the_experiment_makes_it_another_one() -> None:
+    run = rows.row("21").runs[1]
+    plain = sweep.folder(run, sweep.Options(), 1)
+    elsewhere = ("data.root=/files", "data.download=true", "run.engine=loop", "run.eval_every=9")
+    assert sweep.folder(run, sweep.Options(sets=elsewhere), 1) == plain
+    one, two = (sweep.Options(sets=sets) for sets in (("a.b=1", "c.d=2"), ("c.d=2", "a.b=1")))
+    assert sweep.folder(run, one, 1) == sweep.folder(run, two, 1) != plain
+
+
+def test_what_we_recommend_is_one_run_for_fedavg_and_grouping(tmp_path: Path) -> None:
+    options = sweep.Options(fidelity="recommended")
+    fedavg, grouping = rows.row("21").runs
+    assert sweep.folder(fedavg, options, 1) == sweep.folder(grouping, options, 1)
+    assert settings(grouping, "recommended").method.name == "alternate"
+    (tmp_path / "ours.json").write_text(
+        json.dumps(fake(actual(grouping, "recommended"), 1, fidelity="recommended"))
+    )
+    lines = tables.lines(rows.table("2"), results.read([tmp_path]))
+    found = [line for line in lines if line["accuracy"] is not None]
+    assert [line["setting"].partition(",")[0] for line in found] == ["Alternate"]
+    assert sum(line["accuracy"] is None for line in lines) == 6
+
+
+def test_a_run_that_breaks_down_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    sets = (*TINY, "train.lr=1000", "method.threshold=0", "model.norm=none", "train.warmup=0")
+    options = sweep.Options(data="digits", sets=sets, out=tmp_path)
+    told: list[str] = []
+    with pytest.raises(DivergedError):
+        sweep.play([rows.row("21")], options, told.append, quiet=True)
+    assert sum("training broke down in round" in line for line in told) == 2
+    lines = tables.lines([rows.row("21")], results.read([tmp_path]))
+    assert [line["diverged"] for line in lines] == [1, 1]
+    assert tables.markdown(lines).count("diverged") == 2
+    again: list[str] = []
+    sweep.play([rows.row("21")], options, again.append, quiet=True)
+    assert sum("done before" in line for line in again) == 2
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = sweep.Options(data="digits", sets=(*TINY, "federation.rounds=6"), out=tmp_path, only="grouping")
+    played = Simulation.play
+
+    def stopped(self: Simulation, state: State) -> tuple[State, list[dict[str, object]]]:
+        if state.round == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return played(self, state)
+
+    monkeypatch.setattr(Simulation, "play", stopped)
+    with pytest.raises(sweep.SweepInterrupted, match="after round 3 and saved; the same command goes on"):
+        sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
+    monkeypatch.setattr(Simulation, "play", played)
+    (path,) = sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
+    assert (path / "result.json").is_file()
 
 
 TINY = ("federation.rounds=3", "federation.period=2", "train.batch_size=8", "run.device=cpu", "run.threads=1")
@@ -119,11 +177,14 @@ def test_from_the_command_line(
     assert ssfl(monkeypatch, "paper", "ls", "--json") == 0
     assert [row["row"] for row in json.loads(capsys.readouterr().out)] == list(range(1, 51))
     assert ssfl(monkeypatch, "paper", "show", "21", "--fidelity", "reference") == 0
-    assert "published 82.95 (Table 2)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "published 82.95 (Table 2)" in shown
+    Path("mine.toml").write_text(shown)
+    assert load_config("mine.toml") == settings(rows.row("21").runs[0], "reference")
     call = ["paper", "run", "21", "--data", "digits", "--seeds", "2", "--only", "grouping", "-q"]
     call += [word for change in TINY for word in ("--set", change)]
     assert ssfl(monkeypatch, *call) == 0
-    assert "(published 82.95), at scale 1" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(", at scale 1\n") == 2
     written = {path: path.stat().st_mtime_ns for path in Path("runs/paper").rglob("*")}
     assert ssfl(monkeypatch, *call) == 0
     assert capsys.readouterr().out.count("done before") == 2
@@ -139,6 +200,8 @@ def test_from_the_command_line(
         (["paper", "table", "9"], "the paper has no table '9' of accuracies"),
         (["paper", "run", "21", "--only", "C99"], "no run of these rows has 'C99' in its name"),
         (["paper", "run", "21", "--fidelity", "exact"], "fidelity 'exact' is not one of paper, reference"),
+        (["paper", "run", "1", "2", "--data", "a.npz"], "these rows are of cifar10 and svhn"),
+        (["paper", "run", "21", "--set", "run.seed=4"], "use --seeds"),
         (["paper", "figure", "2"], "no finished run for figure 2"),
         (["paper", "table", "2", "--from", "nowhere"], "nowhere is not a folder"),
     ):
@@ -247,7 +310,7 @@ def test_every_row_trains(row: Row, tiny: dict[str, Path], tmp_path: Path) -> No
             "train.warmup=0", "run.device=cpu", f"split.{marked}={labels}", "run.eval_every=8",
             f"method.threshold={sure}", "run.diversity_every=0", "train.lr=0.01",
         )  # fmt: skip
-        options = sweep.Options(data=str(tiny[run.data]), changes=changes, out=tmp_path)
+        options = sweep.Options(data=str(tiny[run.data]), sets=changes, out=tmp_path)
         one = Row(row.number, row.title, row.where, (run,))
         (path,) = sweep.play([one], options, lambda line: None, quiet=True)
         events = [event for event in runs.read_events(path) if event["event"] == "round"]
@@ -270,7 +333,7 @@ def test_the_rows_own_networks_train(number: str, model: str, tiny: dict[str, Pa
         "split.users=10", "federation.groups=2", f"split.{labels}=47", "train.warmup=0", "train.lr=0.02",
         "run.device=cpu", "run.diversity_every=0",
     )  # fmt: skip
-    options = sweep.Options(data=str(tiny[run.data]), changes=changes, out=tmp_path)
+    options = sweep.Options(data=str(tiny[run.data]), sets=changes, out=tmp_path)
     (path,) = sweep.play([Row(0, "", "", (run,))], options, lambda line: None, quiet=True)
     config = runs.read_config(path)
     assert (config.model.name, config.federation.participants) == (model, 2)

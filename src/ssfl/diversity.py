@@ -30,7 +30,8 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
     """What the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
 
-    It lies between 1 and n, so that larger cohorts look more diverse; Definition 1 does not.
+    It is 1 where all agree and n where they are orthogonal (more where they oppose each other), so that
+    larger cohorts look more diverse; Definition 1 is 1/n and 1.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)

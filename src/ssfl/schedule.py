@@ -15,7 +15,8 @@ def learning_rate(
     """The paper's formula, literally: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)), floor).
 
     Before `warmup` the rate rises linearly from zero. The cosine is periodic: with `cycles` above
-    1/2 it reaches the floor, and above 3/2 it rises again before the end (2.3 ends at 0.588 · base).
+    1/2 it reaches the floor, and above 3/2 it rises again before the end, at 2 to the full base rate (2.3
+    ends on the way down again, at 0.588 · base).
     """
     if step < warmup:
         return base * step / warmup

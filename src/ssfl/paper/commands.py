@@ -22,6 +22,7 @@ DataFile = Annotated[
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable.")
 ]
+Only = Annotated[str, typer.Option(help="Only runs whose name contains this, such as C47.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
 From = Annotated[
     list[Path] | None,
@@ -50,24 +51,31 @@ def show(
     fidelity: Fidelity = "paper",
     scale: Scale = 1.0,
     data: DataFile = None,
+    only: Only = "",
+    sets: Sets = None,
     json_only: Json = False,
 ) -> None:
-    """A row, its runs and their settings.  Example: ssfl paper show 21"""
+    """A row, its runs, and the settings of the first as a config file.  Example: ssfl paper show 21"""
     from ssfl.config import to_toml
+    from ssfl.errors import ConfigError
     from ssfl.paper import rows, tables
     from ssfl.paper.fidelity import settings
 
     row = rows.row(number)
-    configs = [settings(run, fidelity, scale, data=data) for run in row.runs]
+    chosen = [run for run in row.runs if only in run.name]
+    if not chosen:
+        raise ConfigError(f"no run of row {number} has {only!r} in its name: leave out --only to see them")
+    configs = [settings(run, fidelity, scale, 1, data, sets or ()) for run in chosen]
     if json_only:
         print(json.dumps(_row(row) | {"configs": [asdict(config) for config in configs]}))
         return
-    print(f"row {row.number}: {row.title}; {row.where}{'; ' + row.note if row.note else ''}")
+    print(f"# row {row.number}: {row.title}; {row.where}{'; ' + row.note if row.note else ''}")
     for run in row.runs:
         printed = "none printed" if run.published is None else f"published {run.published:.2f} ({run.where})"
-        print(f"  {tables.setting(run)}: {printed}")
+        print(f"#   {run.name}\n#     {tables.setting(run)}: {printed}")
     print(
-        f"\n# settings of the first run, fidelity {fidelity}, scale {scale:g}\n{to_toml(configs[0])}", end=""
+        f"# settings of {chosen[0].name}, fidelity {fidelity}, scale {scale:g}\n\n{to_toml(configs[0])}",
+        end="",
     )
 
 
@@ -78,7 +86,7 @@ def run(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 1,
     fidelity: Fidelity = "paper",
     data: DataFile = None,
-    only: Annotated[str, typer.Option(help="Only runs whose name contains this, such as C47.")] = "",
+    only: Only = "",
     sets: Sets = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/paper"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,

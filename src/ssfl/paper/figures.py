@@ -27,7 +27,8 @@ class Drawing:
 
     def __init__(self, results: Sequence[Result], fidelity: str) -> None:
         self.plt = pyplot()
-        self.results = [one for one in results if one.fidelity == fidelity and not one.changes]
+        kept = (one for one in results if one.fidelity == fidelity and not one.changes)
+        self.results = [one for one in kept if one.accuracy is not None]
         self.fidelity = fidelity
         self.missing: list[str] = []
         self.used: list[Result] = []
@@ -49,7 +50,8 @@ class Drawing:
             return
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8)
+        alone = {"marker": "o", "markersize": 4} if len(x) == 1 else {}
+        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8, **alone)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
             axis.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
@@ -62,9 +64,12 @@ class Drawing:
                 f"{', '.join(self.missing[:3])}{' ...' if len(self.missing) > 3 else ''}; see `ssfl paper ls`"
             )
         data = ", ".join(sorted({one.data for one in self.used}))
+        names = {one.name for one in self.used}
         scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
         seeds = max(one.seed for one in self.used)
         made = f"{data}; fidelity {self.fidelity}; scale {scales}; {seeds} seed{'s' if seeds > 1 else ''}"
+        if self.missing:
+            made += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
         figure.suptitle(f"{title}\n{made}", fontsize=10)
         out.mkdir(parents=True, exist_ok=True)
         paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
@@ -115,7 +120,7 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
     figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
-            found = [100 * one.accuracy for one in drawing.of(run)]
+            found = [100 * (one.accuracy or 0) for one in drawing.of(run)]
             if found:
                 bar = axis.bar(place, sum(found) / len(found), width=0.7)
                 axis.bar_label(bar, fmt="%.1f", fontsize=8)
@@ -155,11 +160,11 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
         for place, number in enumerate(numbers):
             row = rows.row(str(number))
-            points = {factor(run): [100 * one.accuracy for one in drawing.of(run)] for run in row.runs}
+            points = {factor(run): [100 * (one.accuracy or 0) for one in drawing.of(run)] for run in row.runs}
             points = {at: found for at, found in points.items() if found}
             drawing.line(axis, row.runs[0].data, place, points)
             printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
-            if printed and points:
+            if printed and points and drawing.used[-1].data != "digits":
                 colour = axis.lines[-1].get_color()
                 axis.plot(*zip(*printed, strict=True), "o", color=colour, fillstyle="none")
         axis.set_xlabel(label)
@@ -186,7 +191,7 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
     axes[0, 0].set_ylabel("test accuracy, %")
     for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
         axis.set(ylabel=label, yscale="log")
-    axes[3, 0].set_ylabel("pseudo-labels:\nshare that counts, share that is right")
+    axes[3, 0].set_ylabel("pseudo-labels:\nsure, and right")
     _finish(figure, axes.flat, each=(axes[0, 2], axes[3, 2]))
     return drawing.save(figure, out, "6", "FedAvg and grouping on EMNIST by the number of participants")
 

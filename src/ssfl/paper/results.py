@@ -27,27 +27,24 @@ class Result:
     fidelity: str
     scale: float
     seed: int
-    accuracy: float
+    accuracy: float | None
+    """None where training broke down."""
     changes: tuple[str, ...]
     """Further settings, other than the row's."""
     whole: dict[str, Any]
     """Everything that was written down: config, curve, diversity, seconds, device, commit."""
-
-    @property
-    def epochs(self) -> list[float]:
-        """When the points of the curve were taken, in epochs."""
-        federation, train = self.whole["config"]["federation"], self.whole["config"]["train"]
-        images = federation["period"] * train["batch_size"] / federation["epoch_images"]
-        return [point["round"] * images for point in self.whole["curve"]]
 
 
 @dataclass(frozen=True)
 class Mean:
     """Several seeds of the same run."""
 
-    accuracy: float
+    accuracy: float | None
+    """None where every seed broke down."""
     deviation: float | None
     seeds: int
+    diverged: int
+    """How many of the seeds broke down."""
     scale: float
     data: str
     fidelity: str
@@ -55,9 +52,9 @@ class Mean:
 
 
 def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
-    """Sum up a finished run folder; `told` says how it was asked for."""
-    summary = runs.read_summary(path)
-    if summary is None:
+    """Sum up a run folder that is finished, or diverged; `told` says how it was asked for."""
+    summary = runs.read_summary(path) or {}
+    if not summary and "diverged" not in told:
         raise RunError(f"{path} is not finished: go on with `ssfl resume {path}`")
     config = asdict(runs.read_config(path))
     config["data"].pop("root")
@@ -76,7 +73,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
         "run": run.name,
         **told,
         "published": run.published,
-        "data": summary["data"],
+        "data": summary.get("data") or Path(config["data"]["path"] or config["data"]["name"]).stem,
         **{key: summary.get(key) for key in kept},
         "evaluation_seconds": evaluating,
         "curve": curve,
@@ -137,15 +134,15 @@ def _read_one(file: Path) -> list[Result]:
 
 def means(results: Iterable[Result]) -> list[Mean]:
     """The results of one run by how it was run: seeds together, scales, fidelities and data apart."""
-    kinds: dict[tuple[Any, ...], dict[int, float]] = {}
+    kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
     for one in results:
         kind = (one.fidelity, one.data, -one.scale, one.changes)
-        kinds.setdefault(kind, {})[one.seed] = 100 * one.accuracy
-    return [
-        Mean(
-            statistics.mean(found.values()),
-            statistics.stdev(found.values()) if len(found) > 1 else None,
-            len(found), -scale, data, fidelity, changes,
-        )
-        for (fidelity, data, scale, changes), found in sorted(kinds.items(), key=lambda item: item[0])
-    ]  # fmt: skip
+        kinds.setdefault(kind, {})[one.seed] = one.accuracy
+    told = []
+    for (fidelity, data, scale, changes), seeds in sorted(kinds.items(), key=lambda item: item[0]):
+        found = [100 * accuracy for accuracy in seeds.values() if accuracy is not None]
+        mean = statistics.mean(found) if found else None
+        deviation = statistics.stdev(found) if len(found) > 1 else None
+        broken = len(seeds) - len(found)
+        told.append(Mean(mean, deviation, len(seeds), broken, -scale, data, fidelity, changes))
+    return told

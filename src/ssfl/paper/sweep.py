@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssfl import progress, train
-from ssfl.errors import DivergedError
+from ssfl.errors import ConfigError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
 
 Tell = Callable[[str], None]
+
+
+class SweepInterrupted(SsflError):
+    """Stopped by Ctrl-C and saved."""
+
+    exit_code = 130
+
+    def __init__(self, round: int) -> None:
+        super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
 
 
 @dataclass(frozen=True)
@@ -25,14 +34,20 @@ class Options:
     data: str | None = None
     only: str = ""
     """Runs whose name contains this."""
-    changes: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
     """Further settings, `section.key=value`."""
     out: Path = Path("runs/paper")
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The settings that make it another experiment: not where files lie, nor how it is carried out."""
+        aside = ("data.root", "data.download", "run.")
+        return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 
 
 def folder(run: Run, options: Options, seed: int) -> Path:
     """Where a run lies: rows that share a run share its folder."""
-    parts = [run.name, options.fidelity]
+    parts = [fidelity.actual(run, options.fidelity).name, options.fidelity]
     if options.data:
         parts.append(Path(options.data).stem)
     if options.scale != 1:
@@ -44,6 +59,13 @@ def folder(run: Run, options: Options, seed: int) -> Path:
 
 def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
     """Every run of the rows, seed by seed; the folders in order."""
+    if any(one.startswith("run.seed") for one in options.sets):
+        raise ConfigError("--set run.seed would make every seed the same: use --seeds")
+    kinds = sorted({run.data for row in rows for run in row.runs})
+    if options.data not in (None, "digits") and len(kinds) > 1:
+        raise ConfigError(
+            f"these rows are of {' and '.join(kinds)}: --data stands for one, so run them apart"
+        )
     wanted = {
         folder(run, options, seed): (run, seed)
         for seed in range(1, options.seeds + 1)
@@ -52,7 +74,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         if options.only in run.name
     }
     configs = {  # mistakes show before anything is trained
-        path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.changes)
+        path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.sets)
         for path, (run, seed) in wanted.items()
     }
     failed = None
@@ -62,21 +84,26 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             tell(f"{here}: done before")
             continue
         tell(here)
+        run = fidelity.actual(run, options.fidelity)
+        told = {
+            "command": shlex.join(["ssfl", *sys.argv[1:]]),
+            "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
+        }  # fmt: skip
         begun = (path / "config.toml").is_file()
         try:
             with progress.Reporter() as reporter:
                 report = None if quiet else reporter
                 found = train.resume(path, report) if begun else train.run(configs[path], path, report)
+        except train.Interrupted as stopped:
+            raise SweepInterrupted(stopped.round) from None
         except DivergedError as error:  # a result as well: the others go on
             failed = error
+            results.write(path, run, told | {"diverged": str(error)})
             tell(f"{here}: {error}")
             continue
-        told = {
-            "command": shlex.join(["ssfl", *sys.argv[1:]]),
-            "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
-        }  # fmt: skip
         results.write(path, run, told)
-        printed = "" if run.published is None else f" (published {run.published:.2f})"
+        compared = run.published is not None and options.data != "digits"
+        printed = f" (published {run.published:.2f})" if compared else ""
         tell(f"{here}: {100 * found.accuracy:.2f} %{printed}, at scale {options.scale:g}")
     if failed is not None:
         raise failed

@@ -1,8 +1,10 @@
 """The paper's tables from finished runs: published, ours, difference, scale, seeds."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from ssfl.paper.fidelity import actual
 from ssfl.paper.results import Result, means
 from ssfl.paper.rows import NAMES, Row, Run
 
@@ -12,28 +14,27 @@ HEAD = ("setting", "published", "ours", "difference", "scale", "seeds", "fidelit
 def lines(rows: Sequence[Row], found: Sequence[Result]) -> list[dict[str, Any]]:
     """A line for each run and each way in which it was run, or one that says that it was not."""
     told: list[dict[str, Any]] = []
+    recommended: set[str] = set()
     for row in rows:
         for run in row.runs:
-            head: dict[str, Any] = {
-                "row": row.number,
-                "setting": setting(run),
-                "run": run.name,
-                "published": run.published,
-            }
-            ways = means(one for one in found if one.name == run.name)
-            for way in ways:
-                alike = run.published is not None and way.data != "digits"  # a trial is not compared
-                difference = way.accuracy - (run.published or 0) if alike else None
-                told.append(
-                    head
-                    | {
-                        "accuracy": way.accuracy, "deviation": way.deviation, "seeds": way.seeds,
-                        "scale": way.scale, "fidelity": way.fidelity, "data": way.data,
-                        "changes": list(way.changes), "difference": difference,
-                    }
-                )  # fmt: skip
-            if not ways:
-                told.append(head | {"accuracy": None})
+            ours = actual(run, "recommended")
+            if ours.name != run.name and ours.name not in recommended:
+                recommended.add(ours.name)
+                told += _ways(row, ours, found)
+            told += _ways(row, run, found) or [_head(row, run) | {"accuracy": None, "seeds": 0}]
+    return told
+
+
+def _head(row: Row, run: Run) -> dict[str, Any]:
+    return {"row": row.number, "setting": setting(run), "run": run.name, "published": run.published}
+
+
+def _ways(row: Row, run: Run, found: Sequence[Result]) -> list[dict[str, Any]]:
+    told = []
+    for way in means(one for one in found if one.name == run.name):
+        alike = run.published is not None and way.accuracy is not None and way.data != "digits"
+        difference = (way.accuracy or 0) - (run.published or 0) if alike else None  # a trial is not compared
+        told.append(_head(row, run) | asdict(way) | {"difference": difference, "changes": list(way.changes)})
     return told
 
 
@@ -52,14 +53,18 @@ def markdown(told: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for line in told:
         published = "–" if line["published"] is None else f"{line['published']:.2f}"
-        if line["accuracy"] is None:
+        if not line["seeds"]:
             rows.append((line["setting"], published, "not run", *["–"] * 5))
             continue
-        spread = "" if line["deviation"] is None else f" ± {line['deviation']:.2f}"
+        ours = "diverged" if line["accuracy"] is None else f"{line['accuracy']:.2f}"
+        if line["deviation"] is not None:
+            ours += f" ± {line['deviation']:.2f}"
+        if line["accuracy"] is not None and line["diverged"]:
+            ours += f" ({line['diverged']} diverged)"
         difference = "–" if line["difference"] is None else f"{line['difference']:+.2f}"
         changes = f" {' '.join(line['changes'])}" if line["changes"] else ""
         rows.append((
-            line["setting"], published, f"{line['accuracy']:.2f}{spread}", difference, f"{line['scale']:g}",
+            line["setting"], published, ours, difference, f"{line['scale']:g}",
             str(line["seeds"]), line["fidelity"] + changes, line["data"],
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
