@@ -167,6 +167,8 @@ def make(config: Config) -> Simulation:
     """A simulation that is ready to play."""
     check(config)
     device = choose_device(config.run.device)
+    if config.run.engine == "dist":
+        device = engines.dist.local_device(device)
     dataset = load_data(config)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
@@ -213,7 +215,8 @@ def _make_engine(
     """The engine, and [run] with every choice made that depends on the machine; the state keeps
     some of its memory."""
     train, run, objective = config.train, config.run, objective_of(config)
-    participants = config.federation.participants or 1
+    spread_out = run.engine == "dist"
+    participants = -(-(config.federation.participants or 1) // (engines.dist.ranks() if spread_out else 1))
     steps = (config.federation.rounds or 1) * config.federation.period
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
     network = (model, layout, pool, optimizer)
@@ -221,9 +224,9 @@ def _make_engine(
     if isinstance(model, fedmatch.Decomposed):
         rival = fedmatch.FedMatch(model, pool, optimizer, config.split.labels_at)
     needed = (rival or engines.make("vmap", *network, False)).memory(objective, train.batch_size)
-    threads = run.threads or CORES
+    threads = engines.dist.local_cores(CORES) if spread_out else run.threads or CORES
     torch.set_num_threads(engines.threads(needed, threads))
-    name = engines.choose(device, needed) if run.engine == "auto" else run.engine
+    name = engines.choose(device, needed) if run.engine in ("auto", "dist") else run.engine
     name = "loop" if rival else name
     compiled = engines.can_compile(name, device) and (
         steps >= engines.LONG if run.compile is None else run.compile
@@ -239,10 +242,13 @@ def _make_engine(
         at_once = memory.share(participants, needed, device, kept)
     if device.type == "cuda":
         at_once = min(at_once, engines.MOST)
+    engine = engines.on_all_cores(engine, device, cores, at_once)
+    if spread_out:
+        name, engine = "dist", engines.dist.Dist(engine, device)
     run = replace(
         run, device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once
     )
-    return engines.on_all_cores(engine, device, cores, at_once), run
+    return engine, run
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:

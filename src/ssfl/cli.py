@@ -138,12 +138,16 @@ def compare(first: RunFolder, second: RunFolder) -> None:
 def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl import progress, runs
+    from ssfl.engines import dist
 
-    if quiet:
+    follower = dist.ranks() > 1 and dist.rank() > 0  # one of torchrun's processes speaks for all
+    if quiet or follower:
         result = start(None)
     else:
         with progress.Reporter() as reporter:
             result = start(reporter)
+    if follower:
+        return
     if json_only:
         print(json.dumps(runs.read_summary(result.path)))
     elif not quiet:
@@ -172,7 +176,8 @@ def main() -> None:
     try:
         app()
     except SsflError as error:
-        print(f"ssfl: {' '.join(str(error).split())}", file=sys.stderr)
+        who = f"ssfl (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else "ssfl"
+        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         print(f"ssfl: {error.strerror}: {str(error.filename)[:200]}", file=sys.stderr)

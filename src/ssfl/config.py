@@ -202,6 +202,10 @@ def check(config: Config) -> None:
         raise ConfigError(
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
+    if config.run.engine == "dist" and (
+        method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
+    ):
+        raise ConfigError(f"run.engine = 'dist' does not go with method.name = {method.name!r}: use 'auto'")
     if method.name == "fixmatch" and split.users != 1:
         raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")
     if method.objective == "fedmatch":

@@ -7,16 +7,27 @@ engine that trains is handed in.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssfl import averaging, draws
 from ssfl.rows import placed
-from ssfl.work import Trained
+from ssfl.work import TOLD, Trained
 
 Train = Callable[[Tensor, Tensor, slice], Trained]
 """(rows, momentum, which of the trainers) -> rows, momentum, numbers: T local steps of each."""
+
+
+class Crowd(Protocol):
+    """Processes that share the users of a round."""
+
+    def share(self, count: int) -> slice:
+        """The places of a cohort that this process trains."""
+
+    def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The sum of everybody's streams, and each of the rows of all users, in their order."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ def play_round(
     statistics_from_server: bool = False,
     at_once: int | None = None,
     keep_updates: bool = False,
+    crowd: Crowd | None = None,
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
@@ -134,7 +146,7 @@ def play_round(
     `slots` are the rows of kept momentum that belong to the cohort's users. With
     `statistics_from_server` every model takes the server's own normalisation statistics instead of
     the average's. Users train `at_once` together, all by default, and are added to the average as
-    they come, so that no more models are held at a time.
+    they come, so that no more models are held at a time. A `crowd` of processes shares them.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
@@ -147,8 +159,9 @@ def play_round(
         matrix = placed(matrix.to(streams.dtype), streams.device)
         streams = torch.zeros_like(streams)
         moved = []
-        for start in range(0, count, at_once or count):
-            part = slice(start, min(start + (at_once or count), count))
+        share = slice(0, count) if crowd is None else crowd.share(count)
+        for start in range(share.start, share.stop, at_once or count):
+            part = slice(start, min(start + (at_once or count), share.stop))
             # "The server sends the averaged model weights": user k of group i receives w_avg,i.
             sent = state.streams[placed(cohort.streams[part], streams.device)]
             # "Each user locally updates its own model weights to w_k."
@@ -156,7 +169,10 @@ def play_round(
             # Equations (7) and (8): each group averages its users (with the server, below).
             streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
             moved.append(told)
-        users = _together(moved)
+        users = _together(moved, streams, keep_updates)
+        if crowd is not None:
+            kept = placed(slots, streams.device) if len(momentum) else None
+            streams, users = _exchanged(crowd, state, streams, users, count, momentum, kept)
         average = streams.mean(0)
 
     if server == "parallel":
@@ -216,9 +232,37 @@ def _trained(
     return result.rows, Moved(result.stats, norms, updates if keep_updates else None)
 
 
-def _together(parts: list[Moved]) -> Moved:
+def _together(parts: list[Moved], like: Tensor, keep_updates: bool) -> Moved:
+    """Several parts as one; none at all is a cohort of nobody."""
+    if not parts:
+        nobody = like.new_zeros(0)
+        return Moved(dict.fromkeys(TOLD, nobody), nobody, like[:0] if keep_updates else None)
     return Moved(
         {name: torch.cat([part.stats[name] for part in parts]) for name in parts[0].stats},
         torch.cat([part.norms for part in parts]),
-        None if parts[0].updates is None else torch.cat([p.updates for p in parts if p.updates is not None]),
+        torch.cat([p.updates for p in parts if p.updates is not None]) if keep_updates else None,
     )
+
+
+def _exchanged(
+    crowd: Crowd,
+    state: State,
+    streams: Tensor,
+    own: Moved,
+    count: int,
+    momentum: Tensor,
+    kept: Tensor | None,
+) -> tuple[Tensor, Moved]:
+    """The streams and what is told of all users, from those of this process; momentum is written back."""
+    numbers = torch.stack([*own.stats.values(), own.norms], dim=1).to(streams.dtype)
+    each = [numbers]
+    if kept is not None:
+        each.append(momentum[kept[crowd.share(count)]])
+    if own.updates is not None:
+        each.append(own.updates)
+    streams, numbers, *rest = crowd.exchange(state.average, streams, each, count)
+    if kept is not None:
+        momentum[kept] = rest.pop(0)
+    *stats, norms = numbers.unbind(1)
+    told = dict(zip(own.stats, stats, strict=True))
+    return streams, Moved(told, norms, rest[0] if rest else None)

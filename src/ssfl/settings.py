@@ -170,7 +170,8 @@ class Run:
     seed: int = 1
     """Names the initial weights and every draw of the training; 1 is the paper's."""
     engine: str = "auto"
-    """"loop" (one user after another), "vmap" (all at once) or "auto"."""
+    """"loop" (one user after another), "vmap" (all at once), "auto", or "dist" (users spread over the
+    processes of torchrun)."""
     users_at_once: int | None = None
     """How many users are trained together; by itself as many of the participants as memory holds."""
     compile: bool | None = None
@@ -222,7 +223,7 @@ CHOICES = {
     "train.momentum_policy": ("reset", "slot", "user"),
     "train.batches": ("continue", "restart"),
     "train.precision": ("bfloat16", "float32", "float64"),
-    "run.engine": ("auto", "loop", "vmap"),
+    "run.engine": ("auto", "loop", "vmap", "dist"),
 }
 # Setting one of these from the command line takes the place of the other.
 INSTEAD = {

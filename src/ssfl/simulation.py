@@ -14,6 +14,7 @@ from ssfl import diversity, draws, engines, fedmatch, layers, models, scoring
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
+from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, play_own_streams, play_round
 from ssfl.plan import Owners, Plan, objective_of
@@ -44,6 +45,11 @@ class Simulation:
     def config(self) -> Config:
         """Resolved: nothing is left to be chosen."""
         return self.plan.config
+
+    @property
+    def crowd(self) -> Dist | None:
+        """The other processes, where users are spread over some."""
+        return self.engine if isinstance(self.engine, Dist) else None
 
     @property
     def rounds(self) -> int:
@@ -105,6 +111,7 @@ class Simulation:
                 statistics_from_server=self.config.model.norm_statistics == "server",
                 at_once=self.config.run.users_at_once,
                 keep_updates=diverse,
+                crowd=self.crowd,
             )
         if not last and self.device.type == "cuda":
             self._ahead.clear()
@@ -228,8 +235,13 @@ class Simulation:
             batches = owners.at(who, places).reshape(len(who), steps, size)
             # the unlabelled loss alone, over all data; labelled images of users are not part of it
             work = Work(objective, round_keys(seed, state.round, trainers), batches, None, ())
-            parts = [slice(i, i + self.plan.at_once) for i in range(0, len(who), self.plan.at_once)]
-            return torch.cat([self.engine.gradients(rows[p], work.of(p), sizes[p]) for p in parts])
+            crowd = self.crowd if len(who) > 1 else None
+            share = slice(0, len(who)) if crowd is None else crowd.share(len(who))
+            starts = range(share.start, share.stop, self.plan.at_once)
+            parts = [slice(i, min(i + self.plan.at_once, share.stop)) for i in starts]
+            found = [self.engine.gradients(rows[p], work.of(p), sizes[p]) for p in parts]
+            own = torch.cat(found) if found else rows[:0, :weights]
+            return own if crowd is None else crowd.gather(own, len(who))
 
         assert outcome.users is not None
         assert outcome.users.updates is not None

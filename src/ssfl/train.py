@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ssfl import assemble, provenance, runs
+from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
@@ -49,12 +50,16 @@ class Interrupted(SsflError):
 def run(config: Config, out: str | Path | None = None, report: Report | None = None) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD)."""
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
-    runs.require_free(path)
+    leads = _leads(config)
+    if leads:
+        runs.require_free(path)
     with reproducible(), _enough_memory():
         sim = assemble.make(config)
         with closing(sim.engine):
-            runs.create(path, sim.config, assemble.describe_split(sim.dataset, sim.parts, sim.validation))
-            with runs.locked(path):
+            if leads:
+                parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
+                runs.create(path, sim.config, parts)
+            with runs.locked(path) if leads else nullcontext():
                 return _rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
 
 
@@ -63,7 +68,8 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
     path = Path(path)
     config = runs.read_config(path)
     warn = warn or (lambda message: None)
-    with runs.locked(path), reproducible(), _enough_memory():
+    leads = _leads(config)
+    with runs.locked(path) if leads else nullcontext(), reproducible(), _enough_memory():
         summary = runs.read_summary(path)
         if summary is not None and _has_model(path):
             return Result(summary["accuracy"], list(runs.read_events(path)), path)
@@ -79,28 +85,36 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
                 for key, before in start.conditions.items()
                 if key in now and before != now[key]
             ]
-            if changed:
-                warn(f"{', '.join(changed)}: numbers may differ from here on")
-            runs.cut_events(path, start.state.round)
+            if leads:
+                if changed:
+                    warn(f"{', '.join(changed)}: numbers may differ from here on")
+                runs.cut_events(path, start.state.round)
             return _rounds(sim, path, start, report)
+
+
+def _leads(config: Config) -> bool:
+    """Whether this process writes the run folder: of several ranks, the first."""
+    return config.run.engine != "dist" or dist.rank() == 0
 
 
 def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
     settings = {name: str(getattr(sim.config.run, name)) for name in runs.CONDITIONS}
-    return {**runs.versions(), **settings, "device": device_name(sim.device)}
+    ranks = {} if sim.crowd is None else {"ranks": str(sim.crowd.size)}
+    return {**runs.versions(), **settings, **ranks, "device": device_name(sim.device)}
 
 
 def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     state = start.state
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
-    every, now = sim.config.run, conditions(sim)
-    history = list(runs.read_events(path))
+    every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
+    history = list(runs.read_events(path)) if leads else []
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
 
     def tell(event: Event) -> None:
-        runs.append_event(path, event)
+        if leads:
+            runs.append_event(path, event)
         history.append(event)
         if report is not None:
             report(event)
@@ -120,12 +134,15 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     for key in totals:
                         totals[key] += event.get(key, 0)
                     tell(event)
-                if last or interrupted.is_set() or state.round % (every.checkpoint_every or 1) == 0:
+                stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
+                if leads and (last or stop or state.round % (every.checkpoint_every or 1) == 0):
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))
-                if interrupted.is_set() and not last:
+                if stop and not last:
                     raise Interrupted(path, state.round)
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(sim.evaluate(state))  # the last events were lost
+        if not leads:
+            return Result(history[-1]["accuracy"], history, path)
         return _finish(sim, path, state, totals, history)
     except RunError as error:
         raise RunError(f"{error}; then go on with `ssfl resume {path}`") from error

@@ -116,6 +116,8 @@ class Trained(NamedTuple):
     stats: dict[str, Tensor]
 
 
+TOLD = ("loss", "masked", "told", "right")
+"""The numbers, in this order."""
 MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
 Forward = Callable[[Tensor, bool, Tensor], Tensor]
 """(images [n, B, ...], whether in training mode, dropout keys [n]) -> logits [n, B, classes]."""

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import nn
 
-from ssfl.engines import loop, spread, vmap
+from ssfl.engines import dist, loop, spread, vmap
 from ssfl.engines.contract import Engine
 from ssfl.errors import SsflWarning
 from ssfl.rows import Layout
@@ -18,6 +18,7 @@ __all__ = [
     "Engine",
     "can_compile",
     "choose",
+    "dist",
     "make",
     "on_all_cores",
     "spread",

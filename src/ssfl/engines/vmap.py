@@ -20,6 +20,7 @@ from ssfl.errors import SsflWarning
 from ssfl.kernels import convolution
 from ssfl.rows import Layout, placed
 from ssfl.work import (
+    TOLD,
     Batch,
     Objective,
     Optimizer,
@@ -33,7 +34,6 @@ from ssfl.work import (
 )
 
 Named = dict[str, Tensor]
-TOLD = ("loss", "masked", "told", "right")
 
 
 @dataclass(frozen=True)
