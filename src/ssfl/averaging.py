@@ -50,6 +50,16 @@ def drawn_together(rule: str, centre: Tensor, users: Tensor, elasticity: float) 
     return pulled, pulled.mean(0)
 
 
+def combined(rule: str, rows: Tensor) -> Tensor:
+    """One row of many: their "mean", or coordinate by coordinate their "median" or "trimmed" mean, without
+    the fifth (at least one) that is least and the fifth that is most, where there are more than two."""
+    count = len(rows)
+    if rule == "mean" or count <= 2:
+        return rows.mean(0)
+    cut = max(1, round(count / 5)) if rule == "trimmed" else (count - 1) // 2
+    return rows.sort(0).values[cut : count - cut].mean(0)
+
+
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Streams [S, P] and their mean [P]: equation (7) with the given mixing matrix."""
     rows = users if server is None else torch.cat([server[None], users])

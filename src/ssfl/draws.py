@@ -19,6 +19,7 @@ PURPOSES = {
     "diversity": 9,  # views for the full-data gradients
     "split": 10,  # who gets which image
     "noise": 11,  # the image that FedMatch tells models apart by
+    "attack": 12,  # which users send garbage, and what
 }
 SERVER = -1  # the server's number where a user's number stands
 

@@ -5,7 +5,7 @@ engine that trains is handed in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from ssfl.work import TOLD, Trained
 
 Train = Callable[[Tensor, Tensor, slice], Trained]
 """(rows, momentum, which of the trainers) -> rows, momentum, numbers: T local steps of each."""
+Gate = Callable[[Tensor, Tensor], list[str]]
+"""(what was sent, what came back) -> why each is refused, "" where it is not."""
 
 
 class Crowd(Protocol):
@@ -43,6 +45,8 @@ class State:
     momentum: Tensor
     """[slots + 1, P]: momentum kept between rounds, the server's row last; empty when it is not.
     FedMatch has none and keeps what each user sent last, zeros of one never seen."""
+    strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """[K]: how often each user's model was refused; empty without a gate."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class Outcome:
     server_sent: Tensor | None
     """[P + Q]: what the server started from, where it trained."""
     server: Moved | None
+    refused: dict[int, str] = field(default_factory=dict)
+    """Why models were refused, by their users' places in the cohort."""
 
 
 def draw_cohort(
@@ -137,6 +143,8 @@ def play_round(
     at_once: int | None = None,
     keep_updates: bool = False,
     crowd: Crowd | None = None,
+    gate: Gate | None = None,
+    combine: str = "mean",
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
@@ -146,19 +154,21 @@ def play_round(
     `slots` are the rows of kept momentum that belong to the cohort's users. With
     `statistics_from_server` every model takes the server's own normalisation statistics instead of
     the average's. Users train `at_once` together, all by default, and are added to the average as
-    they come, so that no more models are held at a time. A `crowd` of processes shares them.
+    they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
+    that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
     trained = partial(_trained, momentum, keep_updates)
     streams, average = state.streams, state.average
     users = own = server_sent = None
-    count = len(cohort.users)
+    refused: dict[int, str] = {}
+    count, guarded = len(cohort.users), gate is not None or combine != "mean"
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
         matrix = placed(matrix.to(streams.dtype), streams.device)
         streams = torch.zeros_like(streams)
-        moved = []
+        moved, held = [], []
         share = slice(0, count) if crowd is None else crowd.share(count)
         for start in range(share.start, share.stop, at_once or count):
             part = slice(start, min(start + (at_once or count), share.stop))
@@ -167,12 +177,25 @@ def play_round(
             # "Each user locally updates its own model weights to w_k."
             rows, told = trained(train_users, sent, slots[part], part)
             # Equations (7) and (8): each group averages its users (with the server, below).
-            streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
+            if guarded:
+                held.append((sent, rows))
+            else:
+                streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
             moved.append(told)
         users = _together(moved, streams, keep_updates)
         if crowd is not None:
             kept = placed(slots, streams.device) if len(momentum) else None
             streams, users = _exchanged(crowd, state, streams, users, count, momentum, kept)
+        if guarded:
+            sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
+            reasons = gate(sent, rows) if gate is not None else [""] * count
+            refused = {place: reason for place, reason in enumerate(reasons) if reason}
+            groups, rows = _passed(cohort, refused, rows)
+            matrix, streams = None, state.streams
+            if len(rows):
+                matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
+                centres = [averaging.combined(combine, rows[group] if group else rows) for group in groups]
+                streams = (1 - matrix[:, :1]) * torch.stack(centres)
         average = streams.mean(0)
 
     if server == "parallel":
@@ -192,7 +215,19 @@ def play_round(
     if statistics_from_server and own is not None:
         streams, average = streams.clone(), average.clone()
         streams[:, weights:] = average[weights:] = rows[0, weights:]
-    return State(state.round + 1, streams, average, momentum), Outcome(users, server_sent, own)
+    strikes = state.strikes
+    if refused:
+        strikes = strikes.clone()
+        strikes[[cohort.users[place] for place in refused]] += 1
+    new = State(state.round + 1, streams, average, momentum, strikes)
+    return new, Outcome(users, server_sent, own, refused)
+
+
+def _passed(cohort: Cohort, refused: dict[int, str], rows: Tensor) -> tuple[list[list[int]], Tensor]:
+    """The groups and the rows without the models that were refused."""
+    places = [place for place in range(len(rows)) if place not in refused]
+    now = {place: number for number, place in enumerate(places)}
+    return [[now[place] for place in group if place in now] for group in cohort.groups], rows[places]
 
 
 def play_own_streams(

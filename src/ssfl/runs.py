@@ -184,6 +184,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "average": state.average.detach().cpu().contiguous(),
         "momentum": state.momentum.detach().cpu().contiguous(),
     }
+    if len(state.strikes):
+        tensors["strikes"] = state.strikes.cpu()
     header = {
         "format": FORMAT,
         "round": str(state.round),
@@ -216,7 +218,9 @@ def load_checkpoint(path: Path, device: torch.device) -> Checkpoint | None:
 def _read_checkpoint(file: Path, device: torch.device) -> Checkpoint:
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
-        tensors = {name: opened.get_tensor(name) for name in ("streams", "average", "momentum")}
+        names = set(opened.keys())
+        known = [name for name in ("streams", "average", "momentum", "strikes") if name in names]
+        tensors = {name: opened.get_tensor(name) for name in known}
     if header["format"] != FORMAT:
         raise RunError(
             f"{file} has checkpoint format {header['format']}, this ssfl reads {FORMAT}: "
@@ -229,7 +233,8 @@ def _read_checkpoint(file: Path, device: torch.device) -> Checkpoint:
         )
     if header["sha256"] != _hash(tensors):
         raise ValueError("its checksum does not match")
-    state = State(int(header["round"]), *(t.to(device) for t in tensors.values()))
+    strikes = {"strikes": tensors.pop("strikes")} if "strikes" in tensors else {}
+    state = State(int(header["round"]), *(t.to(device) for t in tensors.values()), **strikes)
     return Checkpoint(state, json.loads(header["totals"]), json.loads(header["conditions"]))
 
 

@@ -93,6 +93,12 @@ class Method:
     "none"."""
     server_weight: float | None = None
     """The server's share in averaging "weighted"."""
+    gate: bool = False
+    """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
+    times is left out."""
+    combine: str = "mean"
+    """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
+    mean or "median"."""
     server_replicas: bool = False
     """With grouping and a parallel server, one copy of the server trains for each group, as in the
     authors' code, instead of one for all."""
@@ -127,6 +133,10 @@ class Federation:
     """M, images each trainer sees in an epoch."""
     extra_step: bool = False
     """One step more in the first round of every epoch, as in the authors' code."""
+    attackers: float = 0.0
+    """The share of users that send garbage, to see what a federation withstands."""
+    attack: str = "sign"
+    """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
     dropout: float = 0.0
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -219,6 +229,8 @@ CHOICES = {
     "method.server": ("parallel", "alternate", "none"),
     "method.views": ("separate", "joint"),
     "method.teacher_mode": ("eval", "train"),
+    "method.combine": ("mean", "trimmed", "median"),
+    "federation.attack": ("sign", "noise", "shift"),
     "federation.group_sizes": ("even", "filled"),
     "train.momentum_policy": ("reset", "slot", "user"),
     "train.batches": ("continue", "restart"),
@@ -255,6 +267,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "federation.epochs": (1, 10**6, "epochs"),
     "federation.epoch_images": (1, 10**12, "images"),
     "federation.dropout": (0, 1, "a probability"),
+    "federation.attackers": (0, 1, "a share of the users"),
     "train.batch_size": (1, 65536, "images"),
     "train.lr": (0, 1000, "a learning rate"),
     "train.momentum": (0, 0.9999, "below 1"),

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import diversity, draws, engines, fedmatch, layers, models, scoring
+from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, scoring
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
 from ssfl.federation import Cohort, Outcome, State, play_own_streams, play_round
+from ssfl.gate import judge
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.settings import Config
@@ -65,7 +66,8 @@ class Simulation:
             "user": self.config.split.users + self.plan.replicas,
         }[kept_per(self.config)]
         momentum = row.new_zeros(slots, self.layout.weights)
-        return State(0, row.repeat(self.plan.streams, 1), row, momentum)
+        strikes = torch.zeros(self.config.split.users if self.config.method.gate else 0, dtype=torch.int64)
+        return State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
@@ -85,7 +87,11 @@ class Simulation:
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            return self.engine.train(rows, kept, work)
+            trained = self.engine.train(rows, kept, work)
+            return self._attacked(state.round, cohort, rows, trained, part)
+
+        def gate(sent: Tensor, rows: Tensor) -> list[str]:
+            return judge(sent, rows, state.strikes[list(cohort.users)])
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -112,6 +118,8 @@ class Simulation:
                 at_once=self.config.run.users_at_once,
                 keep_updates=diverse,
                 crowd=self.crowd,
+                gate=gate if method.gate else None,
+                combine=method.combine,
             )
         if not last and self.device.type == "cuda":
             self._ahead.clear()
@@ -175,6 +183,19 @@ class Simulation:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
 
+    def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
+        """What comes back where some of the users are attackers."""
+        federation, seed = self.config.federation, self.config.run.seed
+        if not federation.attackers:
+            return trained
+        attackers = attacks.who(self.config.split.users, federation.attackers, seed)
+        rows = trained.rows.clone()
+        for place, user in enumerate(cohort.users[part]):
+            if user in attackers:
+                key = draws.key(seed, "attack", round, user)
+                rows[place] = attacks.corrupt(federation.attack, sent[place], rows[place], self.layout, key)
+        return trained._replace(rows=rows)
+
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
         """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
         model, seed = self.model, self.config.run.seed
@@ -194,6 +215,8 @@ class Simulation:
             "bytes_down": size * len(cohort.drawn),
             "bytes_up": size * len(cohort.users),
         }
+        if self.config.method.gate:
+            event["refused"] = {str(cohort.users[place]): why for place, why in outcome.refused.items()}
         if outcome.users is not None:
             count, names = len(cohort.users), list(outcome.users.stats)
             numbers = torch.stack([*outcome.users.stats.values(), outcome.users.norms])
@@ -208,8 +231,9 @@ class Simulation:
                 "user_update_norm": norms,
             }
             event["update_norm"] = sum(norms) / count
-            for user, *found in zip(cohort.users, stats["loss"], norms, strict=True):
-                self._require_finite(round, f"user {user}", found)
+            for place, (user, *found) in enumerate(zip(cohort.users, stats["loss"], norms, strict=True)):
+                if place not in outcome.refused:
+                    self._require_finite(round, f"user {user}", found)
         if outcome.server is not None:
             found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = found

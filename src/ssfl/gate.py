@@ -1,0 +1,28 @@
+"""The gate that every model passes before it is averaged: refused is what is broken or far from the rest."""
+
+import torch
+from torch import Tensor
+
+LENGTH = 3.0
+"""An update is far outside when it is so many times as long as the others' median."""
+STRIKES = 3
+"""Who was refused so often is left out."""
+
+
+def judge(sent: Tensor, rows: Tensor, strikes: Tensor) -> list[str]:
+    """Why each model is refused, "" where it is not; `strikes` counts how often each was before.
+
+    How a single model does on the server's labels is no reason: in the middle of training honest users
+    with few classes return models that are no better than chance, and their average is good.
+    """
+    reasons = ["left out after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
+    finite = torch.isfinite(rows).all(1)
+    lengths = torch.linalg.vector_norm(torch.where(finite[:, None], rows - sent, 0.0), dim=1)
+    judged = [i for i, reason in enumerate(reasons) if not reason and finite[i]]
+    usual = float(lengths[judged].median()) if judged else 0.0
+    for i, reason in enumerate(reasons):
+        if not reason and not finite[i]:
+            reasons[i] = "not finite"
+        elif not reason and 0 < LENGTH * usual < lengths[i]:
+            reasons[i] = f"its update is {float(lengths[i]) / usual:.1f} times as long as the others'"
+    return reasons
