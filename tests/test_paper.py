@@ -268,6 +268,13 @@ def test_every_figure_is_drawn_from_what_there_is(
     assert "<svg" in Path(svg).read_text("utf-8")[:2000]
 
 
+def test_the_learning_rates_are_drawn_without_any_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert ssfl(monkeypatch, "paper", "figure", "lr", "--out", str(tmp_path)) == 0
+    assert [Path(path).stat().st_size > 5000 for path in capsys.readouterr().out.split()] == [True, True]
+
+
 def draw_images(path: Path, shape: tuple[int, ...], classes: int, each: int) -> Path:
     """Images whose class shows in bright stripes of its own direction and width."""
     generator = np.random.default_rng(0)

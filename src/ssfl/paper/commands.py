@@ -120,9 +120,13 @@ def figure(
     fidelity: Fidelity = "paper",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("figures"),
 ) -> None:
-    """A figure of the paper from finished runs, as PNG and SVG.  Example: ssfl paper figure 6"""
+    """A figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.  Example: ssfl
+    paper figure 6"""
     from ssfl.paper import figures, results
 
+    if number == "lr":
+        print(*figures.schedules(out), sep="\n")
+        return
     for path in figures.draw(number, results.read(places or [Path("runs/paper")]), out, fidelity):
         print(path)
 

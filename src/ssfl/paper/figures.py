@@ -5,14 +5,17 @@ within each group, which larger groups make larger).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ssfl.errors import ConfigError, RunError
 from ssfl.paper import rows
+from ssfl.paper.fidelity import FIDELITIES, settings
 from ssfl.paper.results import Result
 from ssfl.paper.rows import NAMES, Run
 from ssfl.report.plots import STYLES, pyplot
+from ssfl.schedule import learning_rate
 
 Points = dict[float, list[float]]
 MEASURES = {
@@ -71,13 +74,7 @@ class Drawing:
         if self.missing:
             made += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
         figure.suptitle(f"{title}\n{made}", fontsize=10)
-        out.mkdir(parents=True, exist_ok=True)
-        paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=150, metadata=metadata)
-        self.plt.close(figure)
-        return paths
+        return _written(self.plt, figure, out, name)
 
 
 def accuracy(found: Sequence[Result]) -> Points:
@@ -111,7 +108,7 @@ def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper
     """A figure by its number in the paper."""
     wanted = name.upper()
     if wanted not in FIGURES:
-        raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}")
+        raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}, lr")
     return FIGURES[wanted](Drawing(results, fidelity), out)
 
 
@@ -228,6 +225,38 @@ def _sixteen(drawing: Drawing, out: Path) -> list[Path]:
                 axis.set_yscale("log")
     _finish(figure, axes.flat, each=(axes[0, 0],))
     return drawing.save(figure, out, "D", "Sixteen measures of gradient diversity, EMNIST, K = C = 47")
+
+
+def schedules(out: Path) -> list[Path]:
+    """The learning rate over training, literally by the formula, in each fidelity: it rises again."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    for axis, number in zip(axes, ("10", "13", "16"), strict=True):
+        run = rows.row(number).runs[-1]
+        for place, fidelity in enumerate(FIDELITIES):
+            config = settings(run, fidelity)
+            train, steps = config.train, (config.federation.rounds or 1) * config.federation.period
+            epochs = steps * train.batch_size / config.federation.epoch_images
+            points = [epochs * i / 1000 for i in range(1001)]
+            rate = partial(
+                learning_rate, base=train.lr, steps=steps * train.horizon, warmup=train.warmup,
+                cycles=train.cycles, floor=train.floor,
+            )  # fmt: skip
+            axis.plot(points, [rate(steps * i / 1000) for i in range(1001)], STYLES[place], label=fidelity)
+        axis.set(title=run.data, xlabel="epoch")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("learning rate")
+    axes[0].legend(fontsize=8)
+    return _written(plt, figure, out, "lr")
+
+
+def _written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths
 
 
 def _finish(figure: Any, axes: Any, epochs: bool = True, each: Sequence[Any] | None = None) -> None:
