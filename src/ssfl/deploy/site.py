@@ -1,0 +1,178 @@
+"""A site: unlabelled images in a folder, and one connection out to the centre. Nothing listens here.
+
+To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in its own process and ignores the
+app bundle that Flower would install and run: what a centre sends is numbers, never a program.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supernode.fleet_http_connection import http_request_response
+
+from ssfl import assemble
+from ssfl.data import sources, split
+from ssfl.data.dataset import Dataset
+from ssfl.deploy import silenced, wire
+from ssfl.deploy.keys import SiteKey
+from ssfl.errors import SsflError
+from ssfl.federation import Cohort
+from ssfl.simulation import Simulation
+from ssfl.train import reproducible
+from ssfl.work import Trained
+
+POLL = 0.5
+"""Seconds between two questions to the centre whether there is work."""
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Site:
+    """The images of one site, and the work on them."""
+
+    name: str
+    files: list[Path]
+    device: str = "auto"
+    threads: int | None = None
+    tell: Tell = print
+    done: bool = False
+    """Whether the centre has said that all rounds are played."""
+    _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
+    """The simulation of the last terms, so that images are read once."""
+
+    def simulation(self, terms: str, user: int) -> Simulation:
+        """The federation as this site sees it: user number `user` holds its images, nobody else any."""
+        key = f"{user} {terms}"
+        if key not in self._ready:
+            agreed = wire.read_terms(terms)
+            if not 0 <= user < agreed.config.split.users:
+                raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
+            images = sources.read_image_files(self.files, *agreed.shape)
+            nothing = np.zeros(0, np.int64)
+            owned = [nothing] * agreed.config.split.users
+            owned[user] = np.arange(len(images))
+            data = Dataset(
+                self.name, images, torch.full((len(images),), -1), images[:0], torch.zeros(0, dtype=torch.int64),
+                tuple(str(number) for number in range(agreed.classes)), agreed.mean, agreed.std,
+                flip=bool(agreed.config.data.flip),
+            )  # fmt: skip
+            run = replace(agreed.config.run, device=self.device, threads=self.threads)
+            config = replace(agreed.config, run=run)
+            device = assemble.choose_device(self.device)
+            self._ready.clear()
+            self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
+        return self._ready[key]
+
+    def train(self, terms: str, user: int, round: int, content: RecordDict) -> Trained:
+        """The T steps of a simulated user: the same images, draws, loss and learning rates."""
+        sim = self.simulation(terms, user)
+        row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
+        work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
+        return sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+
+
+def client_app(site: Site) -> ClientApp:
+    """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
+    app = ClientApp()
+
+    @app.query()  # type: ignore[untyped-decorator]
+    def query(message: Message, context: Context) -> Message:
+        asked = message.content["config"]
+        if asked["ask"] == "end":
+            site.done = True
+            site.tell(str(asked["why"]))
+        content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
+        content["config"] = wire.ConfigRecord({"name": site.name})
+        return Message(content, reply_to=message)
+
+    @app.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        asked, began = message.content["config"], time.perf_counter()
+        round = int(asked["round"])
+        trained = site.train(str(asked["terms"]), int(asked["user"]), round, message.content)
+        told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
+        site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
+        return Message(wire.pack_trained(trained, len(site.files)), reply_to=message)
+
+    return app
+
+
+def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
+    """Work for the centre at HOST:PORT until it says that all rounds are played.
+
+    Without a key the connection is not encrypted. A centre that cannot be reached for `patience` seconds is
+    given up.
+    """
+    app = client_app(site)
+    lost: BaseException | None = None
+    with reproducible(), silenced() as said:
+        try:
+            with http_request_response(
+                address,
+                insecure=key is None,
+                root_certificates=None if key is None else key.authority,
+                authentication_keys=None if key is None else (key.private, key.private.public_key()),
+                max_wait_time=patience,
+            ) as (node, receive, send, _, _, pull_object, push_object, confirm):
+                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
+                try:
+                    while not site.done:
+                        received = receive()
+                        if received is None:
+                            time.sleep(POLL)
+                            continue
+                        message, tree = received
+                        run = message.metadata.run_id
+                        found = pull_objects(
+                            [part.object_id for part in iterate_object_tree(tree)],
+                            pull_object_fn=lambda name, run=run: pull_object(run, name),
+                        )
+                        confirm(run, tree.object_id)
+                        message = inflate_object_from_contents(tree.object_id, found)
+                        message.metadata.__dict__["_message_id"] = tree.object_id
+                        began = time.perf_counter()
+                        reply = _answer(app, message, node, site.tell)
+                        reply.metadata.__dict__["_message_id"] = reply.object_id
+                        objects = get_all_nested_objects(reply)
+                        wanted, session = send(reply, get_object_tree(reply), time.perf_counter() - began)
+                        for name in wanted:
+                            push_object(run, session, name, objects[name].deflate())
+                except Exception as error:  # Flower would log it and go on as if nothing had happened
+                    lost = error
+        except SystemExit:
+            raise SsflError(_refused(address, site.name, " ".join(said))) from None
+    if lost is not None:
+        raise SsflError(f"the connection to {address} was lost ({lost}): start `ssfl join` again") from lost
+
+
+def _refused(address: str, name: str, said: str) -> str:
+    """Why there is no connection, as far as Flower tells."""
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return (
+            f"{address} shows another certificate than this key trusts: name that host in `ssfl keys init --host`, "
+            "or ask for a new site file"
+        )
+    if "code: " in said or "401" in said or "not registered" in said.lower():
+        return f"{address} does not know the key of {name}: add it there with `ssfl keys add`, then start it again"
+    return f"nothing answers at {address}: is the centre running, and does a firewall let it be reached?"
+
+
+def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
+    """What the ClientApp says, or what went wrong."""
+    context = Context(message.metadata.run_id, node, {}, RecordDict(), {})
+    try:
+        return app(message, context)
+    except Exception as error:  # the centre shall know why it gets no model
+        tell(f"this round's work failed: {error}")
+        return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)
