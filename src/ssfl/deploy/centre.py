@@ -6,7 +6,7 @@ users train elsewhere, take their time, and may not come back.
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from ssfl import assemble, runs, train
-from ssfl.config import check, load_config
+from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
@@ -121,10 +121,10 @@ class Fleet:
         answers: dict[int, RecordDict] = {}
         while sent:
             for reply in self.grid.pull_messages(list(sent)):
-                node = sent.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None and reply.has_content():
+                node = sent.pop(reply.metadata.reply_to_message_id)
+                if reply.has_content():
                     answers[node] = reply.content
-                elif node is not None:
+                else:
                     self.tell(f"{self._nodes.get(node, node)} has no answer: {reply.error.reason}")
             if not sent or time.monotonic() > end:
                 break
@@ -151,11 +151,12 @@ class Fleet:
         return list(users.values()), came
 
     def dismiss(self, why: str) -> None:
-        """Tell everybody that all rounds are played."""
-        ends = {
-            node: RecordDict({"config": ConfigRecord({"ask": "end", "why": why})}) for node in self._nodes
-        }
-        self.exchange(ends, "query", 10.0)
+        """Tell everybody that all rounds are played; who leaves at once need not answer."""
+        self.tell = lambda line: None
+        end = {"ask": "end", "why": why}
+        self.exchange(
+            {node: RecordDict({"config": ConfigRecord(end)}) for node in self._nodes}, "query", 10.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,8 @@ class Centre(Simulation):
         cohort = only(drawn, sent, came)
         if not cohort.users:
             raise RunError(
-                f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer with --deadline"
+                f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer "
+                "with --deadline"
             )
 
         def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
@@ -227,6 +229,11 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
     own = replace(sim.config, run=replace(sim.config.run, engine="sites"))
     return replace(sim, plan=replace(sim.plan, config=own)), terms
+
+
+def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
+    """The centre's half, and the sites."""
+    return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
 @dataclass(frozen=True)
@@ -290,13 +297,11 @@ def serve(
                 except RunError as error:
                     raise RunError(f"{error}; then go on with `ssfl serve --resume {path}`") from error
                 runs.write_split(path, told | _shares(fleet))
-                whole = {name: getattr(sim, name) for name in Simulation.__dataclass_fields__}
-                centre = Centre(**whole, terms=terms, fleet=fleet)
                 start = runs.load_checkpoint(path, sim.device) if again else None
                 if start is None:
                     start = Checkpoint(sim.initial(), {}, train.conditions(sim))
                 runs.cut_events(path, start.state.round)
-                result = train.rounds(centre, path, start, report)
+                result = train.rounds(with_sites(sim, terms, fleet), path, start, report)
                 fleet.dismiss(f"all {sim.rounds} rounds are played; accuracy {100 * result.accuracy:.1f} %")
                 return result
 

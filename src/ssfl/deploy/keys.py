@@ -79,8 +79,9 @@ def add(folder: Path, name: str) -> Path:
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     site = folder / f"{name}.site"
     _require_free([site, folder / f"{name}.pub"])
-    text = f'name = "{name}"\nprivate_key = """\n{secret.decode()}"""\nauthority = """\n{authority.decode()}"""\n'
-    _write(site, text.encode())
+    parts = {"private_key": secret.decode(), "authority": authority.decode()}
+    text = "".join(f'{part} = """\n{pem}"""\n' for part, pem in parts.items())
+    _write(site, f'name = "{name}"\n{text}'.encode())
     _write(folder / f"{name}.pub", public + f" {name}\n".encode())
     return site
 
@@ -137,7 +138,8 @@ def _certificate(
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    own: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return own
 
 
 def _require_free(files: Sequence[Path]) -> None:

@@ -1,7 +1,7 @@
 """The centre's SuperLink: Flower's message exchange in a process of its own, closed but for the sites.
 
-Stock Flower answers on one port to sites, to whoever starts runs and registers sites, and to the processes that
-run them, and asks a password of sites alone. Here everything but the sites' part needs a secret that only the
+Stock Flower answers on one port to sites, to whoever starts runs or registers sites, and to the processes
+that run them, and checks the sites alone. Here everything but the sites' part needs a secret that only the
 `ssfl serve` that started the process knows, and no app bundle is ever run.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,10 @@ class Secret:
 def running(
     folder: Path, keys: Path | None, host: str, port: int, sites: Mapping[str, ec.EllipticCurvePublicKey]
 ) -> Iterator[HttpGrid]:
-    """A SuperLink with the given sites registered, and the grid of one run on it; without keys, not encrypted."""
+    """A SuperLink with the given sites registered, and the grid of one run on it.
+
+    Without keys nothing is encrypted and anybody may join.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
         old.unlink()
@@ -112,8 +115,9 @@ def _start(folder: Path, keys: Path | None, host: str, port: int, secret: str) -
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
             ) from error
     command = [
-        sys.executable, "-m", "ssfl.deploy.link", "--host", host, "--port", str(port), "--isolation", "process",
-        "--database", str(folder / "link.db"), "--disable-runtime-dependency-installation",
+        sys.executable, "-m", "ssfl.deploy.link", "--host", host, "--port", str(port),
+        "--isolation", "process", "--database", str(folder / "link.db"),
+        "--disable-runtime-dependency-installation",
     ]  # fmt: skip
     if keys is None:
         command.append("--insecure")
@@ -179,10 +183,8 @@ def _grid(address: str, secret: str, more: dict[str, Any]) -> Iterator[HttpGrid]
         finally:
             heart.stop()
             retry.max_tries = 1
-            try:
+            with suppress(httpx.HTTPError):
                 own.PushTaskOutput(PushTaskOutputRequest(sub_status="completed", details=""))
-            except httpx.HTTPError:
-                pass
 
 
 class Closed:

@@ -4,6 +4,7 @@ To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in i
 app bundle that Flower would install and run: what a centre sends is numbers, never a program.
 """
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -63,7 +64,7 @@ class Site:
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))
             data = Dataset(
-                self.name, images, torch.full((len(images),), -1), images[:0], torch.zeros(0, dtype=torch.int64),
+                self.name, images, torch.full((len(images),), -1), images[:0], torch.tensor(nothing),
                 tuple(str(number) for number in range(agreed.classes)), agreed.mean, agreed.std,
                 flip=bool(agreed.config.data.flip),
             )  # fmt: skip
@@ -93,7 +94,7 @@ def client_app(site: Site) -> ClientApp:
             site.done = True
             site.tell(str(asked["why"]))
         content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
-        content["config"] = wire.ConfigRecord({"name": site.name})
+        content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)
 
     @app.train()  # type: ignore[untyped-decorator]
@@ -115,6 +116,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
     given up.
     """
     app = client_app(site)
+    _reach(address, patience)
     lost: BaseException | None = None
     with reproducible(), silenced() as said:
         try:
@@ -156,16 +158,33 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
         raise SsflError(f"the connection to {address} was lost ({lost}): start `ssfl join` again") from lost
 
 
+def _reach(address: str, patience: float) -> None:
+    """Wait until something listens there."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise SsflError(
+                    f"nothing answers at {address} ({error}): is the centre running, and does a firewall let it "
+                    "be reached?"
+                ) from error
+        time.sleep(1)
+
+
 def _refused(address: str, name: str, said: str) -> str:
     """Why there is no connection, as far as Flower tells."""
     if "CERTIFICATE_VERIFY_FAILED" in said:
         return (
-            f"{address} shows another certificate than this key trusts: name that host in `ssfl keys init --host`, "
-            "or ask for a new site file"
+            f"{address} shows another certificate than this key trusts: name that host in "
+            "`ssfl keys init --host`, or ask for a new site file"
         )
     if "code: " in said or "401" in said or "not registered" in said.lower():
-        return f"{address} does not know the key of {name}: add it there with `ssfl keys add`, then start it again"
-    return f"nothing answers at {address}: is the centre running, and does a firewall let it be reached?"
+        return f"{address} does not know the key of {name}: `ssfl keys add` makes one, then start it again"
+    return f"the centre at {address} does not let {name} in: {said[:300]}"
 
 
 def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:

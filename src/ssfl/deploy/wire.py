@@ -1,7 +1,7 @@
 """What travels: a row of weights as float32, the settings a user needs as TOML, counts and numbers.
 
-Every message to a site says all that its work depends on, so that a site keeps nothing and may be started anew
-at any time. What arrives is checked before it is used, at both ends.
+Every message to a site says all that its work depends on, so that a site keeps nothing and may be started
+anew at any time. What arrives is checked before it is used, at both ends.
 """
 
 import json
@@ -20,6 +20,7 @@ from ssfl.settings import Config, Data, Run
 from ssfl.work import TOLD, Trained
 
 OBJECTIVES = ("consistency", "self-training")
+AVERAGES = ("fedavg", "grouping", "weighted")
 MOST_CLASSES = 100_000
 
 
@@ -74,11 +75,7 @@ def check(config: Config) -> None:
     method, train = config.method, config.train
     settled = [
         (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
-        (
-            method.averaging not in ("elastic", "overlap"),
-            f"method.averaging = {method.averaging!r}",
-            "fedavg",
-        ),
+        (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
         (config.split.labels_at == "server", f"split.labels_at = {config.split.labels_at!r}", "'server'"),
         (not config.split.shared, "split.shared", "false"),
         (train.momentum_policy == "reset", f"train.momentum_policy = {train.momentum_policy!r}", "'reset'"),
