@@ -25,6 +25,7 @@ from PIL import Image
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'ssfl[flower]'")
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.message import make_message
 from flwr.supercore.task_identity import TaskIdentity
 
 import ssfl
@@ -213,9 +214,7 @@ def test_a_site_that_fails_says_why(folders: Path, hall: Open) -> None:
     def spoil(node: int, reply: Message) -> Message:
         if node != 66 or "model" not in reply.content:
             return reply
-        return SimpleNamespace(  # type: ignore[return-value]
-            metadata=reply.metadata, has_content=lambda: False, error=Error(0, "no disk")
-        )
+        return make_message(metadata=reply.metadata, error=Error(0, "no disk"))
 
     grid.spoil = spoil
     _, [event] = made.play(made.initial())

@@ -4,10 +4,13 @@ A round is the simulation's: the same cohorts, the same averaging, the same run 
 users train elsewhere, take their time, and may not come back.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
@@ -112,24 +115,36 @@ class Fleet:
         """Send each node its content; the answers that come in time."""
         if not contents:
             return {}
-        end = time.monotonic() + deadline
-        sent = {}
+        end, inbox = time.monotonic() + deadline, Queue[tuple[int, Message | Exception]]()
+        pause = POLL * max(1, len(contents) / 10)
+
+        def fetch(node: int, name: str) -> None:
+            """One thread for each: a site that stops in the middle of its answer holds up nobody else."""
+            try:
+                while time.monotonic() < end:
+                    for reply in self.grid.pull_messages([name]):
+                        return inbox.put((node, reply))
+                    time.sleep(pause)
+            except Exception as error:
+                inbox.put((node, error))
+
         for node, content in contents.items():
             message = Message(content, dst_node_id=node, message_type=kind, ttl=deadline)
-            sent.update(dict.fromkeys(self.grid.push_messages([message]), node))
+            for name in self.grid.push_messages([message]):
+                threading.Thread(target=fetch, args=(node, name), daemon=True).start()
         meanwhile()
         answers: dict[int, RecordDict] = {}
-        while sent:
-            for reply in self.grid.pull_messages(list(sent)):
-                node = sent.pop(reply.metadata.reply_to_message_id)
-                if reply.has_content():
+        missing = set(contents)
+        with suppress(Empty):
+            while missing:
+                node, reply = inbox.get(timeout=max(end - time.monotonic(), 0.01))
+                missing.discard(node)
+                if isinstance(reply, Message) and reply.has_content():
                     answers[node] = reply.content
                 else:
-                    self.tell(f"{self._nodes.get(node, node)} has no answer: {reply.error.reason}")
-            if not sent or time.monotonic() > end:
-                break
-            time.sleep(POLL)
-        for node in sent.values():
+                    why = reply.error.reason if isinstance(reply, Message) else reply
+                    self.tell(f"{self._nodes.get(node, node)} has no answer: {why}")
+        for node in missing:
             self.tell(f"{self._nodes.get(node, node)} did not answer within {deadline:.0f} s")
         return answers
 
@@ -286,7 +301,9 @@ def serve(
         with runs.locked(path), silenced():
             if again:
                 train.check_unchanged(sim, path)
-            with link.running(path / "flower", place.keys, place.host, place.port, known) as grid:
+            with link.running(
+                path / "flower", place.keys, place.host, place.port, known, place.deadline
+            ) as grid:
                 shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
                 tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
                 fleet = Fleet(

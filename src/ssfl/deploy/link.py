@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ from flwr.proto.runtime_pb2 import (
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
+from flwr.superlink.grid import HttpGrid, http_grid
 
 from ssfl.errors import SsflError
 
@@ -73,15 +75,22 @@ class Secret:
 
 @contextmanager
 def running(
-    folder: Path, keys: Path | None, host: str, port: int, sites: Mapping[str, ec.EllipticCurvePublicKey]
+    folder: Path,
+    keys: Path | None,
+    host: str,
+    port: int,
+    sites: Mapping[str, ec.EllipticCurvePublicKey],
+    deadline: float,
 ) -> Iterator[HttpGrid]:
     """A SuperLink with the given sites registered, and the grid of one run on it.
 
-    Without keys nothing is encrypted and anybody may join.
+    Without keys nothing is encrypted and anybody may join. An answer that stops in the middle is given up
+    after `deadline` seconds (Flower would wait for two hours).
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
         old.unlink()
+    http_grid.pull_objects = partial(pull_objects, max_time=deadline, initial_backoff=0.1)
     secret = secrets.token_hex(32)
     process = _start(folder, keys, host, port, secret)
     try:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,50 +113,54 @@ def client_app(site: Site) -> ClientApp:
 def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
     """Work for the centre at HOST:PORT until it says that all rounds are played.
 
-    Without a key the connection is not encrypted. A centre that cannot be reached for `patience` seconds is
-    given up.
+    Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
     """
-    app = client_app(site)
-    _reach(address, patience)
-    lost: BaseException | None = None
     with reproducible(), silenced() as said:
+        while not site.done:
+            _reach(address, patience)
+            try:
+                _attend(address, site, key, patience)
+            except SystemExit:
+                raise SsflError(_refused(address, site.name, " ".join(said))) from None
+
+
+def _attend(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
+    """One connection, until it is lost or all rounds are played."""
+    app = client_app(site)
+    with http_request_response(
+        address,
+        insecure=key is None,
+        root_certificates=None if key is None else key.authority,
+        authentication_keys=None if key is None else (key.private, key.private.public_key()),
+        max_wait_time=patience,
+    ) as (node, receive, send, _, _, pull_object, push_object, confirm):
+        site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
         try:
-            with http_request_response(
-                address,
-                insecure=key is None,
-                root_certificates=None if key is None else key.authority,
-                authentication_keys=None if key is None else (key.private, key.private.public_key()),
-                max_wait_time=patience,
-            ) as (node, receive, send, _, _, pull_object, push_object, confirm):
-                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
-                try:
-                    while not site.done:
-                        received = receive()
-                        if received is None:
-                            time.sleep(POLL)
-                            continue
-                        message, tree = received
-                        run = message.metadata.run_id
-                        found = pull_objects(
-                            [part.object_id for part in iterate_object_tree(tree)],
-                            pull_object_fn=lambda name, run=run: pull_object(run, name),
-                        )
-                        confirm(run, tree.object_id)
-                        message = inflate_object_from_contents(tree.object_id, found)
-                        message.metadata.__dict__["_message_id"] = tree.object_id
-                        began = time.perf_counter()
-                        reply = _answer(app, message, node, site.tell)
-                        reply.metadata.__dict__["_message_id"] = reply.object_id
-                        objects = get_all_nested_objects(reply)
-                        wanted, session = send(reply, get_object_tree(reply), time.perf_counter() - began)
-                        for name in wanted:
-                            push_object(run, session, name, objects[name].deflate())
-                except Exception as error:  # Flower would log it and go on as if nothing had happened
-                    lost = error
-        except SystemExit:
-            raise SsflError(_refused(address, site.name, " ".join(said))) from None
-    if lost is not None:
-        raise SsflError(f"the connection to {address} was lost ({lost}): start `ssfl join` again") from lost
+            while not site.done:
+                received = receive()
+                if received is None:
+                    time.sleep(POLL)
+                    continue
+                run, tree = received[0].metadata.run_id, received[1]
+                content = pull_objects(
+                    [part.object_id for part in iterate_object_tree(tree)],
+                    pull_object_fn=partial(pull_object, run),
+                    max_time=patience,
+                    initial_backoff=0.1,
+                )
+                confirm(run, tree.object_id)
+                message = inflate_object_from_contents(tree.object_id, content)
+                message.metadata.__dict__["_message_id"] = tree.object_id
+                began = time.perf_counter()
+                reply = _answer(app, message, node, site.tell)
+                reply.metadata.__dict__["_message_id"] = reply.object_id
+                objects = get_all_nested_objects(reply)
+                wanted, session = send(reply, get_object_tree(reply), time.perf_counter() - began)
+                for name in wanted:
+                    push_object(run, session, name, objects[name].deflate())
+        except Exception as error:  # a centre that was started anew knows nothing of this connection
+            site.tell(f"the connection to {address} was lost ({error}): trying again")
+            time.sleep(1)
 
 
 def _reach(address: str, patience: float) -> None:
@@ -169,8 +174,8 @@ def _reach(address: str, patience: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise SsflError(
-                    f"nothing answers at {address} ({error}): is the centre running, and does a firewall let it "
-                    "be reached?"
+                    f"nothing answers at {address} ({error}): is the centre running, and does a firewall let "
+                    "it be reached?"
                 ) from error
         time.sleep(1)
 
