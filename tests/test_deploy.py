@@ -432,7 +432,7 @@ def test_strangers_are_kept_out_and_missing_sites_not_waited_for_for_ever(
     assert stage.started[1].wait(60) == 2
     assert "shows another certificate" in stage.said("other")
     assert stage.started[2].wait(60) == 2
-    assert "does not know the key" in stage.said("forged")
+    assert "does not know this site's key" in stage.said("forged")
     assert serve.wait(60) == 2
     assert "0 of 3 sites are there, aachen, bonn, calais not, after 20 s" in stage.said("serve")
     assert "Traceback" not in stage.said("serve") + stage.said("other") + stage.said("forged")

@@ -4,29 +4,23 @@ To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in i
 app bundle that Flower would install and run: what a centre sends is numbers, never a program.
 """
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
-from flwr.supernode.fleet_http_connection import http_request_response
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
 from ssfl import assemble
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
+from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError
 from ssfl.federation import Cohort
@@ -115,81 +109,27 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
 
     Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
     """
-    with reproducible(), silenced() as said:
-        while not site.done:
-            _reach(address, patience)
-            try:
-                _attend(address, site, key, patience)
-            except SystemExit:
-                raise SsflError(_refused(address, site.name, " ".join(said))) from None
-
-
-def _attend(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
-    """One connection, until it is lost or all rounds are played."""
     app = client_app(site)
-    with http_request_response(
-        address,
-        insecure=key is None,
-        root_certificates=None if key is None else key.authority,
-        authentication_keys=None if key is None else (key.private, key.private.public_key()),
-        max_wait_time=patience,
-    ) as (node, receive, send, _, _, pull_object, push_object, confirm):
-        site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
-        try:
-            while not site.done:
-                received = receive()
-                if received is None:
-                    time.sleep(POLL)
-                    continue
-                run, tree = received[0].metadata.run_id, received[1]
-                content = pull_objects(
-                    [part.object_id for part in iterate_object_tree(tree)],
-                    pull_object_fn=partial(pull_object, run),
-                    max_time=patience,
-                    initial_backoff=0.1,
-                )
-                confirm(run, tree.object_id)
-                message = inflate_object_from_contents(tree.object_id, content)
-                message.metadata.__dict__["_message_id"] = tree.object_id
-                began = time.perf_counter()
-                reply = _answer(app, message, node, site.tell)
-                reply.metadata.__dict__["_message_id"] = reply.object_id
-                objects = get_all_nested_objects(reply)
-                wanted, session = send(reply, get_object_tree(reply), time.perf_counter() - began)
-                for name in wanted:
-                    push_object(run, session, name, objects[name].deflate())
-        except Exception as error:  # a centre that was started anew knows nothing of this connection
-            site.tell(f"the connection to {address} was lost ({error}): trying again")
-            time.sleep(1)
+    with reproducible(), silenced():
+        while not site.done:
+            with connected(address, key, patience) as connection:
+                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
+                try:
+                    _attend(connection, app, site)
+                except (httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+                    site.tell(f"the connection to {address} was lost ({error}): trying again")
 
 
-def _reach(address: str, patience: float) -> None:
-    """Wait until something listens there."""
-    host, _, port = address.rpartition(":")
-    end = time.monotonic() + patience
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), 5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise SsflError(
-                    f"nothing answers at {address} ({error}): is the centre running, and does a firewall let "
-                    "it be reached?"
-                ) from error
-        time.sleep(1)
-
-
-def _refused(address: str, name: str, said: str) -> str:
-    """Why there is no connection, as far as Flower tells."""
-    if "CERTIFICATE_VERIFY_FAILED" in said:
-        return (
-            f"{address} shows another certificate than this key trusts: name that host in "
-            "`ssfl keys init --host`, or ask for a new site file"
-        )
-    if "code: " in said or "401" in said or "not registered" in said.lower():
-        return f"{address} does not know the key of {name}: `ssfl keys add` makes one, then start it again"
-    return f"the centre at {address} does not let {name} in: {said[:300]}"
+def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
+    """Answer messages until all rounds are played."""
+    while not site.done:
+        message = connection.receive()
+        if message is None:
+            time.sleep(POLL)
+            continue
+        began = time.perf_counter()
+        reply = _answer(app, message, connection.node.node_id, site.tell)
+        connection.send(reply, time.perf_counter() - began)
 
 
 def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
