@@ -32,7 +32,7 @@ import ssfl
 from ssfl import assemble, runs
 from ssfl.config import load_config
 from ssfl.data import sources, split
-from ssfl.deploy import centre, keys, site, wire
+from ssfl.deploy import centre, fleet, keys, site, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.predict import predict
@@ -140,7 +140,7 @@ def hall(folders: Path) -> Iterator[Open]:
     """A centre and three sites in one process."""
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
-    def make(config: Config, **fleet: Any) -> tuple[centre.Centre, Hall, list[str]]:
+    def make(config: Config, **times: Any) -> tuple[centre.Centre, Hall, list[str]]:
         lines: list[str] = []
         there = {
             number: site.Site(name, files(folders, name), "cpu", 1, lambda line: None)
@@ -148,9 +148,9 @@ def hall(folders: Path) -> Iterator[Open]:
         }
         sim, terms = centre.prepare(config)
         grid = Hall(there)
-        settings = {"needed": 3, "deadline": 1.0, "patience": 0.5} | fleet
-        fleet_ = centre.Fleet(grid, list(NAMES), tell=lines.append, **settings)
-        return centre.with_sites(sim, terms, fleet_), grid, lines
+        settings = {"needed": 3, "deadline": 1.0, "patience": 0.5} | times
+        reached = fleet.Fleet(grid, list(NAMES), tell=lines.append, **settings)
+        return centre.with_sites(sim, terms, reached), grid, lines
 
     with reproducible():
         yield make
@@ -454,6 +454,26 @@ def test_a_stopped_centre_goes_on_to_the_same_bytes(folders: Path, ring: Path, s
     checkpoint = runs.load_checkpoint(out, torch.device("cpu"))
     assert checkpoint is not None
     assert same(checkpoint.state, simulated(config_of(folders, long), folders))
+
+
+@pytest.mark.slow
+def test_a_killed_site_is_left_out_and_may_come_back(folders: Path, ring: Path, stage: Stage) -> None:
+    port, out = free_port(), stage.folder / "run"
+    serve = stage.ssfl("serve", "serve", "--data", folders / "labelled", "--keys", ring, "--port", port,
+                       "--out", out, "--sites", 2, "--deadline", 5,
+                       *sets("federation.rounds=20"))  # fmt: skip
+    joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
+    stage.until("serve", "3 of 3 sites")
+    joins["bonn"].send_signal(signal.SIGKILL)
+    joins["bonn"].wait()
+    stage.until("serve", "bonn did not answer within 5 s")
+    stage.join("bonn", port, folders, ring)
+    assert serve.wait(200) == 0, stage.said("serve")
+    came = [len(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
+    assert len(came) == 20
+    assert 2 in came
+    assert came[-1] == 3
+    assert "Traceback" not in stage.said("serve")
 
 
 def test_insecure_is_for_this_machine_alone(folders: Path, stage: Stage) -> None:

@@ -127,8 +127,8 @@ class Left(SsflError):
 
 
 def tell(line: str) -> None:
-    """A line at once, also into a file."""
-    print(line, flush=True)
+    """A line at once, also into a file; whatever a stranger put into it, the terminal obeys nobody."""
+    print("".join(sign if sign.isprintable() else "?" for sign in line), flush=True)
 
 
 def _report(event: dict[str, object]) -> None:
