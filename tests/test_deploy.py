@@ -432,7 +432,7 @@ def test_strangers_are_kept_out_and_missing_sites_not_waited_for_for_ever(
     assert stage.started[1].wait(60) == 2
     assert "shows another certificate" in stage.said("other")
     assert stage.started[2].wait(60) == 2
-    assert "does not know this site's key" in stage.said("forged")
+    assert "does not know this site's key, or" in stage.said("forged")
     assert serve.wait(60) == 2
     assert "0 of 3 sites are there, aachen, bonn, calais not, after 20 s" in stage.said("serve")
     assert "Traceback" not in stage.said("serve") + stage.said("other") + stage.said("forged")
@@ -461,7 +461,7 @@ def test_a_killed_site_is_left_out_and_may_come_back(folders: Path, ring: Path, 
     port, out = free_port(), stage.folder / "run"
     serve = stage.ssfl("serve", "serve", "--data", folders / "labelled", "--keys", ring, "--port", port,
                        "--out", out, "--sites", 2, "--deadline", 5,
-                       *sets("federation.rounds=20"))  # fmt: skip
+                       *sets("federation.rounds=30"))  # fmt: skip
     joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
     stage.until("serve", "3 of 3 sites")
     joins["bonn"].send_signal(signal.SIGKILL)
@@ -470,7 +470,7 @@ def test_a_killed_site_is_left_out_and_may_come_back(folders: Path, ring: Path, 
     stage.join("bonn", port, folders, ring)
     assert serve.wait(200) == 0, stage.said("serve")
     came = [len(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
-    assert len(came) == 20
+    assert len(came) == 30
     assert 2 in came
     assert came[-1] == 3
     assert "Traceback" not in stage.said("serve")

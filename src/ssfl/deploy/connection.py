@@ -3,17 +3,16 @@
 Flower's own loop ends its process when the centre was started anew; here the site connects again.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -24,7 +23,6 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable import inflatable_protobuf_utils as carrying
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -40,8 +38,11 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError
 
-GRACE = 15.0
-"""Seconds after which a centre that does not know a key is believed: one that just started knows none yet."""
+BEAT = 10.0
+"""Seconds; after twice as many without a sign of life a site counts as gone, and may connect again."""
+GRACE = 30.0
+"""Seconds after which a centre that does not let a key in is believed: one that just started knows none yet,
+and one whose site was killed believes it to be there still."""
 HALFWAY = 120.0
 """Seconds after which a message that stopped halfway is given up."""
 
@@ -118,12 +119,14 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
                     ) from error
             if node is None:
                 time.sleep(1)
-        heart = HeartbeatSender(partial(_beat, client, node))
+        gone = threading.Event()
+        heart = threading.Thread(target=_beat, args=(client, node, gone), daemon=True)
         heart.start()
         try:
             yield Connection(client, node)
         finally:
-            heart.stop()
+            gone.set()
+            heart.join()
             with suppress(httpx.HTTPError):
                 client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
 
@@ -132,21 +135,19 @@ def _activate(client: FleetHttpClient, public: ec.EllipticCurvePublicKey, new: b
     own = public_key_to_bytes(public)
     if new:
         client.RegisterNode(RegisterNodeFleetRequest(public_key=own))
-    request = ActivateNodeRequest(public_key=own, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+    request = ActivateNodeRequest(public_key=own, heartbeat_interval=BEAT)
     return Node(node_id=client.ActivateNode(request).node_id)
 
 
-def _beat(client: FleetHttpClient, node: Node) -> bool:
-    """A sign of life; whether the centre is still the same is found out by the next message."""
-    with suppress(httpx.HTTPError):
-        client.SendNodeHeartbeat(
-            SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        )
-    return True
+def _beat(client: FleetHttpClient, node: Node, gone: threading.Event) -> None:
+    """Signs of life; whether the centre is still the same is found out by the next message."""
+    while not gone.wait(BEAT / 2):
+        with suppress(httpx.HTTPError):
+            client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=BEAT))
 
 
 def _refused(address: str, said: str) -> str:
     return (
-        f"{address} does not know this site's key ({' '.join(said.split())[:200]}): the centre's keeper "
-        "makes one with `ssfl keys add` and starts the centre again"
+        f"{address} does not know this site's key, or somebody else uses it ({' '.join(said.split())[:200]}): "
+        "the centre's keeper makes another with `ssfl keys add` and starts the centre again"
     )
