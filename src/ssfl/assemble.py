@@ -166,12 +166,20 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
 def make(config: Config) -> Simulation:
     """A simulation that is ready to play."""
     check(config)
+    if config.run.engine == "sites":
+        raise ConfigError("run.engine = 'sites' is a real federation: go on with `ssfl serve --resume RUN`")
     device = choose_device(config.run.device)
     if config.run.engine == "dist":
         device = engines.dist.local_device(device)
     dataset = load_data(config)
     config = resolve(config, dataset)
-    parts, held = make_parts(config, dataset)
+    return build(config, dataset, *make_parts(config, dataset), device)
+
+
+def build(
+    config: Config, dataset: Dataset, parts: split.Parts, held: Index, device: torch.device
+) -> Simulation:
+    """A simulation of given owners of given images; the config is resolved."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         if not _has_bfloat16(device):

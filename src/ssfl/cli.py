@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ssfl.deploy import commands as deploy
 from ssfl.errors import SsflError, SsflWarning
 from ssfl.paper import commands
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(commands.app)
+app.add_typer(deploy.app)
 ConfigName = Annotated[
     str | None,
     typer.Argument(

@@ -4,7 +4,7 @@ A round is a pure function State -> State. It reads no file, prints nothing and 
 engine that trains is handed in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -123,10 +123,23 @@ def draw_cohort(
         streams = tuple(slot // -(-participants // groups) for slot in slots)
     else:
         streams = tuple(slot % groups for slot in slots)
-    members = tuple(
+    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), _members(streams, groups), streams, slots)
+
+
+def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(
         tuple(place for place, stream in enumerate(streams) if stream == group) for group in range(groups)
     )
-    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), members, streams, slots)
+
+
+def only(cohort: Cohort, sent: Collection[int], back: Collection[int]) -> Cohort:
+    """The cohort, of which a model was sent to some alone, and fewer came back."""
+    places = [place for place, user in enumerate(cohort.users) if user in back]
+    users, streams, slots = (
+        tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)
+    )
+    drawn = tuple(user for user in cohort.drawn if user in sent)
+    return Cohort(drawn, users, _members(streams, len(cohort.groups)), streams, slots)
 
 
 def play_round(

@@ -87,12 +87,17 @@ def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
             f"cannot make the run folder {path}: {error.strerror}; choose another --out"
         ) from error
     try:
-        write_atomic(path / "split.json", _json(parts))
+        write_split(path, parts)
         write_atomic(path / "events.jsonl", b"")
         write_atomic(path / "config.toml", to_toml(config).encode())
     except RunError:
         shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def write_split(path: Path, parts: dict[str, Any]) -> None:
+    """split.json anew."""
+    write_atomic(path / "split.json", _json(parts))
 
 
 def require_free(path: Path) -> None:

@@ -181,7 +181,7 @@ class Run:
     """Names the initial weights and every draw of the training; 1 is the paper's."""
     engine: str = "auto"
     """"loop" (one user after another), "vmap" (all at once), "auto", or "dist" (users spread over the
-    processes of torchrun)."""
+    processes of torchrun); "sites" is what `ssfl serve` writes: users are real ones."""
     users_at_once: int | None = None
     """How many users are trained together; by itself as many of the participants as memory holds."""
     compile: bool | None = None
@@ -235,7 +235,7 @@ CHOICES = {
     "train.momentum_policy": ("reset", "slot", "user"),
     "train.batches": ("continue", "restart"),
     "train.precision": ("bfloat16", "float32", "float64"),
-    "run.engine": ("auto", "loop", "vmap", "dist"),
+    "run.engine": ("auto", "loop", "vmap", "dist", "sites"),
 }
 # Setting one of these from the command line takes the place of the other.
 INSTEAD = {

@@ -42,8 +42,8 @@ class Interrupted(SsflError):
 
     exit_code = 130
 
-    def __init__(self, path: Path, round: int) -> None:
-        super().__init__(f"stopped after round {round}; go on with `ssfl resume {path}`")
+    def __init__(self, path: Path, round: int, again: str) -> None:
+        super().__init__(f"stopped after round {round}; go on with `{again}`")
         self.path, self.round = path, round
 
 
@@ -53,14 +53,14 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
     leads = _leads(config)
     if leads:
         runs.require_free(path)
-    with reproducible(), _enough_memory():
+    with reproducible(), enough_memory():
         sim = assemble.make(config)
         with closing(sim.engine):
             if leads:
                 parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
                 runs.create(path, sim.config, parts)
             with runs.locked(path) if leads else nullcontext():
-                return _rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
+                return rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
 
 
 def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
@@ -69,13 +69,13 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
     config = runs.read_config(path)
     warn = warn or (lambda message: None)
     leads = _leads(config)
-    with runs.locked(path) if leads else nullcontext(), reproducible(), _enough_memory():
+    with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
         summary = runs.read_summary(path)
         if summary is not None and _has_model(path):
             return Result(summary["accuracy"], list(runs.read_events(path)), path)
         sim = assemble.make(_here(config, warn))
         with closing(sim.engine):
-            _check_unchanged(sim, path)
+            check_unchanged(sim, path)
             start = runs.load_checkpoint(path, sim.device)
             now = conditions(sim)
             if start is None:
@@ -89,7 +89,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
                 if changed:
                     warn(f"{', '.join(changed)}: numbers may differ from here on")
                 runs.cut_events(path, start.state.round)
-            return _rounds(sim, path, start, report)
+            return rounds(sim, path, start, report)
 
 
 def _leads(config: Config) -> bool:
@@ -104,8 +104,10 @@ def conditions(sim: Simulation) -> dict[str, str]:
     return {**runs.versions(), **settings, **ranks, "device": device_name(sim.device)}
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+    """Play what is left of the rounds, into the run folder."""
     state = start.state
+    again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     history = list(runs.read_events(path)) if leads else []
@@ -138,14 +140,14 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                 if leads and (last or stop or state.round % (every.checkpoint_every or 1) == 0):
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))
                 if stop and not last:
-                    raise Interrupted(path, state.round)
+                    raise Interrupted(path, state.round, again)
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(sim.evaluate(state))  # the last events were lost
         if not leads:
             return Result(history[-1]["accuracy"], history, path)
         return _finish(sim, path, state, totals, history)
     except RunError as error:
-        raise RunError(f"{error}; then go on with `ssfl resume {path}`") from error
+        raise RunError(f"{error}; then go on with `{again}`") from error
 
 
 def _finish(
@@ -208,7 +210,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _check_unchanged(sim: Simulation, path: Path) -> None:
+def check_unchanged(sim: Simulation, path: Path) -> None:
     """A resumed run needs the same images."""
     try:
         before = json.loads((path / "split.json").read_text())["fingerprint"]
@@ -229,7 +231,7 @@ def _here(config: Config, warn: Warn) -> Config:
 
 
 @contextmanager
-def _enough_memory() -> Iterator[None]:
+def enough_memory() -> Iterator[None]:
     """Running out of memory is a matter of settings."""
     try:
         yield

@@ -1,0 +1,197 @@
+"""The centre: labelled images, and the rounds with whatever sites are there.
+
+A round is the simulation's: the same cohorts, the same averaging, the same run folder. What differs is that
+users train elsewhere, take their time, and may not come back.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssfl import assemble, runs, train
+from ssfl.config import check
+from ssfl.data import split
+from ssfl.deploy import keys as keyring
+from ssfl.deploy import link, silenced, wire
+from ssfl.deploy.fleet import Fleet, Tell
+from ssfl.errors import ConfigError, RunError, SsflError
+from ssfl.federation import State, only, play_round
+from ssfl.runs import Checkpoint, Event
+from ssfl.settings import Config
+from ssfl.simulation import Simulation
+from ssfl.work import TOLD, Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centre(Simulation):
+    """A simulation whose users are real."""
+
+    terms: str
+    fleet: Fleet
+
+    def play(self, state: State) -> tuple[State, list[Event]]:
+        """The next round: send, train here and there, average what came back."""
+        drawn, method, engine = self.plan.cohort(state.round), self.config.method, self.engine
+        own = self.plan.server_work(state.round) if method.server != "none" else None
+        trained: list[Trained] = []  # by a parallel server, while the sites train
+
+        def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
+            if own is None:
+                raise RuntimeError("a server without images does not train")
+            return trained.pop() if trained else engine.train(rows, kept, own)
+
+        def meanwhile() -> None:
+            if method.server == "parallel":
+                rows = state.average.repeat(self.plan.replicas, 1)
+                trained.append(train_server(rows, torch.zeros_like(rows[:, : self.layout.weights]), slice(0)))
+
+        rows = {user: state.streams[stream] for user, stream in zip(drawn.users, drawn.streams, strict=True)}
+        sent, came = self.fleet.train(rows, self.terms, state.round, meanwhile)
+        cohort = only(drawn, sent, came)
+        if not cohort.users:
+            raise RunError(
+                f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer "
+                "with --deadline"
+            )
+
+        def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
+            back = [came[user] for user in cohort.users[part]]
+            told = {name: torch.tensor([numbers[name] for _, numbers in back]) for name in TOLD}
+            models = torch.stack([row for row, _ in back]).to(rows)
+            return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
+
+        new, outcome = play_round(
+            state,
+            cohort,
+            train_users=train_users,
+            train_server=train_server,
+            server=method.server,
+            server_weight=method.server_weight,
+            replicas=self.plan.replicas,
+            slots=cohort.slots,
+            statistics_from_server=self.config.model.norm_statistics == "server",
+        )
+        return new, [self._round_event(new.round, cohort, outcome)]
+
+
+def prepare(config: Config) -> tuple[Simulation, str]:
+    """The centre's half of the federation, and the terms for the sites."""
+    wire.check(config)
+    dataset = assemble.load_data(config)
+    labels = dataset.labels.numpy()
+    held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
+    server = kept[labels[kept] >= 0]
+    config = replace(config, split=replace(config.split, server_labels=len(server)))
+    rounds = config.run.eval_every or 1, config.run.checkpoint_every or 1
+    config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
+    config = assemble.resolve(config, dataset)
+    terms = wire.Terms.of(config, dataset).text()
+    parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
+    run = replace(config.run, engine="loop", users_at_once=1)
+    device = assemble.choose_device(config.run.device)
+    sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
+    own = replace(sim.config, run=replace(sim.config.run, engine="sites"))
+    return replace(sim, plan=replace(sim.plan, config=own)), terms
+
+
+def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
+    """The centre's half, and the sites."""
+    return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a centre listens and how long it waits."""
+
+    keys: Path | None
+    """The keys folder; without one nothing is encrypted, on this machine alone."""
+    host: str
+    port: int
+    sites: int | None
+    """How many sites must be there; by itself all that have keys."""
+    deadline: float
+    patience: float
+
+
+def serve(
+    config: Config | None, path: Path, place: Place, again: bool, tell: Tell, report: train.Report | None
+) -> train.Result:
+    """Play the rounds with the sites, into a new run folder, or into one that was stopped."""
+    known = {} if place.keys is None else keyring.sites(place.keys)
+    if place.keys is not None and not known:
+        raise SsflError(
+            f"{place.keys} holds no site's key: add one with `ssfl keys add NAME --dir {place.keys}`"
+        )
+    count = place.sites if place.keys is None else len(known)
+    needed, names = place.sites or len(known), list(known)
+    if not count:
+        raise ConfigError("without keys, say with --sites how many sites there will be")
+    if needed > count:
+        raise ConfigError(
+            f"--sites {needed} is more than the {count} sites that have keys: add keys, or lower it"
+        )
+    if again:
+        config = runs.read_config(path)
+        if config.run.engine != "sites":
+            raise RunError(f"{path} is a simulation: go on with `ssfl resume {path}`")
+        if runs.read_summary(path) is not None:
+            raise RunError(f"{path} is finished: all its rounds are played")
+        names = _begun_with(path, list(known), count)
+    else:
+        runs.require_free(path)
+    assert config is not None
+    config = replace(config, split=replace(config.split, users=count))
+    check(config)
+    with train.reproducible(), train.enough_memory():
+        sim, terms = prepare(config)
+        told = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
+        if not again:
+            runs.create(path, sim.config, told | {"sites": list(known)})
+        with runs.locked(path), silenced():
+            if again:
+                train.check_unchanged(sim, path)
+            with link.running(
+                path / "flower", place.keys, place.host, place.port, known, place.deadline
+            ) as grid:
+                shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
+                tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
+                times = place.deadline, place.patience
+                fleet = Fleet(grid, names, needed, *times, tell, asked=place.keys is None)
+                try:
+                    fleet.gather()
+                except RunError as error:
+                    raise RunError(f"{error}; then go on with `ssfl serve --resume {path}`") from error
+                runs.write_split(path, told | _shares(fleet))
+                start = runs.load_checkpoint(path, sim.device) if again else None
+                if start is None:
+                    start = Checkpoint(sim.initial(), {}, train.conditions(sim))
+                runs.cut_events(path, start.state.round)
+                result = train.rounds(with_sites(sim, terms, fleet), path, start, report)
+                fleet.dismiss(f"all {sim.rounds} rounds are played; accuracy {100 * result.accuracy:.1f} %")
+                return result
+
+
+def _begun_with(path: Path, names: list[str], count: int) -> list[str]:
+    """The sites of a run that was stopped, in the order of their numbers."""
+    try:
+        begun = [str(name) for name in json.loads((path / "split.json").read_text())["sites"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
+    if (begun and names and names != begun) or runs.read_config(path).split.users != count:
+        raise RunError(f"{path} was begun with other sites ({', '.join(begun)}): use the keys of these alone")
+    return begun or names
+
+
+def _shares(fleet: Fleet) -> dict[str, Any]:
+    """Of split.json: the sites and how many images they say they have."""
+    sizes = [fleet.images.get(name, 0) for name in fleet.names]
+    return {
+        "sites": fleet.names,
+        "sizes": sizes,
+        "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+    }

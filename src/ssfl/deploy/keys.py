@@ -1,0 +1,168 @@
+"""Who may take part: a certificate for the centre, and a key for each site, in one file that is handed over.
+
+A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` (TLS), `NAME.pub` of every site (ECDSA
+P-384, which signs its messages) and `NAME.site`: the site's private key and the certificate by which it knows
+the centre. Give NAME.site to the site by a way you trust, then delete it here; everything else stays.
+"""
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ssfl.errors import SsflError
+
+YEARS = 5
+"""How long certificates hold."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+RESERVED = ("ca", "centre")
+PEM = serialization.Encoding.PEM
+
+
+@dataclass(frozen=True)
+class SiteKey:
+    """What a .site file holds."""
+
+    name: str
+    private: ec.EllipticCurvePrivateKey
+    authority: bytes
+    """The certificate that the centre's is signed with, PEM."""
+
+
+def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
+    """Make the centre's certificate, for the names or addresses that sites will reach it by."""
+    files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
+    _require_free(files)
+    names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    authority, centre = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    issuer = _called("ssfl federation")
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    root = (
+        _certificate(issuer, issuer, authority.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    own = (
+        _certificate(_called("ssfl centre"), issuer, centre.public_key())
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(known_by, critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    contents = [_private(authority), root.public_bytes(PEM), _private(centre), own.public_bytes(PEM)]
+    for file, content in zip(files, contents, strict=True):
+        _write(file, content)
+    return files
+
+
+def add(folder: Path, name: str) -> Path:
+    """Make the key of a site; gives the file to hand over."""
+    if not NAME.fullmatch(name) or name in RESERVED:
+        raise SsflError(f"{name!r} cannot be a site's name: use letters, digits, '-', '_' and '.'")
+    authority = _read(folder / "ca.crt", f"make it with `ssfl keys init --dir {folder}`")
+    key = ec.generate_private_key(ec.SECP384R1())
+    secret = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    site = folder / f"{name}.site"
+    _require_free([site, folder / f"{name}.pub"])
+    parts = {"private_key": secret.decode(), "authority": authority.decode()}
+    text = "".join(f'{part} = """\n{pem}"""\n' for part, pem in parts.items())
+    _write(site, f'name = "{name}"\n{text}'.encode())
+    _write(folder / f"{name}.pub", public + f" {name}\n".encode())
+    return site
+
+
+def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
+    """The public keys of a keys folder by site, in the order of their names."""
+    found = {}
+    for file in sorted(folder.glob("*.pub"), key=lambda file: file.stem):
+        try:
+            key = serialization.load_ssh_public_key(_read(file, ""))
+        except (ValueError, UnsupportedAlgorithm):
+            key = None
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise SsflError(f"{file} is no public key of `ssfl keys add`: make it again or remove it")
+        found[file.stem] = key
+    return found
+
+
+def read_site(file: Path) -> SiteKey:
+    """A site file, checked."""
+    try:
+        told = tomllib.loads(_read(file, "ask the centre's keeper for it").decode())
+        key = serialization.load_ssh_private_key(told["private_key"].strip().encode() + b"\n", None)
+        x509.load_pem_x509_certificate(told["authority"].strip().encode())
+        name, authority = str(told["name"]), str(told["authority"]).strip().encode()
+        if isinstance(key, ec.EllipticCurvePrivateKey) and NAME.fullmatch(name):
+            return SiteKey(name, key, authority)
+    except (ValueError, KeyError, TypeError, AttributeError, UnsupportedAlgorithm):
+        pass
+    raise SsflError(f"{file} is no site file of `ssfl keys add`: ask the centre's keeper for it again")
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
+        raise SsflError(f"--host {host!r} is no name or address of a machine: leave out port and https://")
+    return x509.DNSName(host)
+
+
+def _called(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    start = datetime.now(UTC) - timedelta(days=1)  # clocks differ
+    return x509.CertificateBuilder(
+        issuer, subject, key, x509.random_serial_number(), start, start + timedelta(days=365 * YEARS)
+    )
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    own: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return own
+
+
+def _require_free(files: Sequence[Path]) -> None:
+    for file in files:
+        if file.exists():
+            raise SsflError(
+                f"{file} is there already and is never overwritten: move it away, or use another --dir"
+            )
+
+
+def _write(file: Path, content: bytes) -> None:
+    """A new file that its owner alone may read."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(opened, "wb") as stream:
+            stream.write(content)
+    except OSError as error:
+        raise SsflError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _read(file: Path, hint: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SsflError(f"cannot read {file}: {error.strerror}" + (f"; {hint}" if hint else "")) from error

@@ -1,0 +1,142 @@
+"""A site: unlabelled images in a folder, and one connection out to the centre. Nothing listens here.
+
+To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in its own process and ignores the
+app bundle that Flower would install and run: what a centre sends is numbers, never a program.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
+
+from ssfl import assemble
+from ssfl.data import sources, split
+from ssfl.data.dataset import Dataset
+from ssfl.deploy import silenced, wire
+from ssfl.deploy.connection import Connection, connected
+from ssfl.deploy.keys import SiteKey
+from ssfl.errors import SsflError
+from ssfl.federation import Cohort
+from ssfl.simulation import Simulation
+from ssfl.train import reproducible
+from ssfl.work import Trained
+
+POLL = 0.5
+"""Seconds between two questions to the centre whether there is work."""
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Site:
+    """The images of one site, and the work on them."""
+
+    name: str
+    files: list[Path]
+    device: str = "auto"
+    threads: int | None = None
+    tell: Tell = print
+    done: bool = False
+    """Whether the centre has said that all rounds are played."""
+    _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
+    """The simulation of the last terms, so that images are read once."""
+
+    def simulation(self, terms: str, user: int) -> Simulation:
+        """The federation as this site sees it: user number `user` holds its images, nobody else any."""
+        key = f"{user} {terms}"
+        if key not in self._ready:
+            agreed = wire.read_terms(terms)
+            if not 0 <= user < agreed.config.split.users:
+                raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
+            images = sources.read_image_files(self.files, *agreed.shape)
+            nothing = np.zeros(0, np.int64)
+            owned = [nothing] * agreed.config.split.users
+            owned[user] = np.arange(len(images))
+            data = Dataset(
+                self.name, images, torch.full((len(images),), -1), images[:0], torch.tensor(nothing),
+                tuple(str(number) for number in range(agreed.classes)), agreed.mean, agreed.std,
+                flip=bool(agreed.config.data.flip),
+            )  # fmt: skip
+            run = replace(agreed.config.run, device=self.device, threads=self.threads)
+            config = replace(agreed.config, run=run)
+            device = assemble.choose_device(self.device)
+            self._ready.clear()
+            self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
+        return self._ready[key]
+
+    def train(self, terms: str, user: int, round: int, content: RecordDict) -> Trained:
+        """The T steps of a simulated user: the same images, draws, loss and learning rates."""
+        sim = self.simulation(terms, user)
+        row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
+        work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
+        return sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+
+
+def client_app(site: Site) -> ClientApp:
+    """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
+    app = ClientApp()
+
+    @app.query()  # type: ignore[untyped-decorator]
+    def query(message: Message, context: Context) -> Message:
+        asked = message.content["config"]
+        if asked["ask"] == "end":
+            site.done = True
+            site.tell(str(asked["why"]))
+        content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
+        content["config"] = ConfigRecord({"name": site.name})
+        return Message(content, reply_to=message)
+
+    @app.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        asked, began = message.content["config"], time.perf_counter()
+        round = int(asked["round"])
+        trained = site.train(str(asked["terms"]), int(asked["user"]), round, message.content)
+        told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
+        site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
+        return Message(wire.pack_trained(trained, len(site.files)), reply_to=message)
+
+    return app
+
+
+def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
+    """Work for the centre at HOST:PORT until it says that all rounds are played.
+
+    Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
+    """
+    app = client_app(site)
+    with reproducible(), silenced():
+        while not site.done:
+            with connected(address, key, patience) as connection:
+                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
+                try:
+                    _attend(connection, app, site)
+                except (httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+                    site.tell(f"the connection to {address} was lost ({error}): trying again")
+
+
+def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
+    """Answer messages until all rounds are played."""
+    while not site.done:
+        message = connection.receive()
+        if message is None:
+            time.sleep(POLL)
+            continue
+        began = time.perf_counter()
+        reply = _answer(app, message, connection.node.node_id, site.tell)
+        connection.send(reply, time.perf_counter() - began)
+
+
+def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
+    """What the ClientApp says, or what went wrong."""
+    context = Context(message.metadata.run_id, node, {}, RecordDict(), {})
+    try:
+        return app(message, context)
+    except Exception as error:  # the centre shall know why it gets no model
+        tell(f"this round's work failed: {error}")
+        return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)
