@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.machine import IDLE
 from ssfl import provenance
+from ssfl.report import text
 
 OURS = ("loop", "vmap")
 
@@ -101,10 +102,7 @@ def table(summary: dict[str, Any]) -> str:
             f"{statistics.median(told['prepare_s']):.1f}", f"{statistics.median(told['warmup_s']):.2f}",
             f"{told['processes']} × {told['threads']}", f"{told['losses'][-1][-1]:.4f}",
         ))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join([*lines, "", *notes]).rstrip()
+    return "\n".join([text.table(rows), "", *notes]).rstrip()
 
 
 def circumstances(module: str) -> dict[str, Any]:

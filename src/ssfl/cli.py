@@ -143,11 +143,7 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     from ssfl.engines import dist
 
     follower = dist.ranks() > 1 and dist.rank() > 0  # one of torchrun's processes speaks for all
-    if quiet or follower:
-        result = start(None)
-    else:
-        with progress.Reporter() as reporter:
-            result = start(reporter)
+    result = progress.watched(start, quiet or follower)
     if follower:
         return
     if json_only:

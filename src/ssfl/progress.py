@@ -1,14 +1,25 @@
 """Seeing a run work: a live bar on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ssfl.runs import Event
 
+T = TypeVar("T")
 LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
+
+
+def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
+    """What `play` gives, its events shown unless `quiet`."""
+    if quiet:
+        return play(None)
+    with Reporter() as reporter:
+        return play(reporter)
 
 
 class Reporter:

@@ -16,7 +16,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, play_own_streams, play_round
+from ssfl.federation import Cohort, Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
@@ -90,9 +90,6 @@ class Simulation:
             trained = self.engine.train(rows, kept, work)
             return self._attacked(state.round, cohort, rows, trained, part)
 
-        def gate(sent: Tensor, rows: Tensor) -> list[str]:
-            return judge(sent, rows, state.strikes[list(cohort.users)])
-
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
             new, outcome = play_own_streams(
@@ -105,21 +102,15 @@ class Simulation:
                 keep_updates=diverse,
             )
         else:
-            new, outcome = play_round(
+            new, outcome = self._averaged(
                 state,
                 cohort,
-                train_users=train_users,
-                train_server=train_server,
-                server=method.server,
-                server_weight=method.server_weight,
-                replicas=self.plan.replicas,
+                train_users,
+                train_server,
                 slots=slots,
-                statistics_from_server=self.config.model.norm_statistics == "server",
                 at_once=self.config.run.users_at_once,
                 keep_updates=diverse,
                 crowd=self.crowd,
-                gate=gate if method.gate else None,
-                combine=method.combine,
             )
         if not last and self.device.type == "cuda":
             self._ahead.clear()
@@ -128,6 +119,29 @@ class Simulation:
         if diverse:
             events.append(self._diversity_event(state, cohort, outcome))
         return new, events
+
+    def _averaged(
+        self, state: State, cohort: Cohort, train_users: Train, train_server: Train, **more: Any
+    ) -> tuple[State, Outcome]:
+        """A round as this experiment's settings want it, whoever trains."""
+        method = self.config.method
+
+        def gate(sent: Tensor, rows: Tensor) -> list[str]:
+            return judge(sent, rows, state.strikes[list(cohort.users)])
+
+        return play_round(
+            state,
+            cohort,
+            train_users=train_users,
+            train_server=train_server,
+            server=method.server,
+            server_weight=method.server_weight,
+            replicas=self.plan.replicas,
+            statistics_from_server=self.config.model.norm_statistics == "server",
+            gate=gate if method.gate else None,
+            combine=method.combine,
+            **more,
+        )
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""

@@ -20,7 +20,7 @@ from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Fleet, Tell
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.federation import State, only, play_round
+from ssfl.federation import State, only
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
@@ -65,17 +65,7 @@ class Centre(Simulation):
             models = torch.stack([row for row, _ in back]).to(rows)
             return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
 
-        new, outcome = play_round(
-            state,
-            cohort,
-            train_users=train_users,
-            train_server=train_server,
-            server=method.server,
-            server_weight=method.server_weight,
-            replicas=self.plan.replicas,
-            slots=cohort.slots,
-            statistics_from_server=self.config.model.norm_statistics == "server",
-        )
+        new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
         return new, [self._round_event(new.round, cohort, outcome)]
 
 

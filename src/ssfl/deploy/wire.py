@@ -81,6 +81,7 @@ def check(config: Config) -> None:
         (train.momentum_policy == "reset", f"train.momentum_policy = {train.momentum_policy!r}", "'reset'"),
         (train.precision != "float64", "train.precision = 'float64'", "'float32'"),
         (config.federation.dropout == 0, "federation.dropout", "0: real sites fail by themselves"),
+        (config.federation.attackers == 0, "federation.attackers", "0: real sites are what they are"),
         (config.run.diversity_every == 0, "run.diversity_every", "0"),
     ]
     for fits, given, instead in settled:

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ssfl import progress, train
@@ -90,10 +91,9 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
         }  # fmt: skip
         begun = (path / "config.toml").is_file()
+        play_one = partial(train.resume, path) if begun else partial(train.run, configs[path], path)
         try:
-            with progress.Reporter() as reporter:
-                report = None if quiet else reporter
-                found = train.resume(path, report) if begun else train.run(configs[path], path, report)
+            found = progress.watched(play_one, quiet)
         except train.Interrupted as stopped:
             raise SweepInterrupted(stopped.round) from None
         except DivergedError as error:  # a result as well: the others go on

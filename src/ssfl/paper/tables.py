@@ -7,6 +7,7 @@ from typing import Any
 from ssfl.paper.fidelity import actual
 from ssfl.paper.results import Result, means
 from ssfl.paper.rows import NAMES, Row, Run
+from ssfl.report.text import table
 
 HEAD = ("setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
 
@@ -67,7 +68,4 @@ def markdown(told: Sequence[dict[str, Any]]) -> str:
             line["setting"], published, ours, difference, f"{line['scale']:g}",
             str(line["seeds"]), line["fidelity"] + changes, line["data"],
         ))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    drawn = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    drawn.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(drawn)
+    return table(rows)

@@ -1,5 +1,6 @@
 """Plain text for the terminal."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ssfl.settings import Config
@@ -12,6 +13,14 @@ def histogram(counts: list[int]) -> str:
     """A row of bars, one for each class; the largest is at full height, none is a blank."""
     most = max([*counts, 1])
     return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of words as a Markdown table whose columns stand in line; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
 
 
 def split(config: Config, described: dict[str, Any]) -> str:
