@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, scoring
+from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, Train, play_own_streams, play_round
+from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ssfl import assemble, runs, train
+from ssfl.cohort import only
 from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Fleet, Tell
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.federation import State, only
+from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation

@@ -17,13 +17,13 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
 from ssfl import assemble
+from ssfl.cohort import Cohort
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError
-from ssfl.federation import Cohort
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
 from ssfl.work import Trained
