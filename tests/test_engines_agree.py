@@ -72,6 +72,7 @@ CASES = {
                           "federation.group_sizes=filled", "federation.extra_step=true",
                           "train.momentum_policy=slot", "train.batches=restart",
                           "method.views=joint", "federation.epoch_images=96"],
+    "private": ["privacy.clip=0.5", "privacy.noise=0.01"],
     "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group",
                             "method.objective=consistency", "method.threshold=0.3"],
 }  # fmt: skip

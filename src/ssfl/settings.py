@@ -142,6 +142,18 @@ class Federation:
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """[privacy] Differential privacy of each user; off where nothing is set."""
+
+    clip: float | None = None
+    """The most length a user's update may have; a longer one is cut to it."""
+    noise: float | None = None
+    """z: each user adds Gaussian noise of z times clip to every number of its update."""
+    delta: float | None = None
+    """δ, at which ε is told; by itself 1e-5, or a tenth of 1/K where that is less."""
+
+
+@dataclass(frozen=True)
 class Train:
     """[train] Local optimisation."""
 
@@ -208,13 +220,14 @@ class Config:
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
     federation: Federation = field(default_factory=Federation)
+    privacy: Privacy = field(default_factory=Privacy)
     train: Train = field(default_factory=Train)
     run: Run = field(default_factory=Run)
 
 
 SECTIONS: dict[str, type] = {
     "data": Data, "split": Split, "model": Model, "method": Method,
-    "federation": Federation, "train": Train, "run": Run,
+    "federation": Federation, "privacy": Privacy, "train": Train, "run": Run,
 }  # fmt: skip
 CHOICES = {
     "data.name": ("digits", "cifar10", "svhn", "emnist", "stl10"),
@@ -268,6 +281,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "federation.epoch_images": (1, 10**12, "images"),
     "federation.dropout": (0, 1, "a probability"),
     "federation.attackers": (0, 1, "a share of the users"),
+    "privacy.clip": (1e-6, 1e6, "a length"),
+    "privacy.noise": (1e-3, 1e6, "times clip"),
+    "privacy.delta": (1e-30, 0.1, "a small probability"),
     "train.batch_size": (1, 65536, "images"),
     "train.lr": (0, 1000, "a learning rate"),
     "train.momentum": (0, 0.9999, "below 1"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, scoring
+from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, privacy, scoring
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -88,7 +88,7 @@ class Simulation:
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            trained = self.engine.train(rows, kept, work)
+            trained = self._private(state.round, cohort, rows, self.engine.train(rows, kept, work), part)
             return self._attacked(state.round, cohort, rows, trained, part)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
@@ -197,6 +197,20 @@ class Simulation:
     def message_bytes(self) -> int:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
+
+    def _private(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
+        """What users give away where their updates are clipped and noised."""
+        clip, noise, length = self.config.privacy.clip, self.config.privacy.noise, self.layout.length
+        if clip is None or noise is None:
+            return trained
+        base = torch.tensor(draws.key(self.config.run.seed, "privacy", round))
+        rows = trained.rows.clone()
+        for place, user in enumerate(cohort.users[part]):  # one at a time: a draw is wider than a row
+            key = draws.fold(base, user).to(self.device)
+            own = slice(place, place + 1)
+            normal = draws.normal(draws.bits(key, 2 * length))
+            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
+        return trained._replace(rows=rows)
 
     def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
         """What comes back where some of the users are attackers."""

@@ -27,6 +27,9 @@ from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.work import TOLD, Trained
 
+KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
+"""What private sites do not tell of their images."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Centre(Simulation):
@@ -67,7 +70,10 @@ class Centre(Simulation):
             return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
 
         new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
-        return new, [self._round_event(new.round, cohort, outcome)]
+        event = self._round_event(new.round, cohort, outcome)
+        if self.config.privacy.clip is not None:  # sites keep these back
+            event = {key: value for key, value in event.items() if key not in KEPT_BACK}
+        return new, [event]
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
