@@ -202,11 +202,15 @@ def check(config: Config) -> None:
         raise ConfigError(
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
+    _check_round_labels(method, config.model.norm)
+    if method.server_momentum and method.server == "parallel":
+        raise ConfigError("method.server_momentum needs method.server = 'alternate' or 'none'")
     guarded = method.gate or method.combine != "mean" or federation.attackers > 0
+    guarded = guarded or method.weighting != "even" or method.fill
     if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
         raise ConfigError(
-            "method.gate, method.combine and federation.attackers do not go with run.engine = 'dist' "
-            "or models of the users' own"
+            "method.gate, combine, weighting and fill and federation.attackers do not go with "
+            "run.engine = 'dist' or models of the users' own"
         )
     if config.run.engine == "dist" and (
         method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
@@ -232,6 +236,24 @@ def check(config: Config) -> None:
         raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
     if config.train.nesterov and config.train.momentum == 0:
         raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
+
+
+def _check_round_labels(method: Method, norm: str) -> None:
+    """What goes with labels once a round alone, and what they do not go with."""
+    if method.labels == "round":
+        if method.objective != "consistency" or method.views != "separate":
+            raise ConfigError(
+                "method.labels = 'round' needs method.objective = 'consistency' and method.views = 'separate'"
+            )
+        if method.sharpness and norm == "batch":
+            raise ConfigError("method.sharpness needs model.norm = 'group' or 'none'")
+        if method.weighting != "even" and method.combine != "mean":
+            raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
+        return
+    plain = Method()
+    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
+        if getattr(method, key) != getattr(plain, key):
+            raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
 
 
 def _check_fedmatch(config: Config) -> None:

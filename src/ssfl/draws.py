@@ -21,6 +21,7 @@ PURPOSES = {
     "noise": 11,  # the image that FedMatch tells models apart by
     "attack": 12,  # which users send garbage, and what
     "privacy": 13,  # the noise on a simulated user's update
+    "consensus": 14,  # which users form a sub-consensus of RSCFed
 }
 SERVER = -1  # the server's number where a user's number stands
 

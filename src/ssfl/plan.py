@@ -145,4 +145,12 @@ class Plan:
 def objective_of(config: Config) -> Objective:
     """What the users minimise."""
     method = config.method
-    return Objective(method.objective, method.threshold, method.views, method.teacher_mode)
+    return Objective(
+        method.objective,
+        method.threshold,
+        method.views,
+        method.teacher_mode,
+        method.mix,
+        method.sharpness,
+        method.proximal,
+    )
