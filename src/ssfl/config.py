@@ -202,12 +202,14 @@ def check(config: Config) -> None:
         raise ConfigError(
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
-    guarded = method.gate or method.combine != "mean" or federation.attackers > 0
+    guarded = method.gate or method.check or method.combine != "mean" or federation.attackers > 0
     if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
         raise ConfigError(
-            "method.gate, method.combine and federation.attackers do not go with run.engine = 'dist' "
-            "or models of the users' own"
+            "method.gate, method.check, method.combine and federation.attackers do not go with "
+            "run.engine = 'dist' or models of the users' own"
         )
+    if method.check and method.server == "none":
+        raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
     if config.run.engine == "dist" and (
         method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
     ):

@@ -91,6 +91,7 @@ def play_round(
     crowd: Crowd | None = None,
     gate: Gate | None = None,
     combine: str = "mean",
+    loss: Callable[[Tensor], float] | None = None,
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
@@ -102,6 +103,7 @@ def play_round(
     the average's. Users train `at_once` together, all by default, and are added to the average as
     they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
     that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
+    With a `loss` on the server's labels a group takes its average or its median, whichever has less.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
@@ -109,7 +111,7 @@ def play_round(
     streams, average = state.streams, state.average
     users = own = server_sent = None
     refused: dict[int, str] = {}
-    count, guarded = len(cohort.users), gate is not None or combine != "mean"
+    count, guarded = len(cohort.users), gate is not None or combine != "mean" or loss is not None
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
         matrix = placed(matrix.to(streams.dtype), streams.device)
@@ -140,7 +142,11 @@ def play_round(
             matrix, streams = None, state.streams
             if len(rows):
                 matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
-                centres = [averaging.combined(combine, rows[group] if group else rows) for group in groups]
+                rules = dict.fromkeys((combine, "median") if loss is not None else (combine,))
+                centres = []
+                for group in groups:
+                    made = [averaging.combined(rule, rows[group] if group else rows) for rule in rules]
+                    centres.append(made[0] if loss is None else min(made, key=loss))
                 streams = (1 - matrix[:, :1]) * torch.stack(centres)
         average = streams.mean(0)
 

@@ -130,6 +130,11 @@ class Simulation:
         def gate(sent: Tensor, rows: Tensor) -> list[str]:
             return judge(sent, rows, state.strikes[list(cohort.users)])
 
+        def loss(row: Tensor) -> float:
+            images = self.plan.server.images
+            found = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[1]
+            return found if math.isfinite(found) else math.inf
+
         return play_round(
             state,
             cohort,
@@ -141,6 +146,7 @@ class Simulation:
             statistics_from_server=self.config.model.norm_statistics == "server",
             gate=gate if method.gate else None,
             combine=method.combine,
+            loss=loss if method.check else None,
             **more,
         )
 
@@ -222,7 +228,9 @@ class Simulation:
         for place, user in enumerate(cohort.users[part]):
             if user in attackers:
                 key = draws.key(seed, "attack", round, user)
-                rows[place] = attacks.corrupt(federation.attack, sent[place], rows[place], self.layout, key)
+                rows[place] = attacks.corrupt(
+                    federation.attack, sent[place], rows[place], self.layout, key, federation.attack_scale
+                )
         return trained._replace(rows=rows)
 
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
