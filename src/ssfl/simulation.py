@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, privacy, scoring
+from ssfl import diversity, draws, engines, fedmatch, layers, models, scoring
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -21,6 +21,7 @@ from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
+from ssfl.sending import sent_back
 from ssfl.settings import Config
 from ssfl.work import Objective, Pool, Trained, Work, round_keys
 
@@ -88,8 +89,9 @@ class Simulation:
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            trained = self._private(state.round, cohort, rows, self.engine.train(rows, kept, work), part)
-            return self._attacked(state.round, cohort, rows, trained, part)
+            trained, who = self.engine.train(rows, kept, work), cohort.users[part]
+            back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows)
+            return trained._replace(rows=back)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -203,35 +205,6 @@ class Simulation:
     def message_bytes(self) -> int:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
-
-    def _private(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What users give away where their updates are clipped and noised."""
-        clip, noise, length = self.config.privacy.clip, self.config.privacy.noise, self.layout.length
-        if clip is None or noise is None:
-            return trained
-        base = torch.tensor(draws.key(self.config.run.seed, "privacy", round))
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):  # one at a time: a draw is wider than a row
-            key = draws.fold(base, user).to(self.device)
-            own = slice(place, place + 1)
-            normal = draws.normal(draws.bits(key, 2 * length))
-            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
-        return trained._replace(rows=rows)
-
-    def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What comes back where some of the users are attackers."""
-        federation, seed = self.config.federation, self.config.run.seed
-        if not federation.attackers:
-            return trained
-        attackers = attacks.who(self.config.split.users, federation.attackers, seed)
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):
-            if user in attackers:
-                key = draws.key(seed, "attack", round, user)
-                rows[place] = attacks.corrupt(
-                    federation.attack, sent[place], rows[place], self.layout, key, federation.attack_scale
-                )
-        return trained._replace(rows=rows)
 
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
         """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
