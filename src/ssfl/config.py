@@ -205,13 +205,15 @@ def check(config: Config) -> None:
     _check_round_labels(method, config.model.norm)
     if method.server_momentum and method.server == "parallel":
         raise ConfigError("method.server_momentum needs method.server = 'alternate' or 'none'")
-    guarded = method.gate or method.combine != "mean" or federation.attackers > 0
+    guarded = method.gate or method.check or method.combine != "mean" or federation.attackers > 0
     guarded = guarded or method.weighting != "even" or method.fill
     if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
         raise ConfigError(
-            "method.gate, combine, weighting and fill and federation.attackers do not go with "
+            "method.gate, check, combine, weighting and fill and federation.attackers do not go with "
             "run.engine = 'dist' or models of the users' own"
         )
+    if method.check and method.server == "none":
+        raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
     if config.run.engine == "dist" and (
         method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
     ):

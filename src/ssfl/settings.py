@@ -112,6 +112,8 @@ class Method:
     gate: bool = False
     """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
     times is left out."""
+    check: bool = False
+    """Of a group's average and its median take the one that does better on the server's labelled images."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""
@@ -163,6 +165,8 @@ class Federation:
     """The share of users that send garbage, to see what a federation withstands."""
     attack: str = "sign"
     """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
+    attack_scale: float = 1.0
+    """How many times as long they make their update."""
     dropout: float = 0.0
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -316,6 +320,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "federation.epoch_images": (1, 10**12, "images"),
     "federation.dropout": (0, 1, "a probability"),
     "federation.attackers": (0, 1, "a share of the users"),
+    "federation.attack_scale": (0, 1e6, "times the update"),
     "privacy.clip": (1e-6, 1e6, "a length"),
     "privacy.noise": (1e-3, 1e6, "times clip"),
     "privacy.delta": (1e-30, 0.1, "a small probability"),

@@ -10,19 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import (
-    attacks,
-    averaging,
-    diversity,
-    draws,
-    engines,
-    fedmatch,
-    labelling,
-    layers,
-    models,
-    privacy,
-    scoring,
-)
+from ssfl import averaging, diversity, draws, engines, fedmatch, labelling, layers, models, scoring
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -33,6 +21,7 @@ from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
+from ssfl.sending import sent_back
 from ssfl.settings import Config
 from ssfl.work import Objective, Pool, Trained, Work, round_keys
 
@@ -122,9 +111,10 @@ class Simulation:
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
             work, weights, classes = self._looked(state, rows, work)
             looks.append(classes)
-            trained = self._private(state.round, cohort, rows, self.engine.train(rows, kept, work), part)
-            trained = self._attacked(state.round, cohort, rows, trained, part)
-            return trained if weights is None else trained._replace(stats=trained.stats | {"weight": weights})
+            trained, who = self.engine.train(rows, kept, work), cohort.users[part]
+            back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows)
+            stats = trained.stats if weights is None else trained.stats | {"weight": weights}
+            return trained._replace(rows=back, stats=stats)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -168,12 +158,19 @@ class Simulation:
         def gate(sent: Tensor, rows: Tensor) -> list[str]:
             return judge(sent, rows, state.strikes[list(cohort.users)])
 
+        def loss(row: Tensor) -> float:
+            images = self.plan.server.images
+            found = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[1]
+            return found if math.isfinite(found) else math.inf
+
         def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
-            if method.combine != "distance":
-                return averaging.combined(method.combine, rows, weights)
-            key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
-            pieces = self.layout.sizes
-            return averaging.sub_consensus(rows, self.plan.users.sizes[users], pieces, key)
+            if method.combine == "distance":
+                key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
+                sizes = self.plan.users.sizes[users]
+                found = averaging.sub_consensus(rows, sizes, self.layout.sizes, key)
+            else:
+                found = averaging.combined(method.combine, rows, weights)
+            return averaging.checked(found, rows, loss) if method.check else found
 
         plain = method.combine == "mean" and method.weighting == "even" and not method.fill
         new, outcome = play_round(
@@ -186,7 +183,7 @@ class Simulation:
             replicas=self.plan.replicas,
             statistics_from_server=self.config.model.norm_statistics == "server",
             gate=gate if method.gate else None,
-            combine=None if plain else combine,
+            combine=None if plain and not method.check else combine,
             server_momentum=method.server_momentum,
             **more,
         )
@@ -280,33 +277,6 @@ class Simulation:
     def message_bytes(self) -> int:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
-
-    def _private(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What users give away where their updates are clipped and noised."""
-        clip, noise, length = self.config.privacy.clip, self.config.privacy.noise, self.layout.length
-        if clip is None or noise is None:
-            return trained
-        base = torch.tensor(draws.key(self.config.run.seed, "privacy", round))
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):  # one at a time: a draw is wider than a row
-            key = draws.fold(base, user).to(self.device)
-            own = slice(place, place + 1)
-            normal = draws.normal(draws.bits(key, 2 * length))
-            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
-        return trained._replace(rows=rows)
-
-    def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What comes back where some of the users are attackers."""
-        federation, seed = self.config.federation, self.config.run.seed
-        if not federation.attackers:
-            return trained
-        attackers = attacks.who(self.config.split.users, federation.attackers, seed)
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):
-            if user in attackers:
-                key = draws.key(seed, "attack", round, user)
-                rows[place] = attacks.corrupt(federation.attack, sent[place], rows[place], self.layout, key)
-        return trained._replace(rows=rows)
 
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
         """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
