@@ -2,14 +2,14 @@
 //
 //   line(parent, spec)    curves over x. Returns {update(spec)}, which draws anew in place (live pages).
 //     spec = {title, xLabel, yLabel, format, series: [{name, points: [[x, y], ...], band?: [[x, low, high], ...],
-//             look?}], range?: [low, high], log?, marks?: [{x, text}], levels?: [{y, text}], height?, note?}
+//             look?}], range?: [low, high], xRange?: [first, last], log?, marks?: [{x, text}], levels?: [{y, text}], height?, note?}
 //     `look` (a whole number; by itself the place in the list) picks colour, dash and marker together, so that
 //     a run looks the same in every chart. A y of null leaves a gap. `marks` are upright lines, `levels` level ones.
 //   matrix(parent, spec)  a grid of shaded cells, or of numbered groups. Returns {update(spec)}.
 //     spec = {title, rows: [name], columns: [name], values: [[number or null]], rowLabel, columnLabel, format,
 //             kinds? (values are small whole numbers, each with a colour and its number), most? (full shade), note?}
 //   bars(parent, spec)    level bars with their values written beside them. Returns {update(spec)}.
-//     spec = {title, items: [{name, value}], format, note?}
+//     spec = {title, items: [{name, value, text? (instead of the value)}], format, note?}
 //   table(head, rows)     a <table> in a box that scrolls; cells are text, or {text, number: true} to stand right.
 //   el(tag, attributes, ...children)   an HTML element; strings become text, never HTML.
 //   show(format, value)   a value in words: "percent" (of 0..1), "seconds", "bytes", "count" or "number".
@@ -74,7 +74,8 @@ const ssflCharts = (() => {
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
       for (const times of wide ? [1] : [1, 2, 5]) found.push(Number((times * 10 ** power).toPrecision(6)));
     }
-    return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    const kept = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    return kept.length > 2 ? kept : ticks(low, high, 4).filter((tick) => tick > 0);
   }
 
   // The frame that charts share: caption, drawing, read-out, note, and the data as a table made when opened.
@@ -182,14 +183,14 @@ const ssflCharts = (() => {
     }
 
     function scales(width, height) {
-      const xs = byX.map(([at]) => at).concat((spec.marks || []).map((mark) => mark.x));
+      const xs = byX.map(([at]) => at).concat((spec.marks || []).map((mark) => mark.x), spec.xRange || []);
       const [first, last] = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
       const values = spec.series.flatMap((one) =>
         [...one.points.map((point) => point[1]), ...(one.band || []).flatMap((point) => point.slice(1))])
         .concat((spec.levels || []).map((level) => level.y))
         .filter((value) => isNumber(value) && (!spec.log || value > 0));
       let [low, high] = spec.range || (values.length ? [Math.min(...values), Math.max(...values)] : [0, 1]);
-      if (!spec.range && spec.log) [low, high] = [low / 1.15, high * 1.15];
+      if (!spec.range && spec.log) [low, high] = [low / 1.4, high * 1.2];
       else if (!spec.range) {
         const room = (high - low || Math.abs(high) || 1) * 0.06;
         [low, high] = [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
@@ -208,8 +209,8 @@ const ssflCharts = (() => {
       at = at === null ? null : Math.min(at, byX.length - 1);
       const names = spec.series.map((one) => one.name), width = frame.width;
       const longest = Math.max(0, ...names.map((name) => name.length));
-      const direct = width >= 520 && names.length > 1 && names.length <= LOOKS;
-      const tail = direct ? Math.min(longest * BOLD + 16, width * 0.28) : 14;
+      const direct = width >= 520 && names.length <= LOOKS;
+      const tail = direct ? Math.min(Math.max(longest * BOLD + 16, 130), width * 0.28) : 14; // 130: axes line up
       const height = spec.height || 260;
       area = { left: 54, top: spec.marks?.length ? 24 : 10, bottom: 42 };
       area.width = Math.max(width - area.left - tail, 40);
@@ -229,7 +230,7 @@ const ssflCharts = (() => {
         svg("text", { class: "label", x: area.left + area.width / 2, y: height - 5, "text-anchor": "middle" }, spec.xLabel));
       for (const level of spec.levels || []) {
         parts.push(svg("path", { class: "level", d: `M${area.left},${y(level.y)}h${area.width}` }),
-          svg("text", { class: "hint", x: area.left + area.width - 4, y: y(level.y) - 5, "text-anchor": "end" }, level.text));
+          svg("text", { class: "hint", x: area.left + area.width - 4, y: y(level.y) + 14, "text-anchor": "end" }, level.text));
       }
       for (const mark of spec.marks || []) {
         const end = x(mark.x) > area.left + area.width * 0.6;
@@ -243,7 +244,7 @@ const ssflCharts = (() => {
       drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
       drawing.setAttribute("aria-label", `${spec.title}. ${spec.yLabel} over ${spec.xLabel}; arrow keys read the values.`);
       drawing.replaceChildren(...parts, cursor);
-      legend.replaceChildren(el("span", { class: "axis-name" }, spec.yLabel), ...(direct || names.length < 2 ? [] :
+      legend.replaceChildren(el("span", { class: "axis-name" }, spec.yLabel), ...(direct ? [] :
         spec.series.map((one, k) => el("span", { class: "key" }, sample(look(one, k)), one.name))));
       read(at);
     }
@@ -368,8 +369,9 @@ const ssflCharts = (() => {
         const kind = spec.kinds && isNumber(value) ? ` kind s${(value - 1) % LOOKS}` : "";
         parts.push(svg("rect", { class: `cell${kind}`, x: x + 0.5, y: y + 0.5, width: Math.max(cell - 1, 0.6),
           height: Math.max(cell - 1, 0.6), "fill-opacity": spec.kinds ? (kind ? 0.3 : 0.04) : (0.04 + 0.96 * share).toFixed(3) }));
-        const told = spec.kinds ? plain(value) : spec.format === "percent" ? String(Math.round(100 * value)) : plain(value);
-        if (!isNumber(value) || value === 0 || !wide || told.length > 3) return;
+        if (!isNumber(value) || value === 0 || !wide) return;
+        const told = spec.format === "percent" ? String(Math.round(100 * value)) : plain(value);
+        if (told.length > 3) return;
         parts.push(svg("text", { class: "inside" + (share > 0.5 && !spec.kinds ? " over" : ""), x: x + cell / 2,
           y: y + cell / 2 + 4, "text-anchor": "middle" }, told));
       }));
@@ -406,7 +408,7 @@ const ssflCharts = (() => {
       list.replaceChildren(...spec.items.flatMap((item) => {
         const bar = el("span", { class: "bar", title: `${item.name}: ${show(spec.format, item.value)}` });
         bar.style.width = `${isNumber(item.value) ? Math.max(0.4, (74 * item.value) / most) : 0}%`;
-        return [el("dt", {}, item.name), el("dd", {}, bar, el("span", {}, show(spec.format, item.value)))];
+        return [el("dt", {}, item.name), el("dd", {}, bar, el("span", {}, item.text ?? show(spec.format, item.value)))];
       }));
     }
   }
