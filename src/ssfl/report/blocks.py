@@ -20,9 +20,9 @@ def heading(told: str) -> Block:
     return {"kind": "heading", "text": told}
 
 
-def say(told: str, bad: bool) -> Block:
+def say(head: str, told: str, bad: bool) -> Block:
     """What a reader should not miss."""
-    return {"kind": "say", "text": told, "bad": bad}
+    return {"kind": "say", "head": head, "text": told, "bad": bad}
 
 
 def number(told: str) -> Block:

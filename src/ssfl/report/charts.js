@@ -210,7 +210,7 @@ const ssflCharts = (() => {
       const names = spec.series.map((one) => one.name), width = frame.width;
       const longest = Math.max(0, ...names.map((name) => name.length));
       const direct = width >= 520 && names.length <= LOOKS;
-      const tail = direct ? Math.min(Math.max(longest * BOLD + 16, 130), width * 0.28) : 14; // 130: axes line up
+      const tail = direct ? Math.min(Math.max(longest * BOLD + 16, 140), width * 0.28) : 14; // 140: axes line up
       const height = spec.height || 260;
       area = { left: 54, top: spec.marks?.length ? 24 : 10, bottom: 42 };
       area.width = Math.max(width - area.left - tail, 40);
@@ -229,8 +229,9 @@ const ssflCharts = (() => {
       parts.push(svg("path", { class: "axis", d: `M${area.left},${floor}h${area.width}` }),
         svg("text", { class: "label", x: area.left + area.width / 2, y: height - 5, "text-anchor": "middle" }, spec.xLabel));
       for (const level of spec.levels || []) {
+        const under = y(level.y) + 16 < floor ? 14 : -5;
         parts.push(svg("path", { class: "level", d: `M${area.left},${y(level.y)}h${area.width}` }),
-          svg("text", { class: "hint", x: area.left + area.width - 4, y: y(level.y) + 14, "text-anchor": "end" }, level.text));
+          svg("text", { class: "hint", x: area.left + area.width - 4, y: y(level.y) + under, "text-anchor": "end" }, level.text));
       }
       for (const mark of spec.marks || []) {
         const end = x(mark.x) > area.left + area.width * 0.6;
@@ -346,7 +347,7 @@ const ssflCharts = (() => {
     function draw() {
       const letters = Math.max(1, ...spec.rows.map((name) => name.length)), count = Math.max(spec.columns.length, 1);
       left = Math.min(letters * LETTER + 34, frame.width * 0.32);
-      cell = Math.min((frame.width - left - 2) / count, 34);
+      cell = Math.min((frame.width - left - 2) / count, Math.max(20, Math.min(34, 520 / spec.rows.length)));
       const most = spec.most ?? Math.max(1e-12, ...spec.values.flat().filter(isNumber)), wide = cell >= 19;
       const long = Math.max(1, ...spec.columns.map((name) => name.length)), upright = long * LETTER > cell - 4;
       const every = Math.ceil((upright ? 13 : 0) / cell) || 1, tall = Math.ceil(14 / cell), parts = [];
@@ -407,7 +408,7 @@ const ssflCharts = (() => {
       const most = Math.max(1e-12, ...spec.items.map((item) => item.value).filter(isNumber));
       list.replaceChildren(...spec.items.flatMap((item) => {
         const bar = el("span", { class: "bar", title: `${item.name}: ${show(spec.format, item.value)}` });
-        bar.style.width = `${isNumber(item.value) ? Math.max(0.4, (74 * item.value) / most) : 0}%`;
+        bar.style.width = `${isNumber(item.value) ? Math.max(0.4, (68 * item.value) / most) : 0}%`;
         return [el("dt", {}, item.name), el("dd", {}, bar, el("span", {}, item.text ?? show(spec.format, item.value)))];
       }));
     }

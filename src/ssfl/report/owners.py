@@ -55,8 +55,9 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
     note = "In brackets, how many images each holds; those without a label are in no class."
     if len(chosen) < run.users:
         note = f"{len(chosen)} of {run.users:,} users, evenly chosen. {note}"
+    most = max((value or 0 for row in rows for value in row), default=1)
     return {
-        "kind": "matrix", "figure": "who-has-what", "title": "Images of each class, by owner",
+        "kind": "matrix", "figure": "who-has-what", "most": most, "title": "Images of each class, by owner",
         "rows": [f"server ({_sum(server):,.0f})", *(f"user {k} ({sizes[k] or 0:,.0f})" for k in chosen)],
         "columns": run.classes, "values": [server, *(rows[k] for k in chosen)], "rowLabel": "owner",
         "columnLabel": "class", "format": "count", "note": note,

@@ -34,7 +34,7 @@
     text: (block) => el("p", { class: block.look || null }, block.text),
     heading: (block) => el("h3", {}, block.text),
     say: (block) => el("div", { class: block.bad ? "say warn" : "say" },
-      el("p", {}, block.bad ? el("strong", {}, "⚠ Look here. ") : null, block.text)),
+      el("p", {}, el("strong", {}, `${block.bad ? "⚠ " : ""}${block.head} `), block.text)),
     tiles: (block) => el("dl", { class: "tiles" },
       block.items.map(([name, value]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value)))),
     table: (block) => table(block.head, block.rows),

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from ssfl.config import to_toml
-from ssfl.report import costs, mistakes, owners, several, words
+from ssfl.report import costs, mistakes, owners, several, verdict, words
 from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
 from ssfl.report.pictures import Loader, look
@@ -47,12 +47,12 @@ def make(found: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _question(run: Run) -> list[Block]:
-    said = words.verdict(run)
+    said = verdict.judge(run)
     return [
         text(words.question(run), "lead"),
         {"kind": "tiles", "items": _tiles(run)},
         text(words.answer(run)),
-        say(said.text, said.bad),
+        say(said.head, said.text, said.bad),
         text(" ".join(words.setting(run))),
     ]
 
@@ -84,8 +84,8 @@ def _standings(found: Sequence[Run], families: Sequence[Family]) -> list[Block]:
     made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
     made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
     for run in found:
-        said = words.verdict(run)
-        made += [say(f"{run.name}: {said.text}", True)] if said.bad else []
+        said = verdict.judge(run)
+        made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
         made += [] if run.finished else [text(f"{run.name}: {words.answer(run)}")]
     told = "" if len(families) == 1 else f"The setting of {found[0].name}: "
     return [*made, text(told + " ".join(words.setting(found[0])))]
@@ -161,14 +161,14 @@ def _accuracies(families: Sequence[Family]) -> list[Block]:
 def _diversity(run: Run) -> list[Block]:
     if run.config.method.objective == "none":
         return [text("Users do not train in this run: it has no gradients to compare and no pseudo-labels.")]
-    said = words.verdict(run)
+    said = verdict.judge(run)
     spread = [_series("over everybody", run.diversity("definition"))]
     if run.grouped:
         spread.append(_series("within groups", run.diversity("definition_groups")))
     shares = [("sure (mask rate)", "mask_rate"), ("right of these", "pseudo_accuracy")]
     labels = [_series(name, points) for name, key in shares if (points := run.told(key))]
     title = "Pseudo-labels: how many, and how many are right"
-    made = [say(said.text, said.bad), _spread(spread, [run], _marks(run))]
+    made = [say(said.head, said.text, said.bad), _spread(spread, [run], _marks(run))]
     made += (
         [_line("pseudo-labels", title, "share", labels, [run], height=220, marks=_marks(run))]
         if labels
@@ -195,10 +195,13 @@ def _spread(series: list[Block], found: Sequence[Run], marks: list[Block]) -> Bl
         return text("Gradient diversity was not measured: set run.diversity_every, say to 10, to have it.")
     many = {run.config.federation.participants or run.users for run in found}
     most = max(many)
-    level = {"y": 1 / most, "text": f"1/{most}: all move one way"}
+    levels = [{"y": 1 / most, "text": f"1/{most}: all move one way"}] if len(many) == 1 else []
+    if len(found) == 1 and found[0].grouped:
+        share = found[0].streams / most
+        levels.append({"y": share, "text": f"{share:.3g}: within groups all move one way"})
     return _line(
         "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, found, height=220,
-        format="number", log=True, range=None, marks=marks, levels=[level] if len(many) == 1 else [],
+        format="number", log=True, range=None, marks=marks, levels=levels,
     )  # fmt: skip
 
 
@@ -277,5 +280,5 @@ def _late(points: Points) -> float | None:
 
 
 def _marks(run: Run) -> list[Block]:
-    since = words.verdict(run).since
-    return [] if since is None else [{"x": since, "text": f"sure and wrong from round {since:,}"}]
+    since = verdict.judge(run).since
+    return [] if since is None else [{"x": since, "text": f"from round {since:,}: sure and wrong"}]

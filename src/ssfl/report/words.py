@@ -1,17 +1,7 @@
-"""A run in words: what it asks, how it was set, what came of it, and whether it collapsed."""
+"""A run in words: what it asks, how it was set, and what came of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
-
-from ssfl.report.gather import Points, Run, finite, numbers
+from ssfl.report.gather import Run, finite
 from ssfl.settings import Config
-
-SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
-"""Of a collapse: the least mask rate, the most pseudo-labels right, the least fall of accuracy from its best,
-and the most n·Δ (1: all move one way; n: at right angles; the quickstart has more than 6)."""
-STAYS = 3
-"""Rounds that it must last."""
 
 _LEARN = {
     "consistency": "A user's model predicts a weakly changed view of an image; where it is at least "
@@ -26,16 +16,6 @@ _SERVER = {
     "alternate": "Then the server trains that average on its labels: it has the last word.",
     "none": "The server holds no data.",
 }
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the curves say together."""
-
-    text: str
-    bad: bool = False
-    since: int | None = None
-    """The round in which it began."""
 
 
 def question(run: Run) -> str:
@@ -116,60 +96,6 @@ def answer(run: Run) -> str:
     return text + ("." if run.finished else ". The run is not finished.")
 
 
-def verdict(run: Run) -> Verdict:
-    """A collapse, where there is one: users sure of wrong labels, moving one way, while accuracy falls."""
-    masks, right = run.told("mask_rate"), dict(run.told("pseudo_accuracy"))
-    if run.config.method.objective in ("none", "supervised"):
-        return Verdict("This method has no pseudo-labels, and so cannot collapse onto wrong ones.")
-    if len(masks) < STAYS:
-        return Verdict("Too few rounds to tell whether the run is collapsing.")
-    if right:
-        sure = [at for at, mask in masks if mask >= SURE and right.get(at, 1.0) <= WRONG]
-    else:  # real sites know no labels: only the fall of accuracy can tell
-        sure = [at for at, mask in masks if mask >= (1 + SURE) / 2]
-    since = _first_to_stay([at for at, _ in masks], sure)
-    last = masks[-max(STAYS, len(masks) // 5) :]
-    mask = fmean(value for _, value in last)
-    labels = [right[at] for at, _ in last if at in right]
-    truth = fmean(labels) if labels else None
-    fallen = _fall(run.accuracy, since)
-    streams = _streams(run)
-    if since is not None and (fallen[1] >= FELL or (right and masks[-1][0] in sure)):
-        facts = [f"the users are sure of {percent(mask)} of their images"]
-        if truth is not None:
-            facts.append(f"only {percent(truth)} of these pseudo-labels are right")
-        spread = _spread(run, since)
-        low = spread is not None and spread <= ONE_WAY
-        if spread is not None:
-            way = "they nearly all move one way" if low else "though they do not all move one way"
-            facts.append(f"{way} (n·Δ = {spread:.2f}; 1 is one way, n at right angles)")
-        if fallen[1] >= FELL:
-            facts.append(f"accuracy fell from {percent(fallen[0])} by {100 * fallen[1]:.1f} points")
-            head = "Collapse"
-        else:
-            head = "The users are sure and mostly wrong"
-        unmeasured = (
-            "" if spread is not None else " Gradient diversity was not measured (run.diversity_every)."
-        )
-        return Verdict(
-            f"{head} from round {since:,} on: {', '.join(facts)}.{unmeasured}{streams}", True, since
-        )
-    if streams:
-        return Verdict(f"The average hides a collapse.{streams}", True)
-    if since is not None and right:
-        return Verdict(
-            f"From round {since:,} on the users were sure of mostly wrong labels for a while, and recovered: "
-            f"now they are sure of {percent(mask)} of their images{_right(truth)}."
-        )
-    if mask < 0.02:
-        return Verdict(
-            f"The users hardly learn: they are sure of {percent(mask)} of their images, too few to train on. "
-            "A lower method.threshold or more rounds may change that.",
-            True,
-        )
-    return Verdict(f"No collapse: the users are sure of {percent(mask)} of their images{_right(truth)}.")
-
-
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -201,45 +127,3 @@ def _norm(config: Config) -> str:
     return {"group": "group normalisation", "batch": "batch normalisation"}.get(
         config.model.norm, "no normalisation"
     )
-
-
-def _first_to_stay(rounds: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first of the rounds from which several in a row were found."""
-    marked = set(found)
-    for place, at in enumerate(rounds[: len(rounds) - STAYS + 1]):
-        if all(other in marked for other in rounds[place : place + STAYS]):
-            return at
-    return None
-
-
-def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
-    """The best accuracy before a round (or in it), and how far the last one lies below it."""
-    if since is None or not accuracy:
-        return 0.0, 0.0
-    before = [value for at, value in accuracy if at <= since] or [accuracy[0][1]]
-    return max(before), max(before) - accuracy[-1][1]
-
-
-def _spread(run: Run, since: int) -> float | None:
-    """The middle of n·Δ within groups from a round on."""
-    found = sorted(value for at, value in run.diversity("authors_groups") if at >= since)
-    return found[len(found) // 2] if found else None
-
-
-def _streams(run: Run) -> str:
-    """In words, where the groups' own models are far worse than their mean."""
-    told = [event for event in run.evaluations if numbers(event.get("stream_accuracy"))]
-    if not told:
-        return ""
-    found = [value for value in numbers(told[-1]["stream_accuracy"]) if value is not None]
-    mean = finite(told[-1]["accuracy"]) or 0.0
-    if not found or mean - max(found) < 0.25:
-        return ""
-    return (
-        f" Each of the {len(found)} group models alone gets at most {percent(max(found))} right; only their "
-        f"mean ({percent(mean)}) still tells classes apart."
-    )
-
-
-def _right(truth: float | None) -> str:
-    return "" if truth is None else f", and {percent(truth)} of these pseudo-labels are right"
