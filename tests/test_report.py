@@ -260,7 +260,7 @@ def test_a_hundred_thousand_users_stay_readable_and_small(folder: Path, tmp_path
     (many / "config.toml").write_text(config)
     told = page.contents([many])
     assert len(page.html(told)) < 300_000
-    assert len(figure(told, "who-has-what")["rows"]) == 41
+    assert len(figure(told, "who-has-what")["rows"]) == 51
     assert sum(item["value"] for item in figure(told, "classes-per-user")["items"]) == 5000
     assert "100,000 users" in words(told)
 

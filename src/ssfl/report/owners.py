@@ -7,7 +7,7 @@ from ssfl.report.gather import Run, finite, numbers, whole
 from ssfl.report.words import count
 from ssfl.runs import Event
 
-MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 40, 200, 40
+MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 
 
 def holdings(run: Run) -> list[Block]:
