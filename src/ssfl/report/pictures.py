@@ -103,7 +103,10 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
         total = len(data.test_labels)
         chosen = torch.randperm(total, generator=seed)[:MOST_TESTED].sort().values
         images, labels = data.test_images[chosen], data.test_labels[chosen]
-        shares = torch.cat([model(part).softmax(-1) for part in images.split(BATCH)])
+        device = assemble.choose_device("auto")
+        model.to(device)
+        shares = torch.cat([model(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)])
+        model.cpu()
         sure, told = shares.max(-1)
         size = len(data.classes)
         pairs = torch.bincount(labels * size + told, minlength=size * size)
