@@ -88,11 +88,12 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
     network = network_of(config, data)
-    tensors = layout_of(network).unflatten(saved.state.average)
+    row = saved.state.memory.get("slow", saved.state.average)
+    tensors = layout_of(network).unflatten(row)
     if isinstance(network, fedmatch.Decomposed):
         tensors = fedmatch.composed(tensors)
     plain = models.build(config.model.name or "", len(data.classes), data.shape, config.model.norm)
-    plain.to(saved.state.average.dtype).load_state_dict(tensors)
+    plain.to(row.dtype).load_state_dict(tensors)
     card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}
     return Classifier(plain, card).eval(), saved.state.round
 
