@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssfl import averaging, diversity, draws, engines, fedmatch, labelling, layers, models, scoring
+from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -19,6 +20,7 @@ from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
 from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
+from ssfl.memory import peak
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.sending import sent_back
@@ -97,22 +99,24 @@ class Simulation:
         method, every = self.config.method, self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
-        helpers = self._helpers(state, cohort)
+        helpers, phases = self._helpers(state, cohort), Phases(self.device)
         looks: list[Tensor] = []
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             assert own is not None
-            return self.engine.train(rows, kept, own)
+            with phases.during("server"):
+                return self.engine.train(rows, kept, own)
 
         def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             work = users.of(part)
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            work, weights, classes = self._looked(state, rows, work)
+            with phases.during("users"):
+                work, weights, classes = self._looked(state, rows, work)
+                trained = self.engine.train(rows, kept, work)
             looks.append(classes)
-            trained, who = self.engine.train(rows, kept, work), cohort.users[part]
-            back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows)
+            back = sent_back(self.config, self.layout, state.round, cohort.users[part], rows, trained.rows)
             stats = trained.stats if weights is None else trained.stats | {"weight": weights}
             return trained._replace(rows=back, stats=stats)
 
@@ -146,7 +150,9 @@ class Simulation:
             self._ahead[new.round] = self.plan.prepare(new.round)  # while the device works
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
-            events.append(self._diversity_event(state, cohort, outcome))
+            with phases.during("diversity"):
+                events.append(self._diversity_event(state, cohort, outcome))
+        events[0]["phases"] = phases.seconds()
         return new, events
 
     def _averaged(
@@ -234,6 +240,7 @@ class Simulation:
             "accuracy": accuracy,
             "loss": loss,
             "class_accuracy": per_class,
+            "memory": peak(self.device),
         }
         # a good average can hide streams that have collapsed
         if len(state.streams) > 1 and not self.plan.own_streams:
