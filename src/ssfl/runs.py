@@ -279,7 +279,7 @@ def _json(value: Any) -> bytes:
 def _digest(path: Path) -> str:
     """A checksum of a run's config, without the lines that say how it is carried out."""
     lines = (path / "config.toml").read_text("utf-8").splitlines()
-    kept = [line for line in lines if line.split(" = ")[0] not in CONDITIONS]
+    kept = [line for line in lines if line.split(" = ")[0] not in (*CONDITIONS, "track")]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, provenance, runs
+from ssfl import assemble, provenance, runs, track
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
@@ -53,6 +53,7 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
     leads = _leads(config)
     if leads:
         runs.require_free(path)
+        track.require(config.run.track)
     with reproducible(), enough_memory():
         sim = assemble.make(config)
         with closing(sim.engine):
@@ -117,12 +118,16 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
     def tell(event: Event) -> None:
         if leads:
             runs.append_event(path, event)
+        tracked(event)
         history.append(event)
         if report is not None:
             report(event)
 
     try:
-        with _interruptible(report) as interrupted:
+        with (
+            _interruptible(report) as interrupted,
+            track.tracking(every.track if leads else "none", path, sim.config, history) as tracked,
+        ):
             while state.round < sim.rounds:
                 began = time.perf_counter()
                 state, events = sim.play(state)
@@ -141,8 +146,8 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))
                 if stop and not last:
                     raise Interrupted(path, state.round, again)
-        if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
-            tell(sim.evaluate(state))  # the last events were lost
+            if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
+                tell(sim.evaluate(state))  # the last events were lost
         if not leads:
             return Result(history[-1]["accuracy"], history, path)
         return _finish(sim, path, state, totals, history)
