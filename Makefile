@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all test-slow lint format bench bench-venvs clean
+.PHONY: demo test test-all test-slow browser lint format bench bench-venvs clean
 
 demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture (about two minutes)
 	$(BIN)/python examples/demo.py
@@ -14,8 +14,14 @@ test: $(VENV)/dev.stamp lint  ## ruff, mypy and the fast tests
 
 test-all: test test-slow  ## the slow stories as well
 
-test-slow: $(VENV)/dev.stamp
+test-slow: $(VENV)/dev.stamp browser
 	$(BIN)/python -m pytest -m slow
+
+browser:  ## Chromium and its driver for the tests of pages, where they are missing and may be installed
+	@if command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; \
+	else echo "no browser: its tests will be skipped; apt-get install chromium chromium-driver mends that"; fi
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,14 +1,20 @@
-"""What many tests need: small real data sets, quick configs, the command line."""
+"""What many tests need: small real data sets, quick configs, the command line, a browser."""
 
+import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from ssfl import cli
 from ssfl.config import Config, load_config
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -60,3 +66,30 @@ def ssfl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         return int(code or 0), out, err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Chrome"]:
+    """A real headless Chromium that reaches no other machine; its logs tell console errors and requests."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("NO BROWSER, pages are not tested: run `apt-get install chromium chromium-driver`")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in (
+        "--headless=new",
+        "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ):
+        options.add_argument(argument)
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # Chromium's sandbox does not work for root
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    yield started
+    started.quit()

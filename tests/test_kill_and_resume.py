@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ssfl import runs
+
 ROUNDS = 12
 SETTINGS = [
     f"federation.rounds={ROUNDS}", "federation.period=2", "train.batch_size=8", "run.checkpoint_every=3",
@@ -48,7 +50,7 @@ def stopped_at(round: int, out: Path, engine: str, by: signal.Signals) -> subpro
 
 def content(path: Path) -> tuple[bytes, list[dict[str, object]]]:
     lines = (path / "events.jsonl").read_text().splitlines()
-    events = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    events = [{k: v for k, v in json.loads(line).items() if k not in runs.WALL_CLOCK} for line in lines]
     return (path / "model.safetensors").read_bytes(), events
 
 

@@ -187,6 +187,23 @@ def compare(first: RunFolder, second: RunFolder) -> None:
     print("the same events in every round")
 
 
+@app.command()
+def report(
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; by itself RUN/report.html, of several ./report.html.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write every figure there, PNG and SVG.")
+    ] = None,
+) -> None:
+    """Write one HTML file that explains a run or compares several.  Example: ssfl report runs/quickstart"""
+    from ssfl.report import page
+
+    for path in page.write(run, out, figures):
+        print(path)
+
+
 def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl import progress, runs

@@ -1,6 +1,8 @@
 """How much memory a device has left, and what would not fit into it."""
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -28,6 +30,15 @@ def free(device: torch.device) -> int:
     except (OSError, ValueError, KeyError):
         pass
     return max(left, 0)
+
+
+def peak(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process has held so far, by kind of device."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.max_memory_allocated(device)
+    return found
 
 
 def check_kept(

@@ -29,8 +29,8 @@ from ssfl.settings import Config
 
 Event = dict[str, Any]
 FORMAT = "1"
-WALL_CLOCK = ("seconds",)
-"""Event fields that tell the time and differ between equal runs."""
+WALL_CLOCK = ("seconds", "phases", "memory")
+"""Event fields that tell time and memory, and differ between equal runs."""
 KEPT = 2
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import attacks, diversity, draws, engines, fedmatch, layers, models, scoring
+from ssfl import attacks, diversity, draws, engines, fedmatch, layers, memory, models, scoring
+from ssfl.clock import Phases
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -76,18 +77,20 @@ class Simulation:
         method, every = self.config.method, self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
-        helpers = self._helpers(state, cohort)
+        helpers, phases = self._helpers(state, cohort), Phases(self.device)
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             assert own is not None
-            return self.engine.train(rows, kept, own)
+            with phases.during("server"):
+                return self.engine.train(rows, kept, own)
 
         def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             work = users.of(part)
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            trained = self.engine.train(rows, kept, work)
+            with phases.during("users"):
+                trained = self.engine.train(rows, kept, work)
             return self._attacked(state.round, cohort, rows, trained, part)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
@@ -117,7 +120,9 @@ class Simulation:
             self._ahead[new.round] = self.plan.prepare(new.round)  # while the device works
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
-            events.append(self._diversity_event(state, cohort, outcome))
+            with phases.during("diversity"):
+                events.append(self._diversity_event(state, cohort, outcome))
+        events[0]["phases"] = phases.seconds()
         return new, events
 
     def _averaged(
@@ -155,6 +160,7 @@ class Simulation:
             "accuracy": accuracy,
             "loss": loss,
             "class_accuracy": per_class,
+            "memory": memory.peak(self.device),
         }
         # a good average can hide streams that have collapsed
         if len(state.streams) > 1 and not self.plan.own_streams:

@@ -111,6 +111,7 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
     again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
+    saving = 0.0  # seconds of checkpoints that no event has told yet
     history = list(runs.read_events(path)) if leads else []
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
@@ -133,6 +134,8 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
                 state, events = sim.play(state)
                 last = state.round == sim.rounds
                 events[0]["seconds"] = time.perf_counter() - began
+                if saving:
+                    events[0]["phases"]["checkpoint"], saving = saving, 0.0
                 if last or state.round % (every.eval_every or 1) == 0:
                     began = time.perf_counter()
                     events.append(sim.evaluate(state))
@@ -143,7 +146,9 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
                     tell(event)
                 stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
                 if leads and (last or stop or state.round % (every.checkpoint_every or 1) == 0):
+                    began = time.perf_counter()
                     runs.save_checkpoint(path, Checkpoint(state, totals, now))
+                    saving = time.perf_counter() - began
                 if stop and not last:
                     raise Interrupted(path, state.round, again)
             if not any(event["event"] == "eval" and event["round"] == state.round for event in history):

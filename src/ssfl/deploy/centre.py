@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssfl import assemble, runs, train
+from ssfl.clock import Phases
 from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
@@ -39,11 +40,15 @@ class Centre(Simulation):
         drawn, method, engine = self.plan.cohort(state.round), self.config.method, self.engine
         own = self.plan.server_work(state.round) if method.server != "none" else None
         trained: list[Trained] = []  # by a parallel server, while the sites train
+        phases = Phases(self.device)
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             if own is None:
                 raise RuntimeError("a server without images does not train")
-            return trained.pop() if trained else engine.train(rows, kept, own)
+            if trained:
+                return trained.pop()
+            with phases.during("server"):
+                return engine.train(rows, kept, own)
 
         def meanwhile() -> None:
             if method.server == "parallel":
@@ -51,7 +56,8 @@ class Centre(Simulation):
                 trained.append(train_server(rows, torch.zeros_like(rows[:, : self.layout.weights]), slice(0)))
 
         rows = {user: state.streams[stream] for user, stream in zip(drawn.users, drawn.streams, strict=True)}
-        sent, came = self.fleet.train(rows, self.terms, state.round, meanwhile)
+        with phases.during("users"):
+            sent, came = self.fleet.train(rows, self.terms, state.round, meanwhile)
         cohort = only(drawn, sent, came)
         if not cohort.users:
             raise RunError(
@@ -66,7 +72,7 @@ class Centre(Simulation):
             return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
 
         new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
-        return new, [self._round_event(new.round, cohort, outcome)]
+        return new, [self._round_event(new.round, cohort, outcome) | {"phases": phases.seconds()}]
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:

@@ -1,0 +1,149 @@
+"""One run folder as facts for a report: whatever a run wrote, and however far it came.
+
+Old folders lack what newer runs record, and a damaged or hostile one may hold anything: every number is
+checked to be one, and what is missing is left out.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ssfl import runs
+from ssfl.errors import RunError
+from ssfl.runs import Event
+from ssfl.settings import Config
+
+Points = list[tuple[int, float]]
+MOST_POINTS = 400
+"""A curve keeps so many points at most: more would not show, and the file would grow with every round."""
+MEASURE = "gradient_l2_squared"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read."""
+
+    path: Path
+    name: str
+    config: Config
+    events: list[Event]
+    split: dict[str, Any]
+    """split.json; empty where it cannot be read."""
+    summary: dict[str, Any]
+    """summary.json; empty while the run is unfinished."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @cached_property
+    def rounds(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "round"]
+
+    @cached_property
+    def evaluations(self) -> list[Event]:
+        found = [event for event in self.events if event["event"] == "eval"]
+        return [event for event in found if finite(event.get("accuracy")) is not None]
+
+    @property
+    def played(self) -> int:
+        """How many rounds the events tell of."""
+        return max((event["round"] for event in self.events), default=0)
+
+    @property
+    def planned(self) -> int:
+        return self.config.federation.rounds or self.played
+
+    @cached_property
+    def accuracy(self) -> Points:
+        return self.told("accuracy", "eval")
+
+    @cached_property
+    def classes(self) -> list[str]:
+        found = self.split.get("classes")
+        return [str(name) for name in found] if isinstance(found, list) else []
+
+    @property
+    def users(self) -> int:
+        return self.config.split.users
+
+    @property
+    def streams(self) -> int:
+        return self.config.federation.groups or 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether users are dealt into groups with models of their own."""
+        return self.streams > 1 and self.config.method.averaging == "grouping"
+
+    def curve(self, value: Callable[[Event], Any], kind: str) -> Points:
+        """A number over the rounds in which it was told."""
+        told = [(event["round"], finite(value(event))) for event in self.events if event["event"] == kind]
+        return [(at, found) for at, found in told if found is not None]
+
+    def told(self, key: str, kind: str = "round") -> Points:
+        """A field of the events of a kind, over the rounds."""
+        return self.curve(lambda event: event.get(key), kind)
+
+    def diversity(self, normalisation: str) -> Points:
+        """Gradient diversity, "definition" (Definition 1) or "authors" (n·Δ), "..._groups" within groups."""
+        return self.curve(lambda event: inside(event.get(MEASURE), normalisation), "diversity")
+
+
+def read(path: Path, name: str) -> Run:
+    """A run folder under a name; one line says what is wrong where there is none."""
+    config = runs.read_config(path)
+    try:
+        events = list(runs.read_events(path))
+    except RunError:
+        raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start the run anew") from None
+    known = [event for event in events if event["event"] in ("round", "eval", "diversity")]
+    return Run(
+        path, name, config, known,
+        _object(path / "split.json"), runs.read_summary(path) or {},
+    )  # fmt: skip
+
+
+def finite(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def numbers(values: Any) -> list[float | None]:
+    """A list of numbers, None where one is not; nothing where it is no list."""
+    return [finite(value) for value in values] if isinstance(values, list) else []
+
+
+def inside(value: Any, key: str) -> Any:
+    """`value[key]` where there is such a thing."""
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def thinned(points: Points) -> Points:
+    """At most so many of the points, evenly; the first and the last are among them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[round(k * last / (MOST_POINTS - 1))] for k in range(MOST_POINTS)]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    return {f"{section}.{key}": v for section, keys in asdict(config).items() for key, v in keys.items()}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

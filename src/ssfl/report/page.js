@@ -1,0 +1,59 @@
+// Draws a report from the JSON that is embedded in its page; see sections.py for what that holds.
+// Everything is set as text: names and values of a run cannot become HTML.
+"use strict";
+
+(() => {
+  const { el, line, matrix, bars, table, show } = ssflCharts;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const main = document.querySelector("main");
+
+  const image = (address, alt) => { // only what pictures.py writes is shown
+    const safe = String(address).startsWith("data:image/png;base64,");
+    return el("img", { src: safe ? address : null, alt, decoding: "async" });
+  };
+
+  function example(item) {
+    const said = item.right ? `${item.told}, right` : `${item.told}, true: ${item.true}`;
+    return el("li", { class: item.right ? "right" : "wrong" }, image(item.image, `true class ${item.true}`),
+      el("div", { class: "verdict" }, `${item.right ? "✓" : "✗"} ${said}`), el("div", { class: "soft" }, `${show("percent", item.sure)} sure`));
+  }
+
+  function views(block) {
+    const head = ["image", ...block.items[0].weak.map((_, k) => `weak ${k + 1}`),
+      ...block.items[0].strong.map((_, k) => `strong ${k + 1}`), "pseudo-label of weak 1"];
+    const rows = block.items.map((item) => el("tr", {},
+      [item.image, ...item.weak, ...item.strong].map((one, k) => el("td", {}, image(one, `${head[k]} of ${item.true ?? "an image"}`))),
+      el("td", {}, el("div", {}, `${item.told}, ${show("percent", item.sure)} sure`),
+        el("div", { class: "soft" }, (item.counts ? "counts" : "too unsure, does not count")
+          + (item.true === null ? "" : item.true === item.told ? "; right" : `; wrong, it is ${item.true}`)))));
+    return el("div", { class: "scroll views", tabindex: "0", role: "region", "aria-label": block.title }, el("table", {},
+      el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)));
+  }
+
+  const drawn = {
+    text: (block) => el("p", { class: block.look || null }, block.text),
+    heading: (block) => el("h3", {}, block.text),
+    say: (block) => el("div", { class: block.bad ? "say warn" : "say" },
+      el("p", {}, el("strong", {}, `${block.bad ? "⚠ " : ""}${block.head} `), block.text)),
+    tiles: (block) => el("dl", { class: "tiles" },
+      block.items.map(([name, value]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value)))),
+    table: (block) => table(block.head, block.rows),
+    images: (block) => el("ul", { class: "images", "aria-label": block.title }, block.items.map(example)),
+    views,
+    pre: (block) => el("details", block.open ? { open: "" } : {}, el("summary", {}, block.summary), el("pre", {}, block.text)),
+  };
+  const charts = { line, matrix, bars };
+
+  main.append(el("header", {}, el("h1", {}, data.title), el("p", { class: "soft" }, data.subtitle),
+    el("nav", { class: "contents", "aria-label": "Contents" },
+      data.sections.map((section) => el("a", { href: `#${section.id}` }, section.title)))));
+  for (const section of data.sections) {
+    const part = el("section", { id: section.id, "aria-label": section.title }, el("h2", {}, section.title));
+    main.append(part);
+    for (const block of section.blocks) {
+      if (charts[block.kind]) charts[block.kind](part, block);
+      else part.append(drawn[block.kind](block));
+    }
+  }
+  main.append(el("footer", { class: "note" }, data.footer));
+})();

@@ -1,0 +1,169 @@
+"""What a trained model says of images: a confusion matrix, examples, and the views it was trained on."""
+
+import base64
+import io
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ssfl import assemble, fedmatch, models, runs, train
+from ssfl.data import augment
+from ssfl.data.dataset import Dataset
+from ssfl.errors import RunError, SsflError
+from ssfl.predict import Classifier, load_model
+from ssfl.report.gather import Run
+from ssfl.rows import layout_of
+from ssfl.simulation import network_of
+
+MOST_TESTED = 10_000
+SIDE = 48
+"""Pictures larger than this are made smaller: a report is a file to send."""
+EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
+BATCH = 250
+
+Shown = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the model of a run says of its test images."""
+
+    round: int
+    """The model is that of this round."""
+    tested: int
+    of: int
+    """How many test images there are; `tested` of them were looked at."""
+    confusion: list[list[int]]
+    """[true class][predicted class]"""
+    classes: list[str]
+    examples: list[tuple[str, list[Shown]]]
+    """Titled lists of examples: picture, true class, prediction, confidence."""
+    views: list[Shown]
+    """Training images: the picture, weak and strong views, and the pseudo-label."""
+
+
+class Loader:
+    """Loads each data set once for all runs of a report."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Dataset] = {}
+
+    def dataset(self, run: Run) -> Dataset:
+        """The images of a run, checked to be those it was trained with; nothing is fetched."""
+        config = replace(run.config, data=replace(run.config.data, download=False))
+        name = (config.data, config.split.seed)
+        if name not in self._held:
+            self._held[name] = assemble.load_data(config)
+        found = self._held[name]
+        if run.split.get("fingerprint") != assemble.fingerprint(found):
+            raise RunError(f"the images of {found.name} are not those of the run")
+        return found
+
+
+def look(run: Run, loader: Loader) -> Seen | str:
+    """What there is to see, or in words why there is nothing."""
+    try:
+        data = loader.dataset(run)
+        model, at = _model(run, data)
+        return _seen(run, data, model, at)
+    except (SsflError, OSError) as error:
+        return f"There are no pictures and no confusion matrix: {' '.join(str(error).split())}."
+
+
+def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
+    """The model of a run, or of its last checkpoint, and of which round it is."""
+    if (run.path / "model.safetensors").is_file():
+        model = load_model(run.path)
+        if model.classes != data.classes or model.shape != data.shape:
+            raise RunError("the model is of other classes or another size than the images")
+        return model, run.played
+    saved = runs.load_checkpoint(run.path, torch.device("cpu"))
+    if saved is None:
+        raise RunError("no model is saved yet")
+    if run.config.model.norm_statistics == "recompute":
+        raise RunError("the model's statistics are made when the run ends")
+    config = run.config
+    network = network_of(config, data)
+    tensors = layout_of(network).unflatten(saved.state.average)
+    if isinstance(network, fedmatch.Decomposed):
+        tensors = fedmatch.composed(tensors)
+    plain = models.build(config.model.name or "", len(data.classes), data.shape, config.model.norm)
+    plain.to(saved.state.average.dtype).load_state_dict(tensors)
+    card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}
+    return Classifier(plain, card).eval(), saved.state.round
+
+
+def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
+    seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
+    with torch.no_grad(), train.enough_memory():
+        total = len(data.test_labels)
+        chosen = torch.randperm(total, generator=seed)[:MOST_TESTED].sort().values
+        images, labels = data.test_images[chosen], data.test_labels[chosen]
+        shares = torch.cat([model(part).softmax(-1) for part in images.split(BATCH)])
+        sure, told = shares.max(-1)
+        size = len(data.classes)
+        pairs = torch.bincount(labels * size + told, minlength=size * size)
+        wrong = (told != labels).nonzero()[:, 0]
+        mistakes = wrong[sure[wrong].argsort(descending=True)][:EACH]
+        unsure = sure.argsort()[:EACH]
+        some = torch.randperm(len(labels), generator=seed)[:EACH]
+        examples = [
+            (title, [_example(images[i], labels[i], told[i], sure[i], data.classes) for i in places])
+            for title, places in (
+                ("Confident mistakes", mistakes),
+                ("Least sure", unsure),
+                ("Drawn at random", some),
+            )
+        ]
+        views = _views(run, data, model, seed)
+    return Seen(at, len(labels), total, pairs.view(size, size).tolist(), list(data.classes), examples, views)
+
+
+def _example(image: Tensor, label: Tensor, told: Tensor, sure: Tensor, classes: tuple[str, ...]) -> Shown:
+    return {
+        "image": picture(image),
+        "true": classes[int(label)],
+        "told": classes[int(told)],
+        "right": bool(label == told),
+        "sure": round(float(sure), 4),
+    }
+
+
+def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) -> list[Shown]:
+    """Weak and strong views of some training images, drawn as training draws them."""
+    flip = bool(run.config.data.flip)
+    chosen = torch.randperm(len(data.images), generator=seed)[:VIEWED]
+    images = data.images[chosen]
+    weak = [augment.weak(images, seed, flip) for _ in range(WEAK)]
+    strong = [augment.strong(images, seed, flip) for _ in range(STRONG)]
+    sure, told = model(weak[0]).softmax(-1).max(-1)
+    return [
+        {
+            "image": picture(images[i]),
+            "weak": [picture(views[i]) for views in weak],
+            "strong": [picture(views[i]) for views in strong],
+            "told": data.classes[int(told[i])],
+            "sure": round(float(sure[i]), 4),
+            "true": None if data.labels[chosen[i]] < 0 else data.classes[int(data.labels[chosen[i]])],
+        }
+        for i in range(len(images))
+    ]
+
+
+def picture(image: Tensor) -> str:
+    """uint8 [C, H, W] as a data: address of a PNG."""
+    pixels = image.permute(1, 2, 0).numpy()
+    shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0]))
+    shown.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    shown.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def unpacked(address: str) -> Image.Image:
+    """The image of such an address."""
+    return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))

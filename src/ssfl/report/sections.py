@@ -1,0 +1,284 @@
+"""The sections of a report, of one run or of several."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from ssfl.config import to_toml
+from ssfl.report import costs, mistakes, owners, several, verdict, words
+from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, table, text
+from ssfl.report.gather import Points, Run, finite, numbers, thinned
+from ssfl.report.pictures import Loader, look
+from ssfl.report.several import Family
+
+MOST_DETAILED = 4
+"""Of several runs, who has what, confusion and images are shown for so many experiments."""
+_READ = """Low diversity means that users move one way. That is what agreement looks like, and also a
+collapse: it is one when users are sure of nearly everything (mask rate near 1) while their labels are mostly
+wrong or accuracy falls."""
+_MEANS = """Accuracy on the test images after the last round: mean and standard deviation over runs that
+differ only in their seeds. Sure: the share of their images that users had a pseudo-label for in the last
+fifth of the rounds (mask rate), and how many of these labels were right."""
+
+
+def make(found: Sequence[Run]) -> list[dict[str, Any]]:
+    """All sections, in order; one without content is left out."""
+    families = several.families(found)
+    if len(found) == 1:
+        run = found[0]
+        first = [("question", "The question", _question(run))]
+        curves = _accuracy(run), _diversity(run)
+    else:
+        first = [
+            ("question", "The question", _standings(found, families)),
+            ("differences", "How the runs differ", _differences(found)),
+        ]
+        curves = _accuracies(families), _diversities(families)
+    whole = [
+        *first,
+        ("accuracy", "Accuracy", curves[0]),
+        ("diversity", "Gradient diversity and pseudo-labels", curves[1]),
+        ("owners", "Who has what", _owners(families)),
+        *_detailed(families, len(found) == 1),
+        ("costs", "Time, bytes, memory", costs.blocks(found)),
+        ("settings", "Settings and versions", _settings(found)),
+    ]
+    return [{"id": name, "title": title, "blocks": made} for name, title, made in whole if made]
+
+
+def _question(run: Run) -> list[Block]:
+    said = verdict.judge(run)
+    return [
+        text(words.question(run), "lead"),
+        {"kind": "tiles", "items": _tiles(run)},
+        text(words.answer(run)),
+        say(said.head, said.text, said.bad),
+        text(" ".join(words.setting(run))),
+    ]
+
+
+def _tiles(run: Run) -> list[tuple[str, str]]:
+    skew, tests = finite(run.split.get("measured_skew")), finite(run.split.get("test"))
+    tiles = [
+        ("test accuracy", words.percent(run.accuracy[-1][1]) if run.accuracy else "–"),
+        ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
+        ("users", f"{run.users:,}"),
+        ("server labels", f"{run.config.split.server_labels or 0:,}"),
+    ]
+    if skew is not None:
+        tiles.append(("measured R", f"{skew:.3f}"))
+    return [*tiles, ("test images", f"{tests:,.0f}")] if tests else tiles
+
+
+def _standings(found: Sequence[Run], families: Sequence[Family]) -> list[Block]:
+    """The question, and how the experiments stand."""
+    asked = list(dict.fromkeys(words.question(run) for run in found))
+    heads = ("seeds", "accuracy", "sure", "right of these", "time", "bytes up and down")
+    rows: list[list[Cell]] = [[family.name, *map(number, _standing(family))] for family in families]
+    ends = {family.name: family.ends for family in families if family.ends}
+    items: list[Block] = [
+        {"name": name, "value": fmean(values), "text": several.spread(values)}
+        for name, values in ends.items()
+    ]
+    made = [text(one, "lead") for one in asked[:3]]
+    made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
+    made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
+    for run in found:
+        said = verdict.judge(run)
+        made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
+        made += [] if run.finished else [text(f"{run.name}: {words.answer(run)}")]
+    told = "" if len(families) == 1 else f"The setting of {found[0].name}: "
+    return [*made, text(told + " ".join(words.setting(found[0])))]
+
+
+def _standing(family: Family) -> list[str]:
+    """A family's line in the table."""
+    counted = family.counted
+    masks, right = (
+        [late for run in counted if (late := _late(run.told(key))) is not None]
+        for key in ("mask_rate", "pseudo_accuracy")
+    )
+    spent = [costs.totals(run) for run in counted]
+    seeds = f"{len(counted)}" if all(run.finished for run in counted) else f"{len(counted)}, not finished"
+    return [
+        seeds,
+        *map(several.spread, (family.ends, masks, right)),
+        costs.duration(fmean(cost["seconds"] for cost in spent)),
+        costs.size(fmean(cost["bytes_up"] + cost["bytes_down"] for cost in spent)),
+    ]
+
+
+def _differences(found: Sequence[Run]) -> list[Block]:
+    rows = [[key, *values] for key, values in several.differences(found)]
+    if not rows:
+        return [text("The settings of the runs are all the same.")]
+    told = text("Every setting that is not the same in all runs.")
+    return [told, table(["setting", *(run.name for run in found)], rows)]
+
+
+def _line(
+    figure: str, title: str, label: str, series: list[Block], found: Sequence[Run], **more: Any
+) -> Block:
+    """A chart over rounds, from the start to the last that any run will have, so that charts line up."""
+    whole = [0, max(max(run.planned, run.played) for run in found)]
+    common = {"kind": "line", "xLabel": "round", "format": "percent", "range": [0, 1], "xRange": whole}
+    return {**common, "figure": figure, "title": title, "yLabel": label, "series": series, **more}
+
+
+def _accuracy(run: Run) -> list[Block]:
+    if not run.accuracy:
+        return [text("There is no evaluation yet.")]
+    series = [_series("test images", run.accuracy)]
+    held = run.told("validation_accuracy", "eval")
+    if held:
+        series.append(_series("validation images", held))
+    groups = {event["round"]: numbers(event.get("stream_accuracy")) for event in run.evaluations}
+    for k in range(max(map(len, groups.values())) if run.streams <= 4 else 0):
+        own = [(at, value) for at, each in groups.items() if k < len(each) and (value := each[k]) is not None]
+        series.append(_series(f"group {k + 1} alone", own))
+    losses = [
+        ("users", run.told("loss")),
+        ("server", run.told("server_loss")),
+        ("test", run.told("loss", "eval")),
+    ]
+    told = [_series(name, points) for name, points in losses if points]
+    title = "Accuracy on the test images"
+    return [
+        _line("accuracy", title, "share right", series, [run], height=320, marks=_marks(run)),
+        _line("loss", "Loss", "mean loss", told, [run], format="number", range=None),
+    ]
+
+
+def _accuracies(families: Sequence[Family]) -> list[Block]:
+    series = _curves(families, lambda run: run.accuracy)
+    if not series:
+        return [text("There is no evaluation yet.")]
+    note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
+    title, found = "Accuracy on the test images", _members(families)
+    return [_line("accuracy", title, "share right", series, found, height=320, note=note)]
+
+
+def _diversity(run: Run) -> list[Block]:
+    if run.config.method.objective == "none":
+        return [text("Users do not train in this run: it has no gradients to compare and no pseudo-labels.")]
+    said = verdict.judge(run)
+    spread = [_series("over everybody", run.diversity("definition"))]
+    if run.grouped:
+        spread.append(_series("within groups", run.diversity("definition_groups")))
+    shares = [("sure (mask rate)", "mask_rate"), ("right of these", "pseudo_accuracy")]
+    labels = [_series(name, points) for name, key in shares if (points := run.told(key))]
+    title = "Pseudo-labels: how many, and how many are right"
+    made = [say(said.head, said.text, said.bad), _spread(spread, [run], _marks(run))]
+    made += (
+        [_line("pseudo-labels", title, "share", labels, [run], height=220, marks=_marks(run))]
+        if labels
+        else []
+    )
+    return [*made, text(_READ, "note")]
+
+
+def _diversities(families: Sequence[Family]) -> list[Block]:
+    found = _members(families)
+    made = [_spread(_curves(families, lambda run: run.diversity("definition")), found, [])]
+    for figure, title, key in (
+        ("mask-rate", "Sure: the share of images with a pseudo-label (mask rate)", "mask_rate"),
+        ("pseudo-accuracy", "Right: the share of these labels that are true", "pseudo_accuracy"),
+    ):
+        series = _curves(families, lambda run, key=key: run.told(key))  # type: ignore[misc]
+        made += [_line(figure, title, "share", series, found, height=220)] if series else []
+    return [*made, text(_READ, "note")]
+
+
+def _spread(series: list[Block], found: Sequence[Run], marks: list[Block]) -> Block:
+    """The chart of gradient diversity, with the level that it cannot be below."""
+    if not any(one["points"] for one in series):
+        return text("Gradient diversity was not measured: set run.diversity_every, say to 10, to have it.")
+    many = {run.config.federation.participants or run.users for run in found}
+    most = max(many)
+    levels = [{"y": 1 / most, "text": f"1/{most}: all move one way"}] if len(many) == 1 else []
+    if len(found) == 1 and found[0].grouped:
+        share = found[0].streams / most
+        levels.append({"y": share, "text": f"{share:.3g}: within groups all move one way"})
+    return _line(
+        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, found, height=220,
+        format="number", log=True, range=None, marks=marks, levels=levels,
+    )  # fmt: skip
+
+
+def _owners(families: Sequence[Family]) -> list[Block]:
+    """Who has what in each experiment; what is the same is told once."""
+    if len(families) == 1:
+        run = families[0].runs[0]
+        return [*owners.holdings(run), *owners.groups(run)]
+    made: list[Block] = []
+    shown: dict[str, str] = {}
+    for place, family in enumerate(families[:MOST_DETAILED], 1):
+        run = family.runs[0]
+        same = shown.setdefault(repr(run.split), family.name)
+        held = (
+            owners.holdings(run) if same == family.name else [text(f"The owners hold the same as in {same}.")]
+        )
+        made += [heading(family.name), *named([*held, *owners.groups(run)], f"{place}-")]
+    return made
+
+
+def _detailed(families: Sequence[Family], alone: bool) -> list[tuple[str, str, list[Block]]]:
+    """Confusion, images and views: of one run, or of the first of each experiment."""
+    loader = Loader()
+    wrong: list[Block] = []
+    images: list[Block] = []
+    views: list[Block] = []
+    for place, family in enumerate(families[:MOST_DETAILED], 1):
+        run = family.runs[0]
+        seen = look(run, loader)
+        head, prefix = ([], "") if alone else ([heading(run.name)], f"{place}-")
+        wrong += [*head, *named(mistakes.confusion(run, seen), prefix)]
+        if not isinstance(seen, str):
+            images += [*head, *named(mistakes.images(seen), prefix)]
+            views = views or mistakes.views(run, seen)
+    if len(families) > MOST_DETAILED:
+        wrong.append(text(f"Shown for the first {MOST_DETAILED} of {len(families)} experiments."))
+    return [
+        ("mistakes", "Where it errs", wrong),
+        ("images", "Test images", images),
+        ("views", "What users train on", views),
+    ]
+
+
+def _settings(found: Sequence[Run]) -> list[Block]:
+    made: list[Block] = []
+    for run in found:
+        versions = run.summary.get("versions")
+        told = [f"{key} {value}" for key, value in versions.items()] if isinstance(versions, dict) else []
+        for key in ("commit", "device", "engine", "threads", "precision", "users_at_once"):
+            if run.summary.get(key) is not None:
+                told.append(f"{key.replace('_', ' ')} {run.summary[key]}")
+        made += [heading(run.name)] if len(found) > 1 else []
+        made.append(text(f"{', '.join(told)}." if told else "Versions are recorded when the run ends."))
+        file = {"summary": "config.toml, every setting", "text": to_toml(run.config), "open": len(found) == 1}
+        made.append({"kind": "pre", **file})
+    return made
+
+
+def _curves(families: Sequence[Family], told: Callable[[Run], Points]) -> list[Block]:
+    found = (family.curve(place, told) for place, family in enumerate(families))
+    return [series for series in found if series]
+
+
+def _members(families: Sequence[Family]) -> list[Run]:
+    return [run for family in families for run in family.runs]
+
+
+def _series(name: str, points: Points) -> Block:
+    return {"name": name, "points": [[at, float(f"{value:.5g}")] for at, value in thinned(points)]}
+
+
+def _late(points: Points) -> float | None:
+    """The mean over the last fifth."""
+    last = [value for _, value in points[-max(1, len(points) // 5) :]]
+    return fmean(last) if last else None
+
+
+def _marks(run: Run) -> list[Block]:
+    since = verdict.judge(run).since
+    return [] if since is None else [{"x": since, "text": f"from round {since:,}: sure and wrong"}]

@@ -1,0 +1,129 @@
+"""A run in words: what it asks, how it was set, and what came of it."""
+
+from ssfl.report.gather import Run, finite
+from ssfl.settings import Config
+
+_LEARN = {
+    "consistency": "A user's model predicts a weakly changed view of an image; where it is at least "
+    "{threshold:g} sure, that prediction is the label of a strongly changed view of the same image.",
+    "self-training": "A user's model labels its own images where it is at least {threshold:g} sure.",
+    "supervised": "The users know the true labels of their images: an oracle, not semi-supervised.",
+    "fedmatch": "The users train as FedMatch does: two sets of weights, helpers (threshold {threshold:g}).",
+    "none": "The users do not train.",
+}
+_SERVER = {
+    "parallel": "The server trains on its labels at the same time and joins the average.",
+    "alternate": "Then the server trains that average on its labels: it has the last word.",
+    "none": "The server holds no data.",
+}
+
+
+def question(run: Run) -> str:
+    """What the experiment asks."""
+    split, method = run.config.split, run.config.method
+    labels, users = count(split.server_labels or 0, "labelled image"), count(split.users, "user")
+    kinds = f" of {len(run.classes)} classes" if run.classes else ""
+    if method.objective == "none":
+        return f"How far do {labels} at a server go on their own?"
+    if method.objective == "supervised":
+        return f"What would be reached if {users} knew the labels of all their images?"
+    if split.labels_at == "users":
+        some = count(split.user_labels or 0, "labelled image")
+        return (
+            f"Can {users}, with {some} among their own, make one good classifier{kinds} and share no image?"
+        )
+    own = " and some labels" if split.labels_at == "both" else ""
+    return (
+        f"Can {labels} at a server and the unlabelled images{own} of {users}, which never leave them, make "
+        f"one good classifier{kinds}?"
+    )
+
+
+def setting(run: Run) -> list[str]:
+    """How it was set, a sentence each."""
+    config = run.config
+    split, method, federation, train = config.split, config.method, config.federation, config.train
+    if config.run.engine == "sites":
+        dealt = f"The {count(split.users, 'user')} were real sites with their own images"
+    else:
+        scheme = {
+            "skew": f"by skew R = {split.skew:g} (0: all alike, 1: a main class each)",
+            "iid": "evenly and at random",
+            "dirichlet": f"by a Dirichlet distribution with concentration {split.alpha:g}",
+            "shards": f"so that each holds {count(split.classes_per_user, 'class')}",
+            "mixture": "by given mixtures of classes",
+        }[split.scheme]
+        dealt = f"The images of {data_name(run)} were dealt to {count(split.users, 'user')} {scheme}"
+    sentences = [dealt + "."]
+    skew = finite(run.split.get("measured_skew"))
+    if skew is not None:
+        sentences.append(f"Measured afterwards, R is {skew:.3f}.")
+    if method.objective == "none":
+        sentences.append("The users do not train; the server trains alone.")
+    else:
+        chosen = f"{federation.participants or split.users:,} of {split.users:,} users take part"
+        steps = count(federation.period, "step")
+        sentences += [
+            f"In each of {run.planned:,} rounds {chosen} and train {steps} of {train.batch_size} images.",
+            _LEARN[method.objective].format(threshold=method.threshold),
+            _averaging(config),
+            _SERVER[method.server],
+        ]
+    if method.gate:
+        sentences.append("A gate refuses models that are not finite or far too long.")
+    if method.combine != "mean":
+        sentences.append(f"The users of a group are combined by the {method.combine}, not the mean.")
+    if federation.attackers:
+        sentences.append(f"Of the users, {federation.attackers:.0%} attack ({federation.attack}).")
+    if federation.dropout:
+        sentences.append(f"Of the participants, {federation.dropout:.0%} do not come back.")
+    sentences.append(f"The network is {config.model.name or 'not chosen yet'} with {_norm(config)}.")
+    return sentences
+
+
+def answer(run: Run) -> str:
+    """What came of it."""
+    if not run.accuracy:
+        return f"No evaluation yet: {run.played:,} of {run.planned:,} rounds are played."
+    (at, last), best = run.accuracy[-1], max(run.accuracy, key=lambda point: point[1])
+    tests = finite(run.split.get("test"))
+    images = f"the {tests:,.0f} test images" if tests else "the test images"
+    text = f"After {at:,} of {run.planned:,} rounds the model gets {percent(last)} of {images} right"
+    if best[1] - last >= 0.005:
+        text += f"; its best evaluation, in round {best[0]:,}, gave {percent(best[1])}"
+    if run.classes:
+        text += f". Guessing would give about {percent(1 / len(run.classes))}"
+    return text + ("." if run.finished else ". The run is not finished.")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def count(many: int, noun: str) -> str:
+    """A number with its noun."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{many:,} {noun}{'' if many == 1 else plural}"
+
+
+def data_name(run: Run) -> str:
+    """The data set, or the name of its folder or file."""
+    data = run.config.data
+    return str(run.summary.get("data") or data.name or (data.path or "").rstrip("/").rsplit("/", 1)[-1])
+
+
+def _averaging(config: Config) -> str:
+    groups = config.federation.groups or 1
+    return {
+        "grouping": f"The users are dealt anew into {groups} groups in every round; each group has a model "
+        "of its own, and the mean of these is the result.",
+        "weighted": f"In the average, the server's model has the share {config.method.server_weight}.",
+        "elastic": "Every user keeps a model of its own, drawn to a common one (EASGD).",
+        "overlap": "Every user keeps a model of its own, drawn to a common one (OverlapSGD).",
+    }.get(config.method.averaging, "Their models are averaged.")
+
+
+def _norm(config: Config) -> str:
+    return {"group": "group normalisation", "batch": "batch normalisation"}.get(
+        config.model.norm, "no normalisation"
+    )
