@@ -204,6 +204,19 @@ def report(
         print(path)
 
 
+@app.command()
+def board(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder of the runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")] = 8642,
+) -> None:
+    """Show the runs under a folder in a browser on this machine, live.
+
+    Example: ssfl board runs"""
+    from ssfl.board.app import serve
+
+    serve(folder, port)
+
+
 def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl import progress, runs

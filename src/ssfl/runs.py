@@ -10,9 +10,10 @@ import json
 import os
 import platform
 import shutil
+import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ FORMAT = "1"
 WALL_CLOCK = ("seconds", "phases", "memory")
 """Event fields that tell time and memory, and differ between equal runs."""
 KEPT = 2
+FAILURE = "failed.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""
 
@@ -112,18 +114,43 @@ def locked(path: Path) -> Iterator[None]:
     """Keep a second process out of the run folder; the lock ends with the process."""
     folder = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"{path} is being trained by another process: wait for it, or stop it first"
-            ) from None
+        for _ in range(10):  # whoever looks whether it is locked holds it for an instant
+            if not is_locked(folder, fcntl.LOCK_EX):
+                break
+            time.sleep(0.05)
+        else:
+            raise RunError(f"{path} is being trained by another process: wait for it, or stop it first")
         try:
             yield
         finally:  # also for processes that inherited the open folder
             fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
+
+
+def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
+    """Whether another process holds the lock of an open run folder; if not, a LOCK_EX is ours from here on."""
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    if kind == fcntl.LOCK_SH:
+        fcntl.flock(folder, fcntl.LOCK_UN)
+    return False
+
+
+@contextmanager
+def told_failures(path: Path) -> Iterator[None]:
+    """Keep the error that ends a training, for those who look at the folder afterwards; Ctrl-C is none."""
+    (path / FAILURE).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "exit_code", 0) != 130:
+            line = " ".join(str(error).split()) or type(error).__name__
+            with suppress(RunError):  # a full disk may be the very failure
+                write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))
+        raise
 
 
 def next_free(base: Path) -> Path:

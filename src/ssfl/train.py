@@ -106,7 +106,12 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Play what is left of the rounds, into the run folder."""
+    """Play what is left of the rounds, into the run folder; a failure is kept there too."""
+    with runs.told_failures(path) if _leads(sim.config) else nullcontext():
+        return _rounds(sim, path, start, report)
+
+
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     state = start.state
     again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
