@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import Call
 from ssfl import verbs
 from ssfl.config import load_config
-from conftest import Call
 
 SHORT = ["--set", "federation.rounds=1", "--set", "federation.period=1", "--set", "run.threads=1", "--quiet"]
 
@@ -161,7 +161,11 @@ def test_doctor_tells_what_is_missing_or_broken(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
     done = subprocess.run(
-        [sys.executable, "-m", "ssfl", "doctor"], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-m", "ssfl", "doctor"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
     )
     assert done.returncode == 2
     assert "broken: torch cannot be imported (torn): install ssfl anew" in done.stdout

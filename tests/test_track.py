@@ -164,8 +164,8 @@ def test_wandb_offline_holds_every_point_once_after_a_crash(
 
 
 def wandb_points(file: Path) -> Points:
-    """The history in an offline run's file: blocks of 32 KiB, in them pieces of records, each with a checksum,
-    its length and whether the record goes on (a LevelDB log after 7 bytes)."""
+    """The history in an offline run's file: blocks of 32 KiB, in them pieces of records, each with checksum,
+    length and whether the record goes on (a LevelDB log after 7 bytes)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, record = file.read_bytes(), 7, b""

@@ -255,7 +255,7 @@ def main() -> None:
         code = app(prog_name="ssfl", standalone_mode=False)
     except verbs.UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
-            print(error.format_message())
+            print(error)
         else:
             print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)
             sys.exit(SsflError.exit_code)

@@ -150,9 +150,9 @@ def config(found: Found, users: int) -> str:
     )
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
     known = ", ".join(CHOICES["model.name"])
-    network = f"# name = \"small\"  # {known}; by itself what suits the image size"
+    network = f'# name = "small"  # {known}; by itself what suits the image size'
     if model := small_model(found):
-        network = f"name = \"{model}\"  # quick on a CPU; with a GPU leave it out, or choose from {known}"
+        network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
     labels = "all that each class has" if found.files.unlabelled else "at most half of each class"
     return f"""\
 {about}

@@ -129,7 +129,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
-    """Whether another process holds the lock of an open run folder; if not, a LOCK_EX is ours from here on."""
+    """Whether another process holds the lock of an open run folder; if not, a LOCK_EX is ours from now on."""
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -198,8 +198,8 @@ class Run:
     diversity_every: int = 0
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = "none"
-    """Who else is told the numbers: "tensorboard" (event files in RUN/tensorboard), "mlflow" or "wandb" (through
-    their own clients, configured as they say)."""
+    """Who else is told the numbers: "tensorboard" (event files in RUN/tensorboard), "mlflow" or "wandb"
+    (through their own clients, configured as they say)."""
 
 
 @dataclass(frozen=True)

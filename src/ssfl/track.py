@@ -69,8 +69,8 @@ def tracking(
             return None
 
     def tell(event: Event) -> None:
-        if backend is not None:
-            attempt(lambda: memory.note(event) and backend.log(event["round"], numbers(event)))
+        if (opened := backend) is not None:
+            attempt(lambda: memory.note(event) and opened.log(event["round"], numbers(event)))
 
     backend = attempt(lambda: BACKENDS[name](path, config, memory))
     for event in history:
@@ -80,8 +80,8 @@ def tracking(
         yield tell
         finished = True
     finally:
-        if backend is not None:
-            attempt(lambda: backend.close(finished))
+        if (opened := backend) is not None:
+            attempt(lambda: opened.close(finished))
 
 
 class Memory:

@@ -22,8 +22,8 @@ GROUPS = {
     "The paper's experiments": ("paper",),
 }
 """The verbs as `ssfl --help` shows them."""
-UsageError = typer.BadParameter.__base__  # newer versions of typer bring a click of their own
-assert UsageError is not None
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What click raises; newer versions of typer bring a click of their own."""
 
 
 class Verbs(TyperGroup):

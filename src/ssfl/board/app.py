@@ -133,7 +133,10 @@ async def _made(paths: list[str]) -> Response:
     """A report, made by a process of its own: whatever a run folder holds, the board goes on."""
     command = [sys.executable, "-m", "ssfl.board.reporting", *paths]
     child = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         out, told = await asyncio.wait_for(child.communicate(), SECONDS)

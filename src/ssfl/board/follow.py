@@ -22,7 +22,7 @@ FOLLOWED = 32
 
 
 class Curve:
-    """Points of a number over the rounds; when they are many, every second, then every fourth, ... is kept."""
+    """Points of a number over the rounds; when they are many, every second, then every fourth is kept."""
 
     def __init__(self) -> None:
         self.points: Points = []

@@ -12,7 +12,7 @@ from ssfl.verbs import Verbs
 app = typer.Typer(
     name="paper",
     cls=Verbs,
-    help="The paper's fifty experiments: list, run, and set beside what was printed.\n\nExample: ssfl paper ls",
+    help="The paper's fifty experiments: list, run, set beside what was printed.\n\nExample: ssfl paper ls",
     no_args_is_help=True,
 )
 Number = Annotated[str, typer.Argument(metavar="ROW", help="1 to 50, or methods (the five of section 3).")]
