@@ -190,7 +190,7 @@ const ssflCharts = (() => {
         .concat((spec.levels || []).map((level) => level.y))
         .filter((value) => isNumber(value) && (!spec.log || value > 0));
       let [low, high] = spec.range || (values.length ? [Math.min(...values), Math.max(...values)] : [0, 1]);
-      if (!spec.range && spec.log) [low, high] = [low / 1.4, high * 1.2];
+      if (!spec.range && spec.log) [low, high] = [low / 1.7, high * 1.2];
       else if (!spec.range) {
         const room = (high - low || Math.abs(high) || 1) * 0.06;
         [low, high] = [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
@@ -231,7 +231,7 @@ const ssflCharts = (() => {
       for (const level of spec.levels || []) {
         const under = y(level.y) + 16 < floor ? 14 : -5;
         parts.push(svg("path", { class: "level", d: `M${area.left},${y(level.y)}h${area.width}` }),
-          svg("text", { class: "hint", x: area.left + area.width - 4, y: y(level.y) + under, "text-anchor": "end" }, level.text));
+          svg("text", { class: "hint", x: area.left + 6, y: y(level.y) + under }, level.text));
       }
       for (const mark of spec.marks || []) {
         const end = x(mark.x) > area.left + area.width * 0.6;

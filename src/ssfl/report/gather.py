@@ -101,7 +101,7 @@ def read(path: Path, name: str) -> Run:
         events = list(runs.read_events(path))
     except RunError:
         raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start the run anew") from None
-    known = [event for event in events if event["event"] in ("round", "eval", "diversity")]
+    known = [e for e in events if e["event"] in ("round", "eval", "diversity") and 0 <= e["round"] <= 10**9]
     return Run(
         path, name, config, known,
         _object(path / "split.json"), runs.read_summary(path) or {},
@@ -121,6 +121,11 @@ def finite(value: Any) -> float | None:
 def numbers(values: Any) -> list[float | None]:
     """A list of numbers, None where one is not; nothing where it is no list."""
     return [finite(value) for value in values] if isinstance(values, list) else []
+
+
+def whole(values: Any) -> list[int]:
+    """The whole numbers of a list, such as users."""
+    return [value for value in values if type(value) is int] if isinstance(values, list) else []
 
 
 def inside(value: Any, key: str) -> Any:

@@ -3,11 +3,11 @@
 from collections import Counter
 
 from ssfl.report.blocks import Block, bars, text
-from ssfl.report.gather import Run, finite, numbers
+from ssfl.report.gather import Run, finite, numbers, whole
 from ssfl.report.words import count
 from ssfl.runs import Event
 
-MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 40, 200, 40
+MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 
 
 def holdings(run: Run) -> list[Block]:
@@ -84,7 +84,7 @@ def groups(run: Run) -> list[Block]:
     told = [event for event in run.rounds if isinstance(event.get("returned"), list)]
     if not told or run.config.method.objective == "none":
         return []
-    came = Counter(user for event in told for user in event["returned"] if isinstance(user, int))
+    came = Counter(user for event in told for user in whole(event["returned"]))
     times = sorted(came.values()) or [0]
     if not run.grouped and len(came) == run.users and times[0] == times[-1] == len(told):
         return [text("There is one group, and everybody was in it in every round.")]
@@ -112,7 +112,7 @@ def _attendance(run: Run, told: list[Event], came: Counter[int], times: list[int
     often = f"{times[0]:,}" if times[0] == times[-1] else f"{times[0]:,} to {times[-1]:,}"
     rounds = count(len(told), "round")
     said = f"In {rounds}, {len(came):,} of {run.users:,} users gave a model, {often} times each."
-    sent = sum(len(event["participants"]) for event in told if isinstance(event.get("participants"), list))
+    sent = sum(len(whole(event.get("participants"))) for event in told)
     lost = sent - sum(came.values())
     refused = sum(len(event["refused"]) for event in told if isinstance(event.get("refused"), dict))
     said += f" {count(lost, 'model')} did not come back." if lost > 0 else ""
@@ -123,7 +123,7 @@ def _dealt(event: Event, grouped: bool) -> dict[int, int]:
     """The group of each user that came back, from 1."""
     found = event.get("groups") if grouped else [event["returned"]]
     members = enumerate(found, 1) if isinstance(found, list) else ()
-    return {user: place for place, group in members if isinstance(group, list) for user in group}
+    return {user: place for place, group in members for user in whole(group)}
 
 
 def _some(many: int, most: int) -> list[int]:

@@ -1,0 +1,313 @@
+"""`ssfl report`: what it says of real runs, whatever their folders hold; test_pages.py has the browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import ssfl
+from ssfl import runs
+from ssfl.errors import RunError, SsflError
+from ssfl.report import costs, gather, page, several, verdict
+from ssfl.settings import Config
+from ssfl.train import Interrupted
+
+Block = dict[str, Any]
+CLOCKS = ("phases", "memory", "seconds")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real runs: two seeds of grouping with diversity, and the server alone."""
+    home = tmp_path_factory.mktemp("runs")
+    short = [
+        "federation.rounds=4",
+        "federation.period=3",
+        "run.threads=1",
+        "run.device=cpu",
+        "run.eval_every=1",
+    ]
+    short += ["method.threshold=0.1"]  # so that users learn from the start
+    for name, more in {
+        "grouping-1": ["method.name=grouping", "run.diversity_every=1"],
+        "grouping-2": ["method.name=grouping", "run.diversity_every=1", "run.seed=2"],
+        "alone": ["method.name=server-only"],
+    }.items():
+        ssfl.run(ssfl.load_config("quickstart", [*short, *more]), home / name)
+    return home
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssfl", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def blocks(told: dict[str, Any], kind: str = "") -> list[Block]:
+    everything = [block for section in told["sections"] for block in section["blocks"]]
+    return [block for block in everything if not kind or block["kind"] == kind]
+
+
+def figure(told: dict[str, Any], name: str) -> Block:
+    return next(block for block in blocks(told) if block.get("figure") == name)
+
+
+def words(told: dict[str, Any]) -> str:
+    return " ".join(f"{block.get('head', '')} {block['text']}" for block in blocks(told) if "text" in block)
+
+
+def test_one_file_that_needs_no_other(folder: Path, tmp_path: Path) -> None:
+    shown = report(folder / "grouping-1", "--out", tmp_path / "a.html", "--figures", tmp_path / "figures")
+    assert shown.returncode == 0, shown.stderr
+    whole = (tmp_path / "a.html").read_text()
+    assert len(whole) < 300_000
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", whole))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # SVG's name, which nobody fetches
+    assert not re.search(r"(src|href)=\"(?!data:|#)", whole)
+    told = page.contents([folder / "grouping-1"])
+    embedded = re.search(r'<script type="application/json" id="data">(.*?)</script>', whole, re.DOTALL)
+    assert embedded
+    assert json.loads(embedded[1]) == json.loads(json.dumps(told))
+    names = {block["figure"] for block in blocks(told) if "figure" in block}
+    assert {
+        "accuracy",
+        "diversity",
+        "pseudo-labels",
+        "who-has-what",
+        "groups",
+        "confusion",
+        "views",
+        "time",
+    } <= names
+    for name in names:
+        assert (tmp_path / "figures" / f"{name}.svg").read_text().startswith("<?xml")
+        with Image.open(tmp_path / "figures" / f"{name}.png") as picture:
+            assert picture.size[0] > 300
+    assert str(tmp_path / "a.html") in shown.stdout
+
+
+def test_the_confusion_matrix_is_that_of_the_runs_own_evaluation(folder: Path) -> None:
+    told = page.contents([folder / "grouping-1"])
+    split = json.loads((folder / "grouping-1" / "split.json").read_text())
+    evaluation = [e for e in runs.read_events(folder / "grouping-1") if e["event"] == "eval"][-1]
+    shares = figure(told, "confusion")["values"]
+    assert len(shares) == len(split["classes"])
+    assert [row[k] for k, row in enumerate(shares)] == pytest.approx(evaluation["class_accuracy"], abs=0.03)
+    assert figure(told, "who-has-what")["values"] == [split["server"], *split["user_classes"]]
+    assert "0.4183" in words(told)  # the measured R
+
+
+def test_groups_and_costs_are_those_of_the_events(folder: Path) -> None:
+    told = page.contents([folder / "grouping-1"])
+    rounds = [e for e in runs.read_events(folder / "grouping-1") if e["event"] == "round"]
+    shown = figure(told, "groups")["values"]
+    for at, event in enumerate(rounds):
+        for place, group in enumerate(event["groups"], 1):
+            assert {user for user, row in enumerate(shown) if row[at] == place} == set(group)
+    run = gather.read(folder / "grouping-1", "g")
+    spent = costs.phases(run)
+    assert {"users", "server", "diversity", "other", "evaluation"} <= set(spent)
+    everything = sum(e.get("seconds", 0) for e in run.events)
+    assert sum(spent.values()) - spent.get("checkpoint", 0) == pytest.approx(everything)
+    assert costs.totals(run)["bytes_up"] == sum(e["bytes_up"] for e in rounds)
+
+
+def test_several_runs_are_laid_over_each_other(folder: Path) -> None:
+    told = page.contents([folder / "grouping-1", folder / "alone", folder / "grouping-2"])
+    series = figure(told, "accuracy")["series"]
+    assert [one["name"] for one in series] == ["grouping, 2 seeds", "alone"]
+    ends = [gather.read(folder / name, name).accuracy[-1][1] for name in ("grouping-1", "grouping-2")]
+    at, low, high = series[0]["band"][-1]
+    assert series[0]["points"][-1] == [at, pytest.approx(sum(ends) / 2, abs=1e-4)]
+    assert (high - low) / 2 == pytest.approx(stdev(ends), abs=1e-4)
+    table = next(s for s in told["sections"] if s["id"] == "differences")["blocks"][1]
+    rows = {row[0]: row[1:] for row in table["rows"]}
+    assert rows["run.seed"] == ["1", "1", "2"]
+    assert rows["method.name"] == ["grouping", "server-only", "grouping"]
+    assert "split.users" not in rows
+    names = [block["figure"] for block in blocks(told) if "figure" in block]
+    assert len(names) == len(set(names))
+
+
+def test_a_folder_given_twice_counts_once_and_equal_names_are_told_apart(
+    folder: Path, tmp_path: Path
+) -> None:
+    for home in ("a", "b"):
+        shutil.copytree(folder / "alone", tmp_path / home / "alone")
+    one, other = tmp_path / "a" / "alone", tmp_path / "b" / "alone"
+    assert list(several.distinct([one, other, one]).values()) == ["a/alone", "b/alone"]
+    assert page.contents([one, one])["title"] == "Run alone"
+
+
+def fake(
+    folder: Path, tmp_path: Path, masks: list[float], right: list[float | None], scores: list[float]
+) -> Path:
+    """A run whose events are made up; diversity is low where the mask rate is high."""
+    path = tmp_path / "made-up"
+    shutil.copytree(folder / "grouping-1", path)
+    lines: list[dict[str, Any]] = []
+    for at, (mask, label, score) in enumerate(zip(masks, right, scores, strict=True), 1):
+        lines.append({"event": "round", "round": at, "mask_rate": mask, "pseudo_accuracy": label})
+        spread = {"definition": 0.1, "authors_groups": 1.2 if mask > 0.5 else 8.0}
+        lines.append({"event": "diversity", "round": at, "gradient_l2_squared": spread})
+        lines.append({"event": "eval", "round": at, "accuracy": score})
+    (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("masks", "right", "scores", "head", "bad"),
+    [
+        ([0, 0, 1, 1, 1, 1], [None, None, *[0.1] * 4], [0.8, 0.9, *[0.1] * 4],
+         "Collapse from round 3 on.", True),
+        ([0, 0, 1, 1, 1, 1], [None, None, *[0.9] * 4], [0.8, *[0.9] * 5], "No collapse.", False),
+        ([0.9] * 6, [0.1] * 6, [0.5] * 6, "Sure and mostly wrong from round 1 on.", True),
+        ([0.9] * 6, [0.1, 0.1, 0.1, 0.2, 0.9, 0.9], [0.5] * 6,
+         "Recovered: wrong labels from round 1 on, for a while.", False),
+        ([0.0] * 6, [None] * 6, [0.5] * 6, "The users hardly learn.", True),
+        ([1.0] * 6, [None] * 6, [0.9, *[0.1] * 5], "Collapse from round 1 on.", True),  # real sites
+        ([1.0] * 6, [None] * 6, [0.9] * 6, "No collapse.", False),
+        ([1.0], [0.1], [0.1], "Too early.", False),
+    ],
+)  # fmt: skip
+def test_a_collapse_is_told(
+    folder: Path, tmp_path: Path, masks: list[float], right: list[float | None], scores: list[float],
+    head: str, bad: bool,
+) -> None:  # fmt: skip
+    path = fake(folder, tmp_path, masks, right, scores)
+    said = verdict.judge(gather.read(path, "made-up"))
+    assert (said.head, said.bad) == (head, bad)
+    assert ("one way" in said.text) == (said.since is not None)
+    assert head in words(page.contents([path]))
+
+
+def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(folder / "grouping-1", old)
+    events = [e for e in runs.read_events(old) if e["event"] != "diversity"]
+    lines = [json.dumps({k: v for k, v in e.items() if k not in CLOCKS}) for e in events]
+    (old / "events.jsonl").write_text("\n".join(lines) + "\n")
+    split = json.loads((old / "split.json").read_text())
+    for key in ("listed", "size_quartiles", "class_totals", "users"):
+        split.pop(key)
+    (old / "split.json").write_text(json.dumps(split))
+    config = (old / "config.toml").read_text().splitlines()
+    newer = ("gate", "combine", "attackers", "attack", "compile", "precision")
+    (old / "config.toml").write_text("\n".join(line for line in config if line.split(" = ")[0] not in newer))
+    told = page.contents([old])
+    assert "not measured" in words(told)
+    assert "did not record the time" in words(told)
+    assert figure(told, "confusion")
+    page.contents([old, folder / "alone"])
+
+
+def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 2:
+            raise Interrupted(tmp_path / "run", 2, "")
+
+    with pytest.raises(Interrupted):
+        ssfl.run(quick("run.checkpoint_every=1", "run.eval_every=1"), tmp_path / "run", stop)
+    told = page.contents([tmp_path / "run"])
+    assert "round 2 of 4" in told["subtitle"]
+    assert "The run is not finished." in words(told)
+    assert "The model of round 1 on" in words(told)  # of the last checkpoint
+    for file in (tmp_path / "run" / "checkpoints").iterdir():
+        file.unlink()
+    assert "no model is saved yet" in words(page.contents([tmp_path / "run"]))
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    assert "No evaluation yet" in words(page.contents([tmp_path / "run"]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method.name=fedmatch", "train.momentum_policy=reset"],
+        ["method.name=easgd"],
+        ["method.name=supervised", "data.validation=0.1"],
+        ["method.name=fixmatch", "split.users=1"],
+        [
+            "method.gate=true",
+            "federation.attackers=0.3",
+            "federation.dropout=0.2",
+            "federation.participants=6",
+        ],
+    ],
+)
+def test_every_kind_of_method(quick: Callable[..., Config], tmp_path: Path, settings: list[str]) -> None:
+    ssfl.run(quick("federation.rounds=2", *settings), tmp_path / "run")
+    told = page.contents([tmp_path / "run"])
+    assert figure(told, "accuracy")["series"][0]["points"]
+    assert figure(told, "confusion")
+    page.html(told)
+
+
+def test_a_hundred_thousand_users_stay_readable_and_small(folder: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many"
+    shutil.copytree(folder / "grouping-1", many)
+    split = json.loads((many / "split.json").read_text())
+    rows = [[k % 3, 0, 5, *[k % 2] * 7] for k in range(5000)]
+    split |= {"users": 100_000, "listed": 5000, "user_classes": rows, "sizes": [sum(row) for row in rows]}
+    (many / "split.json").write_text(json.dumps(split))
+    config = (many / "config.toml").read_text().replace("users = 10\n", "users = 100000\n")
+    (many / "config.toml").write_text(config)
+    told = page.contents([many])
+    assert len(page.html(told)) < 300_000
+    assert len(figure(told, "who-has-what")["rows"]) == 51
+    assert sum(item["value"] for item in figure(told, "classes-per-user")["items"]) == 5000
+    assert "100,000 users" in words(told)
+
+
+def test_very_many_rounds_stay_small(folder: Path, tmp_path: Path) -> None:
+    path = fake(folder, tmp_path, [0.9] * 20_000, [0.9] * 20_000, [0.9] * 20_000)
+    told = page.contents([path])
+    assert len(page.html(told)) < 300_000
+    points = figure(told, "accuracy")["series"][0]["points"]
+    assert (points[0][0], points[-1][0]) == (1, 20_000)
+
+
+def test_a_damaged_folder_gets_one_clear_line(folder: Path, tmp_path: Path) -> None:
+    for number, (name, content) in enumerate(
+        [("config.toml", "[data"), ("config.toml", None), ("events.jsonl", None)]
+    ):
+        broken = tmp_path / str(number)
+        shutil.copytree(folder / "alone", broken)
+        if content is None:
+            (broken / name).unlink()
+        else:
+            (broken / name).write_text(content)
+        with pytest.raises(RunError, match=name):
+            page.contents([broken])
+    shown = report(tmp_path / "nothing")
+    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+    assert "not a run folder" in shown.stderr
+
+
+def test_what_is_damaged_in_part_is_told_in_the_report(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "grouping-1", run)
+    (run / "model.safetensors").write_bytes(b"no model")
+    assert "is not a readable model" in words(page.contents([run]))
+    (run / "split.json").write_text("[1")
+    told = words(page.contents([run]))
+    assert "split.json is missing or damaged" in told
+    assert "not those of the run" in told
+
+
+def test_only_reports_are_overwritten(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.html"
+    page.write([folder / "alone"], target)
+    page.write([folder / "alone"], target)
+    target.write_text("precious")
+    with pytest.raises(SsflError, match="not overwritten"):
+        page.write([folder / "alone"], target)
+    with pytest.raises(SsflError, match="is a folder"):
+        page.write([folder / "alone"], tmp_path)
+    assert target.read_text() == "precious"
