@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ssfl.config import to_toml
 from ssfl.errors import ConfigError, SsflWarning
-from ssfl.runs import Event
+from ssfl.runs import Event, read_events
 from ssfl.settings import Config
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
@@ -43,10 +43,9 @@ def require(name: str) -> None:
 
 
 @contextmanager
-def tracking(
-    name: str, path: Path, config: Config, history: Iterable[Event]
-) -> Iterator[Callable[[Event], None]]:
-    """A function to tell each new event to; what the tracker has missed of the history it hears first."""
+def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
+    """A function to tell each new event of a run to; what it missed of the past it hears first."""
+    name = config.run.track
     if name == "none":
         yield lambda event: None
         return
@@ -73,7 +72,7 @@ def tracking(
             attempt(lambda: memory.note(event) and opened.log(event["round"], numbers(event)))
 
     backend = attempt(lambda: BACKENDS[name](path, config, memory))
-    for event in history:
+    for event in read_events(path):
         tell(event)
     finished = False
     try:
@@ -110,7 +109,7 @@ class Memory:
 
     def note(self, event: Event) -> bool:
         """Whether an event is news."""
-        if event["round"] <= self.told.get(event["event"], 0):
+        if event["round"] <= self.told.get(event["event"], -1):
             return False
         self.told[event["event"]] = event["round"]
         if self.id is not None:

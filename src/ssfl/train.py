@@ -107,11 +107,13 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     """Play what is left of the rounds, into the run folder; a failure is kept there too."""
-    with runs.told_failures(path) if _leads(sim.config) else nullcontext():
-        return _rounds(sim, path, start, report)
+    if not _leads(sim.config):
+        return _rounds(sim, path, start, report, lambda event: None)
+    with runs.told_failures(path), track.tracking(path, sim.config) as tracked:
+        return _rounds(sim, path, start, report, tracked)
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
     state = start.state
     again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
@@ -130,10 +132,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
             report(event)
 
     try:
-        with (
-            _interruptible(report) as interrupted,
-            track.tracking(every.track if leads else "none", path, sim.config, history) as tracked,
-        ):
+        with _interruptible(report) as interrupted:
             while state.round < sim.rounds:
                 began = time.perf_counter()
                 state, events = sim.play(state)
@@ -156,8 +155,8 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     saving = time.perf_counter() - began
                 if stop and not last:
                     raise Interrupted(path, state.round, again)
-            if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
-                tell(sim.evaluate(state))  # the last events were lost
+        if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
+            tell(sim.evaluate(state))  # the last events were lost
         if not leads:
             return Result(history[-1]["accuracy"], history, path)
         return _finish(sim, path, state, totals, history)
