@@ -321,6 +321,20 @@ def texts(page: Any, selector: str) -> list[str]:
     return [str(text) for text in found]
 
 
+def press(page: Any, selector: str, key: str) -> None:
+    """A key on an element of the list, which may be drawn anew at any moment."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    def pressed() -> bool:
+        try:
+            page.find_element("css selector", selector).send_keys(key)
+            return True
+        except StaleElementReferenceException:
+            return False
+
+    wait_for(pressed)
+
+
 @pytest.mark.slow
 def test_a_run_is_chosen_drawn_and_read_by_mouse_and_keyboard(page: Any) -> None:
     from selenium.webdriver import ActionChains, Keys
@@ -344,10 +358,9 @@ def test_a_run_is_chosen_drawn_and_read_by_mouse_and_keyboard(page: Any) -> None
     drawing.send_keys(Keys.ARROW_RIGHT)
     assert "round 2" in texts(page, ".tip:not([hidden])")[0]
     # by keyboard alone: another run, then a second one to compare
-    button = page.find_element("xpath", "//button[text()='deep/er/stopped']")
-    button.send_keys(Keys.ENTER)
+    press(page, "tr[data-run='deep/er/stopped'] button", Keys.ENTER)
     wait_for(lambda: texts(page, "#detail-title") == ["deep/er/stopped"])
-    page.find_element("css selector", "input[aria-label='compare finished']").send_keys(Keys.SPACE)
+    press(page, "tr[data-run=finished] input", Keys.SPACE)
     wait_for(lambda: texts(page, "#detail-title") == ["2 runs compared"])
     page.back()
     wait_for(lambda: texts(page, "#detail-title") == ["deep/er/stopped"])

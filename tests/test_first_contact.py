@@ -189,7 +189,7 @@ def test_the_shell_completes_verbs_settings_and_runs(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "runs/one/config.toml").write_text("")
     (tmp_path / "other/ssfl.toml").write_text("")
-    assert completed("ssfl", "re", cwd=tmp_path)[-1] == "resume"
+    assert completed("ssfl", "res", cwd=tmp_path) == ["resume"]
     assert completed("ssfl", "run", "--set", "split.use", cwd=tmp_path)[0] == "split.users="
     assert completed("ssfl", "run", "--set", "run.engine=v", cwd=tmp_path) == ["run.engine=vmap"]
     assert completed("ssfl", "resume", "runs/", cwd=tmp_path) == ["runs/one", "runs/two/"]

@@ -83,7 +83,7 @@ class Guard:
 
 def make_app(root: Path) -> Starlette:
     """The board of the runs under a folder."""
-    followers = Followers()
+    followers, known = Followers(), describe.Finished()
     one_at_a_time = asyncio.Semaphore(1)
 
     def asset(request: Request) -> Response:
@@ -95,7 +95,7 @@ def make_app(root: Path) -> Starlette:
         for name in folder.names(root):
             try:
                 with folder.opened(root, name) as run:
-                    found.append(describe.run(run, name))
+                    found.append(known.run(run, name))
             except folder.NotThere:  # it has just gone
                 continue
         return JSONResponse({"folder": str(root), "runs": found})

@@ -7,7 +7,7 @@
   const MOST = 8; // as many as charts tell apart
   const LIST_EVERY = 3000, CURVES_EVERY = 1000;
   const byId = (id) => document.getElementById(id);
-  let chosen = [], runs = [], shown = { key: "", charts: [] }, told = new Map(), drawn = "", asked = false;
+  let chosen = [], runs = [], shown = { key: "", charts: [] }, told = new Map(), drawn = "", listed = "", asked = false;
 
   // One run: these curves together, by the first name. Several runs: a chart for each curve, by the second.
   const CHARTS = [
@@ -69,6 +69,9 @@
     const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = (run) => words.every((word) => `${run.name} ${run.method} ${run.data} ${run.state}`.toLowerCase().includes(word));
     const found = runs.filter(fits), focus = document.activeElement;
+    const now = JSON.stringify([found.map((run) => ({ ...run, age: ago(run.age) })), chosen, runs.length, asked]);
+    if (now === listed) return; // nothing moves under a reader's hand without need
+    listed = now;
     const spot = byId("list").contains(focus) ? [focus.closest("tr")?.dataset.run, focus.tagName] : null;
     const rows = found.map((run) => { const made = row(run); made.dataset.run = run.name; return made; });
     const head = ["", "run", "state", { text: "round", number: true }, { text: "accuracy", number: true },
