@@ -1,7 +1,8 @@
-"""What many tests need: small real data sets, quick configs, and a browser."""
+"""What many tests need: small real data sets, quick configs, the command line, a browser."""
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from ssfl import cli
 from ssfl.config import Config, load_config
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
+
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -44,6 +48,24 @@ def patterns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "patterns.npz"
     np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     return path
+
+
+@pytest.fixture
+def ssfl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Call the command in a scratch folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ssfl", *words])
+        try:
+            cli.main()
+            code: int | str | None = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return int(code or 0), out, err
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -10,31 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssfl import cli
+from conftest import Call
 
 SHORT = [
     "--set", "federation.rounds=2", "--set", "federation.period=2", "--set", "train.batch_size=8",
     "--set", "run.threads=1",
 ]  # fmt: skip
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def ssfl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """Call the command in a scratch folder: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ssfl", *words])
-        try:
-            cli.main()
-            code: int | str | None = 0
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return int(code or 0), out, err
-
-    return call
 
 
 def test_the_quickstart_writes_a_run_folder_and_plain_lines(ssfl: Call) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ssfl import verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import SsflError, SsflWarning
 from ssfl.paper import commands
@@ -18,10 +19,11 @@ app = typer.Typer(
     name="ssfl",
     help="Semi-supervised federated learning: one classifier from a few labels at a server and the "
     "unlabelled images of many users.",
+    cls=verbs.Verbs,
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(commands.app)
@@ -29,16 +31,25 @@ app.add_typer(deploy.app)
 ConfigName = Annotated[
     str | None,
     typer.Argument(
-        help="A preset's name or a TOML file; by itself quickstart, or own where --set names other data."
+        help="A preset's name, a TOML file or a folder that `ssfl new` made; by itself quickstart, or own "
+        "where --set names other data.",
+        autocompletion=verbs.complete_config,
     ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting; repeatable.",
+        autocompletion=verbs.complete_setting,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
+]
 
 
 @app.callback()
@@ -51,6 +62,34 @@ def common(
 
 
 @app.command()
+def doctor(json_only: Json = False) -> None:
+    """Say what this machine can do, and what to run first.
+
+    Example: ssfl doctor"""
+    from ssfl import doctor as examination
+
+    found = examination.examine(Path())
+    print(json.dumps(found) if json_only else "\n".join(examination.lines(found)))
+    if found["broken"]:
+        raise typer.Exit(SsflError.exit_code)
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write ssfl.toml into.")],
+    images: Annotated[
+        Path | None, typer.Option(help="The folder of images, by itself DIR: a sub-folder for each class.")
+    ] = None,
+) -> None:
+    """Write a commented config for a folder of images.
+
+    Example: ssfl new mine --images scans"""
+    from ssfl import new as writing
+
+    print("\n".join(writing.project(folder, images)))
+
+
+@app.command()
 def run(
     config: ConfigName = None,
     sets: Sets = None,
@@ -58,19 +97,24 @@ def run(
     quiet: Quiet = False,
     json_only: Json = False,
 ) -> None:
-    """Train a federation.  Example: ssfl run --set split.users=20 --set method.name=grouping"""
+    """Train a federation.
+
+    Example: ssfl run --set split.users=20 --set method.name=grouping"""
     from ssfl import train
-    from ssfl.config import load_config
+    from ssfl.config import PROJECT, load_config
     from ssfl.runs import next_free
 
     loaded = load_config(config, sets or [])
-    target = out or next_free(Path("runs") / Path(config or "quickstart").stem)
+    named = Path(config or "quickstart").absolute()
+    target = out or next_free(Path("runs") / (named.parent if named.name == PROJECT else named).stem)
     _carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
 
 
 @app.command()
 def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> None:
-    """Go on with a run that was stopped.  Example: ssfl resume runs/quickstart"""
+    """Go on with a run that was stopped.
+
+    Example: ssfl resume runs/quickstart"""
     from ssfl import train
 
     def warn(message: str) -> None:
@@ -81,7 +125,9 @@ def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> Non
 
 @app.command()
 def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False) -> None:
-    """Show who would get which images.  Example: ssfl split --set split.skew=1"""
+    """Show who would get which images.
+
+    Example: ssfl split --set split.skew=1"""
     from ssfl.assemble import describe_split, load_data, make_parts, resolve
     from ssfl.config import load_config
     from ssfl.report import text
@@ -99,7 +145,9 @@ def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
     json_only: Json = False,
 ) -> None:
-    """Class and confidence of images.  Example: ssfl predict runs/quickstart scan.png"""
+    """Class and confidence of images.
+
+    Example: ssfl predict runs/quickstart scan.png"""
     from ssfl.predict import predict as predicted
 
     told = predicted(run, images)
@@ -114,8 +162,9 @@ def predict(
 def export(
     run: RunFolder, file: Annotated[Path, typer.Argument(help="The name to write, without ending.")]
 ) -> None:
-    """Write the model as safetensors, a JSON card and a torch.export program.  Example: ssfl export
-    runs/quickstart digits"""
+    """Write the model as safetensors, a JSON card and a torch.export program.
+
+    Example: ssfl export runs/quickstart digits"""
     from ssfl.predict import export as exported
 
     for path in exported(run, file):
@@ -124,7 +173,8 @@ def export(
 
 @app.command()
 def compare(first: RunFolder, second: RunFolder) -> None:
-    """Name the first round, user and quantity in which two runs differ (exit code 1 if they do).
+    """Name the first round, user and quantity in which two runs differ. Exit code 1 if they do.
+
     Example: ssfl compare runs/a runs/b"""
     from ssfl import compare as comparison
 
@@ -189,6 +239,19 @@ def report(
         print(path)
 
 
+@app.command()
+def board(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder of the runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")] = 8642,
+) -> None:
+    """Show the runs under a folder in a browser on this machine, live.
+
+    Example: ssfl board runs"""
+    from ssfl.board.app import serve
+
+    serve(folder, port)
+
+
 def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl import progress, runs
@@ -224,7 +287,13 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _tell_warnings()
     try:
-        app()
+        code = app(prog_name="ssfl", standalone_mode=False)
+    except verbs.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
+            print(error)
+        else:
+            print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)
+            sys.exit(SsflError.exit_code)
     except SsflError as error:
         who = f"ssfl (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else "ssfl"
         print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -232,3 +301,5 @@ def main() -> None:
     except OSError as error:
         print(f"ssfl: {error.strerror}: {str(error.filename)[:200]}", file=sys.stderr)
         sys.exit(SsflError.exit_code)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)

@@ -18,11 +18,13 @@ from ssfl.methods import METHODS
 from ssfl.settings import CHOICES, INSTEAD, RANGES, SECTIONS, Config, Method, Privacy
 
 CONFIGS = Path(__file__).parent / "configs"
+PROJECT = "ssfl.toml"
+"""The config in a folder that `ssfl new` made; the folder's name will do for it."""
 __all__ = ["CONFIGS", "Config", "apply", "check", "from_dict", "load_config", "presets", "to_toml"]
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """A config from a preset's name or a TOML file and `key=value`s.
+    """A config from a preset's name, a TOML file or a folder with ssfl.toml in it, and `key=value`s.
 
     The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
     are for the digits.
@@ -80,12 +82,17 @@ def _read(source: str | Path) -> dict[str, Any]:
     if path.suffix != ".toml":
         path = CONFIGS / f"{source}.toml"
         if not path.is_file():
+            path = Path(source) / PROJECT
+        if not path.is_file() and Path(source).is_dir():
+            raise ConfigError(f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one")
+        if not path.is_file():
             hint = _suggest(str(source), presets()) or f"; presets: {', '.join(presets())}"
             raise ConfigError(f"no preset {str(source)!r} (a file's name must end in .toml){hint}")
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+        hint = _suggest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 

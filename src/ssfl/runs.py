@@ -10,9 +10,10 @@ import json
 import os
 import platform
 import shutil
+import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,7 @@ WALL_CLOCK = ("seconds", "phases", "memory")
 MEMORY = "memory."
 """Before the names of what a method keeps besides."""
 KEPT = 2
+FAILURE = "failed.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""
 
@@ -114,18 +116,43 @@ def locked(path: Path) -> Iterator[None]:
     """Keep a second process out of the run folder; the lock ends with the process."""
     folder = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"{path} is being trained by another process: wait for it, or stop it first"
-            ) from None
+        for _ in range(10):  # whoever looks whether it is locked holds it for an instant
+            if not is_locked(folder, fcntl.LOCK_EX):
+                break
+            time.sleep(0.05)
+        else:
+            raise RunError(f"{path} is being trained by another process: wait for it, or stop it first")
         try:
             yield
         finally:  # also for processes that inherited the open folder
             fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
+
+
+def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
+    """Whether another process holds the lock of an open run folder; if not, a LOCK_EX is ours from now on."""
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    if kind == fcntl.LOCK_SH:
+        fcntl.flock(folder, fcntl.LOCK_UN)
+    return False
+
+
+@contextmanager
+def told_failures(path: Path) -> Iterator[None]:
+    """Keep the error that ends a training, for those who look at the folder afterwards; Ctrl-C is none."""
+    (path / FAILURE).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "exit_code", 0) != 130:
+            line = " ".join(str(error).split()) or type(error).__name__
+            with suppress(RunError):  # a full disk may be the very failure
+                write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))
+        raise
 
 
 def next_free(base: Path) -> Path:
@@ -287,7 +314,7 @@ def _json(value: Any) -> bytes:
 def _digest(path: Path) -> str:
     """A checksum of a run's config, without the lines that say how it is carried out."""
     lines = (path / "config.toml").read_text("utf-8").splitlines()
-    kept = [line for line in lines if line.split(" = ")[0] not in CONDITIONS]
+    kept = [line for line in lines if line.split(" = ")[0] not in (*CONDITIONS, "track")]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 

@@ -239,6 +239,9 @@ class Run:
     """Rounds between checkpoints, by itself a hundredth of all or 10."""
     diversity_every: int = 0
     """Rounds between measurements of gradient diversity; 0 is never."""
+    track: str = "none"
+    """Who else is told the numbers: "tensorboard" (event files in RUN/tensorboard), "mlflow" or "wandb"
+    (through their own clients, configured as they say)."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +284,7 @@ CHOICES = {
     "train.momentum_policy": ("reset", "slot", "user"),
     "train.batches": ("continue", "restart"),
     "train.precision": ("bfloat16", "float32", "float64"),
+    "run.track": ("none", "tensorboard", "mlflow", "wandb"),
     "run.engine": ("auto", "loop", "vmap", "dist", "sites"),
 }
 # Setting one of these from the command line takes the place of the other.

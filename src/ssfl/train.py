@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, privacy, provenance, runs
+from ssfl import assemble, privacy, provenance, runs, track
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
@@ -53,6 +53,7 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
     leads = _leads(config)
     if leads:
         runs.require_free(path)
+        track.require(config.run.track)
     with reproducible(), enough_memory():
         sim = assemble.make(config)
         with closing(sim.engine):
@@ -105,7 +106,14 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Play what is left of the rounds, into the run folder."""
+    """Play what is left of the rounds, into the run folder; a failure is kept there too."""
+    if not _leads(sim.config):
+        return _rounds(sim, path, start, report, lambda event: None)
+    with runs.told_failures(path), track.tracking(path, sim.config) as tracked:
+        return _rounds(sim, path, start, report, tracked)
+
+
+def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
     state = start.state
     again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
@@ -118,6 +126,7 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
     def tell(event: Event) -> None:
         if leads:
             runs.append_event(path, event)
+        tracked(event)
         history.append(event)
         if report is not None:
             report(event)

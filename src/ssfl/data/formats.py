@@ -221,12 +221,19 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def is_grey(path: Path) -> bool:
-    """Whether an image file has no colours, by its header."""
+def header(path: Path) -> tuple[int, int, bool]:
+    """Width and height of an image file, upright, and whether it has no colours."""
     from PIL import Image
 
     with reading(path), _quiet(), Image.open(path) as image:
-        return image.mode in _GREY_MODES
+        width, height = image.size
+        turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
+        return *((height, width) if turned else (width, height)), image.mode in _GREY_MODES
+
+
+def is_grey(path: Path) -> bool:
+    """Whether an image file has no colours, by its header."""
+    return header(path)[2]
 
 
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -180,11 +181,31 @@ def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
 # A folder of images
 
 
-def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int) -> Dataset:
+@dataclass(frozen=True)
+class Files:
+    """The image files of a folder, by what they are for."""
+
+    train: dict[str, list[Path]]  # class: its labelled images
+    unlabelled: list[Path]
+    test: dict[str, list[Path]]
+    own_test: bool  # whether the folder brings its test images
+
+    @property
+    def everything(self) -> list[Path]:
+        """Training images, those without labels, test images: the order they are loaded in."""
+        train, test = ([f for files in part.values() for f in files] for part in (self.train, self.test))
+        return train + self.unlabelled + test
+
+    def labels(self, part: dict[str, list[Path]]) -> list[int]:
+        names = list(self.train)
+        return [names.index(name) for name, files in part.items() for _ in files]
+
+
+def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
     """Images in a folder for each class; loose ones, and those in "unlabelled", have no label.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
-    class is held out. Images are grey if all of them are.
+    class is held out.
     """
     inner = {entry.name: entry for entry in formats.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(formats.list_folders(inner["train"])))
@@ -224,22 +245,26 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int)
             *(file for name in UNLABELLED for file in formats.list_images(place / name)),
         )
     ]
-    names = tuple(train)
-    train_files, test_files = ([f for files in part.values() for f in files] for part in (train, test))
-    if not test_files:
+    if not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
-    everything = train_files + unlabelled + test_files
+    return Files(train, unlabelled, test, split and "test" in inner)
+
+
+def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int) -> Dataset:
+    """The images of a folder, sorted as `sort_files` says; they are grey if all of them are."""
+    files = sort_files(folder, test_fraction, seed)
+    everything = files.everything
     channels = 1 if all(formats.is_grey(file) for file in everything) else 3
     images = formats.decode_all(everything, channels, size)
-    images, test_images = images[: -len(test_files)], images[-len(test_files) :]
-    labels = [names.index(name) for name, files in train.items() for _ in files]
+    test_labels = torch.tensor(files.labels(files.test))
+    images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]
     return Dataset(
         folder.resolve().name,
         images,
-        torch.tensor(labels + [-1] * len(unlabelled)),
+        torch.tensor(files.labels(files.train) + [-1] * len(files.unlabelled)),
         test_images,
-        torch.tensor([names.index(name) for name, files in test.items() for _ in files]),
-        names,
+        test_labels,
+        tuple(files.train),
         *statistics(images),
         flip=channels == 3,
     )

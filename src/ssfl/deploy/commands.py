@@ -8,9 +8,14 @@ import typer
 
 from ssfl.deploy import require_flower
 from ssfl.errors import ConfigError, SsflError
+from ssfl.verbs import Verbs
 
 app = typer.Typer()
-keys_app = typer.Typer(help="Keys of a real federation.", no_args_is_help=True)
+keys_app = typer.Typer(
+    cls=Verbs,
+    help="Keys of a real federation.  Example: ssfl keys init --host fl.example.org",
+    no_args_is_help=True,
+)
 app.add_typer(keys_app, name="keys")
 KeysFolder = Annotated[Path, typer.Option("--dir", help="The keys folder.")]
 Insecure = Annotated[

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ssfl.verbs import Verbs
+
 app = typer.Typer(
     name="paper",
-    help="The paper's fifty experiments: list them, run them, and see what came out beside what was printed.",
+    cls=Verbs,
+    help="The paper's fifty experiments: list, run, set beside what was printed.\n\nExample: ssfl paper ls",
     no_args_is_help=True,
 )
 Number = Annotated[str, typer.Argument(metavar="ROW", help="1 to 50, or methods (the five of section 3).")]
@@ -32,7 +35,9 @@ From = Annotated[
 
 @app.command()
 def ls(json_only: Json = False) -> None:
-    """The rows of the experiment table.  Example: ssfl paper ls"""
+    """The rows of the experiment table.
+
+    Example: ssfl paper ls"""
     from ssfl.paper import rows
 
     told = [_row(row) for row in rows.ROWS]
@@ -55,7 +60,9 @@ def show(
     sets: Sets = None,
     json_only: Json = False,
 ) -> None:
-    """A row, its runs, and the settings of the first as a config file.  Example: ssfl paper show 21"""
+    """A row, its runs, and the settings of the first as a config file.
+
+    Example: ssfl paper show 21"""
     from ssfl.config import to_toml
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, tables
@@ -91,8 +98,9 @@ def run(
     out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/paper"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run rows; stopped runs go on, finished ones are not run again.  Example: ssfl paper run 21 --data
-    digits --scale 0.1"""
+    """Run rows; stopped runs go on, finished ones are not run again.
+
+    Example: ssfl paper run 21 --data digits --scale 0.1"""
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, sweep
 
@@ -106,7 +114,9 @@ def run(
 
 @app.command()
 def table(number: str, places: From = None, json_only: Json = False) -> None:
-    """A table of the paper from finished runs.  Example: ssfl paper table 2"""
+    """A table of the paper from finished runs.
+
+    Example: ssfl paper table 2"""
     from ssfl.paper import results, rows, tables
 
     told = tables.lines(rows.table(number), results.read(places or [Path("runs/paper")]))
@@ -120,8 +130,9 @@ def figure(
     fidelity: Fidelity = "paper",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("figures"),
 ) -> None:
-    """A figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.  Example: ssfl
-    paper figure 6"""
+    """A figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.
+
+    Example: ssfl paper figure 6"""
     from ssfl.paper import figures, results
 
     if number == "lr":

@@ -1,0 +1,217 @@
+// The live page: a list of runs, the curves of those that are chosen, drawn by charts.js. Text of a run is only
+// ever set as text. What is chosen stands in the address (?run=NAME&run=NAME), so that a page can be kept.
+"use strict";
+
+(() => {
+  const { el, line, show, table } = ssflCharts;
+  const MOST = 8; // as many as charts tell apart
+  const LIST_EVERY = 3000, CURVES_EVERY = 1000;
+  const byId = (id) => document.getElementById(id);
+  let chosen = [], runs = [], shown = { key: "", charts: [] }, told = new Map(), drawn = "", listed = "", asked = false;
+
+  // One run: these curves together, by the first name. Several runs: a chart for each curve, by the second.
+  const CHARTS = [
+    { title: "Accuracy", yLabel: "accuracy", format: "percent", range: [0, 1],
+      curves: { accuracy: ["test images", "Test accuracy"], validation_accuracy: ["validation images", "Validation accuracy"] } },
+    { title: "Pseudo-labels", yLabel: "share", format: "percent", range: [0, 1],
+      curves: { mask_rate: ["confident (mask rate)", "Mask rate: confident pseudo-labels"],
+        pseudo_accuracy: ["right, of the confident", "Confident pseudo-labels that are right"] } },
+    { title: "Loss", yLabel: "loss", format: "number", curves: { loss: ["users", "Users' loss"], server_loss: ["server", "Server's loss"] } },
+    { title: "Gradient diversity", yLabel: "diversity (Definition 1)", format: "number", log: true,
+      curves: { diversity: ["all participants", "Gradient diversity"] } },
+    { title: "Time of a round", yLabel: "seconds", format: "seconds", curves: { seconds: ["training", "Time of a round"] } },
+  ];
+
+  function ago(seconds) {
+    if (seconds === null) return "–";
+    const steps = [[60, 1, "s"], [3600, 60, "min"], [86400, 3600, "h"], [Infinity, 86400, "d"]];
+    const [, unit, name] = steps.find(([most]) => seconds < most);
+    return `${Math.floor(seconds / unit)} ${name} ago`;
+  }
+
+  async function get(path) {
+    const answer = await fetch(path, { signal: AbortSignal.timeout(20000) });
+    return answer.ok ? answer.json() : { missing: (await answer.text()).trim() };
+  }
+
+  // The list
+
+  function choose(names, keep) {
+    chosen = [...new Set(names)].slice(0, MOST);
+    const query = new URLSearchParams(chosen.map((name) => ["run", name])).toString();
+    if (keep) history.pushState(null, "", query ? `/?${query}` : "/");
+    told = new Map([...told].filter(([name]) => chosen.includes(name)));
+    drawList();
+    refresh();
+  }
+
+  function row(run) {
+    const on = chosen.includes(run.name);
+    const box = el("input", { type: "checkbox", "aria-label": `compare ${run.name}` });
+    box.checked = on;
+    box.disabled = !on && chosen.length >= MOST;
+    box.addEventListener("change", () =>
+      choose(box.checked ? [...chosen, run.name] : chosen.filter((name) => name !== run.name), true));
+    const name = el("button", { type: "button", title: "look at this run alone" }, run.name);
+    name.addEventListener("click", () => choose([run.name], true));
+    const rounds = run.rounds ? `${show("count", run.round ?? 0)} / ${show("count", run.rounds)}` : show("count", run.round);
+    const bar = run.state === "running" && run.rounds
+      ? el("progress", { max: run.rounds, value: run.round ?? 0, "aria-label": "rounds played" }) : null;
+    const about = [run.method, run.data].filter(Boolean).join(" on ");
+    return el("tr", { class: on ? "chosen" : null },
+      el("td", {}, box), el("th", { scope: "row" }, name, el("span", { class: "more" }, about)),
+      el("td", {}, el("span", { class: `state ${run.state}` }, run.state), bar),
+      el("td", { class: "number" }, rounds), el("td", { class: "number" }, show("percent", run.accuracy)),
+      el("td", { class: "number wide" }, ago(run.age)));
+  }
+
+  function drawList() {
+    const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const fits = (run) => words.every((word) => `${run.name} ${run.method} ${run.data} ${run.state}`.toLowerCase().includes(word));
+    const found = runs.filter(fits), focus = document.activeElement;
+    const now = JSON.stringify([found.map((run) => ({ ...run, age: ago(run.age) })), chosen, runs.length, asked]);
+    if (now === listed) return; // nothing moves under a reader's hand without need
+    listed = now;
+    const spot = byId("list").contains(focus) ? [focus.closest("tr")?.dataset.run, focus.tagName] : null;
+    const rows = found.map((run) => { const made = row(run); made.dataset.run = run.name; return made; });
+    const head = ["", "run", "state", { text: "round", number: true }, { text: "accuracy", number: true },
+      { text: "last event", number: true, wide: true }];
+    const top = el("tr", {}, head.map((cell) => el("th", { scope: "col",
+      class: [cell.number && "number", cell.wide && "wide"].filter(Boolean).join(" ") || null }, cell.text ?? cell)));
+    byId("list").replaceChildren(el("table", {}, el("thead", {}, top), el("tbody", {}, rows)));
+    if (spot) rows.find((one) => one.dataset.run === spot[0])?.querySelector(spot[1].toLowerCase())?.focus();
+    byId("hint").textContent = runs.length === 0 && asked ? "No runs here yet: `ssfl run` makes one, and it appears by itself."
+      : found.length === 0 && asked ? "No run fits." : `Tick up to ${MOST} runs to compare them.`;
+  }
+
+  // What is chosen
+
+  function specs(found) { // the charts to draw, each with a key that stays the same as long as its lines do
+    const rounds = Math.max(1, ...found.map((run) => run.rounds ?? 0)), made = [];
+    const played = Math.max(8, ...found.map((run) => run.round ?? 0));
+    const end = Math.min(rounds, 2 ** Math.ceil(Math.log2(played))); // a young run is seen large, and seldom rescaled
+    const base = (chart) => ({ ...chart, xLabel: "round", xRange: [0, end], height: 240 });
+    for (const chart of CHARTS) {
+      if (found.length === 1) {
+        const series = Object.entries(chart.curves).filter(([curve]) => found[0].curves[curve]?.length)
+          .map(([curve, [name]], look) => ({ name, points: found[0].curves[curve], look }));
+        if (series.length) made.push({ ...base(chart), series });
+        continue;
+      }
+      for (const [curve, [, title]] of Object.entries(chart.curves)) {
+        const series = found.map((run, look) => ({ name: run.name, points: run.curves[curve] ?? [], look }))
+          .filter((one) => one.points.length);
+        if (series.length) made.push({ ...base(chart), title, series });
+      }
+    }
+    return made;
+  }
+
+  function drawCharts(found) {
+    const wanted = specs(found), key = JSON.stringify([chosen, wanted.map((spec) => spec.title)]);
+    if (key === shown.key) {
+      wanted.forEach((spec, k) => shown.charts[k].update(spec));
+      return;
+    }
+    byId("charts").replaceChildren();
+    shown = { key, charts: wanted.map((spec) => line(byId("charts"), spec)) };
+  }
+
+  function tiles(run) {
+    const facts = [["state", run.state], ["round", `${show("count", run.round ?? 0)} of ${show("count", run.rounds)}`],
+      ["accuracy", show("percent", run.accuracy)], ["method", run.method], ["data", run.data]];
+    if (run.left !== null) facts.push(["about left", show("seconds", run.left)]);
+    return el("dl", { class: "tiles" }, facts.map(([name, value]) =>
+      el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value || "–"))));
+  }
+
+  function drawAbout(found, missing) {
+    const title = found.length === 1 ? found[0].name : found.length ? `${found.length} runs compared` : "";
+    byId("detail-title").textContent = title || (runs.length ? "Choose a run" : "");
+    document.title = title ? `${title} – ssfl board` : "ssfl board";
+    const parts = [];
+    for (const name of missing) parts.push(el("p", { class: "say warn" }, `${name} is not there any more.`));
+    for (const run of found) {
+      if (run.error) parts.push(el("p", { class: "say warn" }, el("strong", {}, `${run.name} failed: `), run.error));
+      if (run.damaged) parts.push(el("p", { class: "say warn" }, `${run.name}: its events.jsonl is damaged; what stands before is shown.`));
+      if (run.state === "stopped") parts.push(el("p", { class: "note" }, `${run.name} was stopped; \`ssfl resume\` goes on with it.`));
+    }
+    if (found.length === 1) parts.push(tiles(found[0]));
+    if (found.length) {
+      const query = new URLSearchParams(found.map((run) => ["run", run.name]));
+      const what = found.length === 1 ? "Report of this run" : `Report of these ${found.length} runs`;
+      parts.push(el("p", {}, el("a", { class: "action", href: `/report?${query}`, target: "_blank", rel: "noopener" }, what),
+        el("span", { class: "note" }, "opens in a new tab; it takes a few seconds to make")));
+    }
+    byId("about").replaceChildren(...parts);
+  }
+
+  function drawSettings(found) {
+    const keys = [...new Set(found.flatMap((run) => Object.keys(run.settings)))];
+    const value = (run, key) => run.settings[key] ?? "–";
+    const open = byId("settings").querySelector("details")?.open;
+    const rows = found.length === 1 ? keys.map((key) => [key, value(found[0], key)])
+      : keys.filter((key) => new Set(found.map((run) => value(run, key))).size > 1)
+        .map((key) => [key, ...found.map((run) => value(run, key))]);
+    const inner = rows.length ? table(["setting", ...(found.length === 1 ? ["value"] : found.map((run) => run.name))], rows)
+      : el("p", {}, "The settings are the same.");
+    const details = el("details", {}, el("summary", {}, found.length === 1 ? "Settings" : "Settings that differ"), inner);
+    details.open = open ?? found.length > 1;
+    byId("settings").replaceChildren(...(found.length ? [details] : []));
+  }
+
+  function draw() {
+    const found = chosen.map((name) => told.get(name)).filter((run) => run && !run.missing);
+    const missing = chosen.filter((name) => told.get(name)?.missing);
+    const now = JSON.stringify([chosen, found.map((run) => ({ ...run, age: 0 })), missing]);
+    if (now === drawn) return;
+    drawn = now;
+    drawAbout(found, missing);
+    drawCharts(found);
+    drawSettings(found);
+  }
+
+  async function refresh() {
+    const wanted = chosen.filter((name) => told.get(name)?.state !== "finished");
+    const answers = await Promise.all(wanted.map(async (name) => [name, await get(`/run?${new URLSearchParams({ name })}`)]));
+    for (const [name, run] of answers) if (chosen.includes(name)) told.set(name, run);
+    draw();
+  }
+
+  // The clock
+
+  function every(pause, work) { // again and again, not while nobody looks; trouble is shown and tried again
+    const turn = async () => {
+      try {
+        if (!document.hidden) await work();
+        trouble("");
+      } catch (error) {
+        trouble(`The board does not answer (${error.message}); trying again. Is \`ssfl board\` still running?`);
+      }
+      setTimeout(turn, pause);
+    };
+    turn();
+  }
+  function trouble(text) {
+    const place = byId("trouble");
+    if (place.textContent === text) return;
+    place.textContent = text;
+    place.hidden = !text;
+  }
+
+  const fromAddress = () => new URLSearchParams(location.search).getAll("run").slice(0, MOST);
+  window.addEventListener("popstate", () => choose(fromAddress(), false));
+  byId("filter").addEventListener("input", drawList);
+  chosen = fromAddress();
+  every(LIST_EVERY, async () => {
+    const answer = await get("/runs");
+    byId("folder").textContent = answer.folder;
+    runs = answer.runs;
+    const first = !asked;
+    asked = true;
+    if (first && !chosen.length && runs.length) {
+      choose([(runs.find((run) => run.state === "running") ?? runs[0]).name], false);
+    } else drawList();
+  });
+  every(CURVES_EVERY, refresh);
+})();

@@ -1,0 +1,138 @@
+"""Reading run folders that nobody vouches for: no link is followed, nothing but plain files is opened, and no
+more is read than a real run would hold.
+
+A run's state: "finished" when its summary is there; otherwise "running" while a process holds the folder's
+lock, "failed" when training ended with an error (failed.json), and "stopped" when neither.
+"""
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssfl import runs
+from ssfl.report.gather import finite
+
+DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
+"""How deep runs may lie, how many folders are looked into, and how many runs are listed: the newest."""
+SMALL = 1 << 20
+LETTERS = 200
+
+
+class NotThere(Exception):
+    """A run that is not under the folder, or not a run."""
+
+
+def names(root: Path) -> list[str]:
+    """The runs under a folder by their paths in it, newest first."""
+    found: list[tuple[float, str]] = []
+    queue = [("", 0)]
+    for looked, (place, depth) in enumerate(queue):
+        if looked >= FOLDERS:
+            break
+        try:
+            with os.scandir(root / place) as entries:
+                inside = [entry for entry in entries if _printable(entry.name)]
+            if place and any(e.name == "config.toml" and e.is_file(follow_symlinks=False) for e in inside):
+                times = [e.stat(follow_symlinks=False).st_mtime for e in inside if e.name == "events.jsonl"]
+                found.append((max(times, default=0.0), place))
+            elif depth < DEPTH:
+                below = [e.name for e in inside if e.is_dir(follow_symlinks=False) and e.name[0] != "."]
+                queue += [(f"{place}/{name}" if place else name, depth + 1) for name in sorted(below)]
+        except OSError:  # gone, or not ours to read
+            continue
+    return [name for _, name in sorted(found, key=lambda run: (-run[0], run[1]))[:RUNS]]
+
+
+@contextmanager
+def opened(root: Path, name: str) -> Iterator[int]:
+    """The folder of a run as an open file, reached step by step from the root without following a link."""
+    parts = name.split("/")
+    if len(parts) > DEPTH or not all(_printable(part) and part not in ("", ".", "..") for part in parts):
+        raise NotThere(name)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts:
+            try:
+                inner = os.open(part, flags, dir_fd=folder)
+            except (OSError, ValueError):
+                raise NotThere(name) from None
+            os.close(folder)
+            folder = inner
+        if not is_plain(folder, "config.toml"):
+            raise NotThere(name)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def open_plain(folder: int, file: str) -> int | None:
+    """A plain file of a folder, open for reading; None where there is none."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    return None
+
+
+def is_plain(folder: int, file: str) -> bool:
+    handle = open_plain(folder, file)
+    if handle is not None:
+        os.close(handle)
+    return handle is not None
+
+
+def read(folder: int, file: str, most: int = SMALL) -> bytes:
+    """A plain file; empty where there is none or where it is too large to be what it should be."""
+    handle = open_plain(folder, file)
+    if handle is None:
+        return b""
+    with os.fdopen(handle, "rb") as stream:
+        content = stream.read(most + 1)
+    return content if len(content) <= most else b""
+
+
+def read_json(folder: int, file: str) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        found = json.loads(read(folder, file))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_config(folder: int) -> dict[str, dict[str, Any]]:
+    """The sections of a run's config, unchecked: a board shows also runs that this version cannot resume."""
+    try:
+        found = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return {section: keys for section, keys in found.items() if isinstance(keys, dict)}
+
+
+def state(folder: int) -> tuple[str, str]:
+    """The state of a run, and what went wrong if it failed."""
+    if finite(read_json(folder, "summary.json").get("accuracy")) is not None:
+        return "finished", ""
+    if runs.is_locked(folder):
+        return "running", ""
+    failure = read_json(folder, runs.FAILURE)
+    return ("failed", text(failure.get("error", ""))) if failure else ("stopped", "")
+
+
+def text(value: Any) -> str:
+    """A value as a short line of text."""
+    return " ".join(str(value)[: 2 * LETTERS].split())[:LETTERS]
+
+
+def _printable(name: str) -> bool:
+    """Whether a name can be shown and asked for: valid Unicode, nothing invisible."""
+    return name.isprintable() and "/" not in name

@@ -1,0 +1,130 @@
+"""How the command line introduces itself: the verbs in the order one needs them, each with an example, and
+one line for every mistake in a command."""
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from ssfl.errors import SsflError
+
+GROUPS = {
+    "Start": ("doctor", "new"),
+    "Train": ("split", "run", "resume"),
+    "Look": ("report", "board", "compare"),
+    "Use the model": ("predict", "export"),
+    "Several machines": ("keys", "serve", "join"),
+    "Experiments": ("paper", "contest"),
+}
+"""The verbs as `ssfl --help` shows them."""
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What click raises; newer versions of typer bring a click of their own."""
+
+
+class Verbs(TyperGroup):
+    """Commands in order and in groups, each with what it is for and one example."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        known = [name for names in GROUPS.values() for name in names]
+        order = {name: place for place, name in enumerate(known)}
+        return sorted(super().list_commands(ctx), key=lambda name: order.get(name, len(order)))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        for parameter in getattr(command, "params", ()):
+            if parameter.param_type_name == "argument" and not parameter.help:
+                # typer below 0.21 loses it to click 8.5
+                hints = get_type_hints(getattr(command, "callback", None), include_extras=True)
+                hint = hints[parameter.name]
+                parameter.help = next((info.help for info in getattr(hint, "__metadata__", ())), None)
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            raise SsflError(f"{ctx.command_path} has no command {args[0]!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        groups = {} if ctx.parent else {t: [n for n in names if n in commands] for t, names in GROUPS.items()}
+        grouped = [name for names in groups.values() for name in names]
+        groups["Commands"] = [name for name in commands if name not in grouped]
+        width = max(map(len, commands)) + 4
+        for title, names in groups.items():
+            if not names:
+                continue
+            with formatter.section(title):
+                for name in names:
+                    what, example = told(commands[name])
+                    formatter.write(f"  {name:{width - 2}}{what}\n")
+                    formatter.write(f"{'':{width}}{example}\n" if example else "")
+
+
+def told(command: Any) -> tuple[str, str]:
+    """What a command is for, in its first sentence, and its example."""
+    text, _, example = " ".join(inspect.cleandoc(command.help or "").split()).partition("Example: ")
+    return text.strip().partition(". ")[0].rstrip("."), example
+
+
+def explained(error: Any) -> str:
+    """A mistake in a command as one line: what is wrong, and how it is written."""
+    context = getattr(error, "ctx", None)
+    what = " ".join(error.format_message().split()).rstrip(".")
+    what = what[:1].lower() + what[1:]
+    if hasattr(error, "possibilities"):
+        close = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
+        what = f"no option {error.option_name}{f', did you mean {close[0]}?' if close else ''}"
+    if context is None:
+        return f"{what}; see `ssfl --help`"
+    _, example = told(context.command)
+    written = f"write it like `{example}`, or " if example else ""
+    return f"{what}; {written}see `{context.command_path} --help`"
+
+
+def complete_setting(incomplete: str) -> Iterator[str]:
+    """Shell completion of --set: keys, then the values of those that have a choice."""
+    from ssfl.settings import CHOICES, SECTIONS
+
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        found = [f"{key}={value}" for value in CHOICES.get(key, ())]
+    else:
+        found = [f"{s}.{field.name}=" for s, kind in SECTIONS.items() for field in fields(kind)]
+    yield from (word for word in found if word.startswith(incomplete))
+
+
+def complete_run(incomplete: str) -> Iterator[str]:
+    """Shell completion of run folders, and of the folders on the way to them."""
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    except OSError:
+        return
+    for entry in entries:
+        word = str(entry) if (entry / "config.toml").is_file() else f"{entry}/"
+        if word.startswith(incomplete):
+            yield word
+
+
+def complete_config(incomplete: str) -> Iterator[str]:
+    """Shell completion of presets and TOML files."""
+    from ssfl.config import presets
+
+    yield from (name for name in presets() if name.startswith(incomplete))
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        word = f"{entry}/" if entry.is_dir() else str(entry)
+        if word.startswith(incomplete) and word.endswith(("/", ".toml")):
+            yield word

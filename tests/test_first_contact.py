@@ -1,0 +1,197 @@
+"""What a newcomer meets: help, doctor, a config for a folder of images, completion, mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import Call
+from ssfl import verbs
+from ssfl.config import load_config
+
+SHORT = ["--set", "federation.rounds=1", "--set", "federation.period=1", "--set", "run.threads=1", "--quiet"]
+
+
+def draw(folder: str, count: int, size: tuple[int, int] = (12, 12), seed: int = 0) -> None:
+    """Noisy grey images; folders called stripes have stripes."""
+    generator = np.random.default_rng(seed)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        pixels = generator.integers(0, 90, size[::-1], dtype=np.uint8)
+        pixels[::3] += 150 * folder.endswith("stripes")
+        Image.fromarray(pixels).save(Path(folder, f"{number}.png"))
+
+
+def test_help_shows_every_verb_in_order_with_an_example(ssfl: Call) -> None:
+    code, out, _ = ssfl("--help")
+    assert code == 0
+    words = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
+    shown = [word for word in words if word.isalpha()]
+    known = [name for names in verbs.GROUPS.values() for name in names]
+    assert "Commands:" not in out, "a verb without a group"
+    order = [name for name in known if name in shown]
+    assert [word for word in shown if word in known] == order
+    for verb in order:
+        assert f" ssfl {verb}" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert ssfl() == (0, out, "")
+    assert "A preset's name" in ssfl("run", "--help")[1]
+    assert "ssfl paper ls" in ssfl("paper", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rnu"], "ssfl has no command 'rnu': did you mean run?"),
+        (["dance"], "there are doctor, new, "),
+        (["paper", "tabel"], "did you mean table?"),
+        (["run", "--sett", "a"], "no option --sett, did you mean --set?"),
+        (["resume"], "missing argument 'RUN'; write it like `ssfl resume runs/quickstart`"),
+        (["run", "--out"], "option '--out' requires an argument"),
+        (["serve", "--port", "x"], "see `ssfl serve --help`"),
+        (["run", "empty"], "empty has no ssfl.toml: `ssfl new empty --images FOLDER` writes one"),
+        (["run", "sfl.toml"], "did you mean ssfl.toml?"),
+        (["new", "mine"], "there is no folder mine: give the images' folder with --images FOLDER"),
+        (["new", "empty"], "empty holds no images"),
+        (["new", "mine", "--images", "nowhere"], "there is no folder nowhere: check its name"),
+        (["new", "mine", "--images", "ssfl.toml"], "ssfl.toml is a file"),
+        (["new", ".", "--images", "empty"], "exists already and is not overwritten"),
+        (["new", "mine", "--images", "broken"], "broken/a/1.png: damaged"),
+        (["new", "mine", "--images", "few"], "too few"),
+        (["new", "ssfl.toml/x", "--images", "good"], "cannot write"),
+    ],
+)
+def test_every_first_mistake_gets_one_clear_line(ssfl: Call, words: list[str], told: str) -> None:
+    Path("empty").mkdir()
+    Path("ssfl.toml").write_text("")
+    for name in ("a", "b"):
+        draw(f"broken/{name}", 3)
+        draw(f"few/{name}", 2)
+        draw(f"good/{name}", 8)
+    Path("broken/a/1.png").write_bytes(b"no image")
+    before = sorted(Path().rglob("*"))
+    code, out, err = ssfl(*words)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.startswith("ssfl: ")
+    assert err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_new_writes_a_config_that_runs_as_it_is(ssfl: Call) -> None:
+    draw("scans/train/stripes", 9)
+    draw("scans/train/plain", 8, seed=1)
+    draw("scans/unlabelled", 25, seed=2)
+    draw("scans/test/stripes", 3, seed=3)
+    draw("scans/test/plain", 3, seed=4)
+    code, out, _ = ssfl("new", "mine", "--images", "scans")
+    assert code == 0
+    assert "2 classes (plain, stripes)" in out
+    assert "17 labelled images, 25 without labels, 6 for testing\n" in out
+    assert "grey, 12x12 pixels\n" in out
+    written = Path("mine/ssfl.toml").read_text()
+    given = tomllib.loads(written)
+    assert given["data"]["path"] == str(Path("scans").absolute())
+    assert "size" not in given["data"]
+    assert written.count("#") > 15
+    assert ssfl("run", "mine", *SHORT)[0] == 0
+    assert Path("runs/mine/summary.json").is_file()
+    assert ssfl("run", "mine/ssfl.toml", *SHORT)[0] == 0
+    assert Path("runs/mine-2/summary.json").is_file()
+    assert json.loads(Path("runs/mine/split.json").read_text())["test"] == 6
+
+
+def test_new_fits_users_and_size_to_the_images(ssfl: Call) -> None:
+    draw("odd/stripes", 3, (40, 30))
+    draw("odd/pla\nin", 4, (90, 80), seed=1)
+    code, out, _ = ssfl("new", "odd")
+    assert code == 0
+    assert "pla?in" in out
+    assert "40x30 to 90x80 pixels, resized to 32x32" in out
+    config = load_config("odd")
+    assert config.data.size == 32
+    assert config.split.users < 10
+    assert ssfl("split", "odd")[0] == 0
+    assert ssfl("new", "odd")[0] == 2
+
+
+def test_commented_settings_of_a_new_config_are_true(ssfl: Call) -> None:
+    """Taking the # away from a line gives a setting that exists."""
+    draw("scans/a", 8)
+    draw("scans/b", 8)
+    assert ssfl("new", "scans")[0] == 0
+    lines = Path("scans/ssfl.toml").read_text().splitlines()
+    found = 0
+    for place, line in enumerate(lines):
+        if line.startswith("# ") and " = " in line:
+            found += 1
+            changed = [*lines[:place], line[2:], *lines[place + 1 :]]
+            Path("changed.toml").write_text("\n".join(changed))
+            load_config("changed.toml")
+    assert found >= 6
+
+
+def test_doctor_says_what_is_here_and_what_to_run_first(ssfl: Call) -> None:
+    Path("data/cifar10").mkdir(parents=True)
+    Path("data/cifar10/cifar-10-binary.tar.gz").write_bytes(b"")
+    np.savez("data/mine.npz", x=np.zeros(1))
+    code, out, _ = ssfl("doctor")
+    assert code == 0
+    assert "GiB memory free" in out
+    assert "cifar10  found in data/cifar10/cifar-10-binary.tar.gz" in out
+    assert "svhn     not in data; --set data.name=svhn --set data.download=true gets 246 MB" in out
+    assert "ssfl run --set data.path=data/mine.npz" in out
+    assert "run first\n  ssfl run " in out
+    code, out, _ = ssfl("doctor", "--json")
+    told = json.loads(out)
+    assert (code, told["broken"], told["folder"]["writable"]) == (0, [], True)
+    assert set(told["extras"]) == {"report", "board", "track", "flower"}
+
+
+def test_doctor_tells_what_is_missing_or_broken(tmp_path: Path) -> None:
+    """A real process in which torch cannot be imported: a torn one stands before it."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torn')")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ssfl", "doctor"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "broken: torch cannot be imported (torn): install ssfl anew" in done.stdout
+    assert done.stderr == ""
+
+
+def completed(*words: str, cwd: Path) -> list[str]:
+    environment = os.environ | {
+        "_SSFL_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ssfl"], capture_output=True, text=True, env=environment, cwd=cwd, check=True
+    )
+    return done.stdout.split()
+
+
+def test_the_shell_completes_verbs_settings_and_runs(tmp_path: Path) -> None:
+    for name in ("runs/one", "runs/two", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "runs/one/config.toml").write_text("")
+    (tmp_path / "other/ssfl.toml").write_text("")
+    assert completed("ssfl", "res", cwd=tmp_path) == ["resume"]
+    assert completed("ssfl", "run", "--set", "split.use", cwd=tmp_path)[0] == "split.users="
+    assert completed("ssfl", "run", "--set", "run.engine=v", cwd=tmp_path) == ["run.engine=vmap"]
+    assert completed("ssfl", "resume", "runs/", cwd=tmp_path) == ["runs/one", "runs/two/"]
+    assert completed("ssfl", "run", "o", cwd=tmp_path) == ["own", "other/"]
+    assert completed("ssfl", "run", "other/", cwd=tmp_path) == ["other/ssfl.toml"]
