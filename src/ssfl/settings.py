@@ -93,9 +93,9 @@ class Method:
     "none"."""
     server_weight: float | None = None
     """The server's share in averaging "weighted"."""
-    gate: bool = False
+    gate: bool | None = None
     """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
-    times is left out."""
+    times is left out. By itself with real sites alone."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"."""

@@ -66,7 +66,9 @@ class Connection:
         carrying.make_confirm_message_received_fn_protobuf(
             self.client.ConfirmMessageReceived, self.node, run
         )(tree.object_id)
-        message: Message = inflate_object_from_contents(tree.object_id, contents)
+        message = inflate_object_from_contents(tree.object_id, contents)
+        if not isinstance(message, Message):
+            raise SsflError(f"the centre sent no message but {type(message).__name__}: ask its keeper")
         message.metadata.__dict__["_message_id"] = tree.object_id
         return message
 
