@@ -101,7 +101,7 @@ class Stage:
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def until(self, name: str, words: str, seconds: float = 60) -> None:
+    def until(self, name: str, words: str, seconds: float = 200) -> None:
         end = time.monotonic() + seconds
         while words not in self.said(name):
             assert time.monotonic() < end, f"{name} never said {words!r} but {self.said(name)!r}"

@@ -53,7 +53,7 @@ class Hall:
         for message in messages:
             name = message.metadata.__dict__["_message_id"] = message.object_id
             node = message.metadata.dst_node_id
-            app = site.client_app(self.sites[node])
+            app = site.client_app(lambda context: self.sites[context.node_id])
             reply = self.spoil(node, app(message, Context(1, node, {}, RecordDict(), {})))
             if reply is not None:
                 self.waiting[name] = reply

@@ -109,6 +109,10 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
                 if error.response.status_code < 500 and time.monotonic() > began + min(patience, GRACE):
                     raise SsflError(_refused(address, error.response.text)) from error
             except httpx.TransportError as error:
+                if "certificate has expired" in str(error):
+                    raise SsflError(
+                        f"the certificate of {address} has expired: ask the centre's keeper for new keys"
+                    ) from error
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise SsflError(
                         f"{address} shows another certificate than this key trusts: name that host in "

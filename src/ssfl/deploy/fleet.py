@@ -76,7 +76,8 @@ class Fleet:
     """Who takes no part any more."""
     log: list[Event] = field(default_factory=list)
     """What was refused and has not been written down yet."""
-    _traffic: dict[str, int] = field(default_factory=lambda: {"up": 0, "down": 0})
+    _traffic: dict[str, int] = field(default_factory=dict)
+    """Bytes that have gone over the port, if it tells."""
     _refused: dict[str, str] = field(default_factory=dict)
     """Who was refused what since this was last looked at."""
     _nodes: dict[int, str] = field(default_factory=dict)
@@ -250,7 +251,7 @@ class Fleet:
         numbers = {name: user for user, name in enumerate(self.names)}
         refused = {numbers[name]: why for name, why in self._refused.items()}
         self._refused.clear()
-        traffic = {f"wire_{way}": self._traffic[way] - before[way] for way in ("up", "down")}
+        traffic = {f"wire_{way}": total - before.get(way, 0) for way, total in self._traffic.items()}
         return Answers(list(users.values()), came, refused, traffic)
 
     def leave_out(self, users: Collection[int]) -> None:

@@ -24,7 +24,7 @@ from flwr.common.constant import (
     TIMESTAMP_HEADER,
     TIMESTAMP_TOLERANCE,
 )
-from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import PushObjectRequest
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -75,6 +75,8 @@ class Guard:
         self.most = model_bytes + ROOM
         self.chunks = -(-(model_bytes + ROOM) // FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
         self.most_at_once = min(self.most, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + ROOM)
+        self.ready = False
+        """Whether the centre has registered its sites and begun its run: until then all keys are unknown."""
         self.up = self.down = 0
         self.answered: dict[int, tuple[str, str]] = {}
         """The message that each node answered last, and its answer."""
@@ -93,7 +95,10 @@ class Guard:
         ):
             await _answer(send, 403, b"for the centre alone")
         elif not path.startswith(FLEET):
+            self.ready = self.ready or path.endswith("/start-run")
             await self.app(scope, receive, send)
+        elif not self.ready:
+            await _answer(send, 503, b"the centre is not ready yet")
         else:
             await self._fleet(scope, headers, receive, send)
 
@@ -124,9 +129,10 @@ class Guard:
             if message["type"] == "http.response.body":
                 self.down += len(message.get("body", b""))
             elif message["status"] == 401:
-                self._note(None, host, "an unknown key, or a wrong signature")
+                self._note(None, host, "a wrong signature, or another site's number")
             elif message["status"] >= 400 and path.endswith("/activate-node"):
-                self._note(None, host, "a key that is unknown, or in use already")
+                if not await asyncio.to_thread(self._known, body):  # or else it is in use already
+                    self._note(None, host, "an unknown key")
             elif message["status"] >= 400 and pushing:
                 self._note(node, host, "a message that cannot be read")
             await send(message)
@@ -167,6 +173,13 @@ class Guard:
         except (KeyError, ValueError, TypeError):
             pass
         return None
+
+    def _known(self, body: bytes) -> bool:
+        """Whether the key is registered that a site wants to take its place with."""
+        try:
+            return self.node_of(_parsed(ActivateNodeRequest(), body).public_key) is not None
+        except Refused:
+            return False
 
     def _check_message(self, node: int, body: bytes) -> None:
         """The announcement of an answer: one, its sender's own, to one message, of few parts."""

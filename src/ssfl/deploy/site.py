@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
 from ssfl import assemble, models, predict
@@ -121,13 +122,13 @@ def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
     return good
 
 
-def client_app(site: Site) -> ClientApp:
+def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
     """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        asked = wire.settings(message.content)
+        site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
             site.end(asked, message.content)
         content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
@@ -136,7 +137,7 @@ def client_app(site: Site) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        asked, began = wire.settings(message.content), time.perf_counter()
+        site, asked, began = site_of(context), wire.settings(message.content), time.perf_counter()
         round, user = (wire.whole(asked[name]) for name in ("round", "user"))
         trained = site.train(str(asked["terms"]), user, round, message.content)
         told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
@@ -151,7 +152,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
 
     Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
     """
-    app = client_app(site)
+    app = client_app(lambda context: site)
     with reproducible(), silenced():
         while not site.done:
             with connected(address, key, patience) as connection:
