@@ -9,6 +9,7 @@ from queue import Empty, Queue
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from torch import Tensor
 
@@ -21,8 +22,10 @@ POLL = 0.25
 """Seconds between two looks for answers."""
 LINE_EVERY = 10.0
 """Seconds between two lines about who is missing."""
-GREETING = 30.0
-"""Seconds that a site has to say who it is."""
+LATER = 300.0
+"""Seconds until a site that did not say who it is is asked again: it shall not hold up every round."""
+LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+"""What Flower says of an answer that did not come, or not wholly, while its message held."""
 Tell = Callable[[str], None]
 
 
@@ -82,7 +85,8 @@ class Fleet:
     """Who was refused what since this was last looked at."""
     _nodes: dict[int, str] = field(default_factory=dict)
     """Who is behind a number of Flower's."""
-    _turned_away: set[int] = field(default_factory=set)
+    _turned_away: dict[int, float] = field(default_factory=dict)
+    """Nodes that are not asked who they are, and until when."""
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Somebody's message goes no further, without a name a stranger's; it may be counted already."""
@@ -119,7 +123,8 @@ class Fleet:
                 del self._nodes[node]
                 self.doing[name] = "away"
                 self.tell(f"{name} is away")
-        known = self._nodes.keys() | self._turned_away
+        now = time.monotonic()
+        known = self._nodes.keys() | {node for node, until in self._turned_away.items() if now < until}
         self._greet({number: node for number, node in online.items() if number not in known})
         found = {name: node for node, name in self._nodes.items() if name not in self.left_out}
         return {user: found[name] for user, name in enumerate(self.names) if name in found}
@@ -127,11 +132,14 @@ class Fleet:
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
         """Ask new sites who they are and how many images they have."""
         asked = {node: RecordDict({"config": ConfigRecord({"ask": "who"})}) for node in strangers}
-        for node, content in self.exchange(asked, "query", GREETING).items():
+        answers = self.exchange(asked, "query", self.deadline)
+        self._turned_away |= dict.fromkeys(strangers.keys() - answers.keys(), time.monotonic() + LATER)
+        for node, content in answers.items():
             try:
                 told, count = wire.read_who(content)
             except DataError as error:
                 self.tell(f"{strangers[node].name or node} did not say who it is, but {error}")
+                self._turned_away[node] = time.monotonic() + LATER
                 continue
             name = told if self.asked else strangers[node].name
             free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
@@ -140,7 +148,7 @@ class Fleet:
             if name not in self.names or name in self._nodes.values():
                 why = "another site has that name" if name in self.names else "no such site is expected"
                 self.tell(f"{name} is turned away: {why}")
-                self._turned_away.add(node)
+                self._turned_away[node] = float("inf")
                 continue
             self._nodes[node], self.images[name] = name, count
             self.doing[name] = "connected"
@@ -185,8 +193,10 @@ class Fleet:
         """Send each node its content; the answers that come in time."""
         if not contents:
             return {}
-        end, inbox = time.monotonic() + deadline, Queue[tuple[int, Message | Exception]]()
+        inbox = Queue[tuple[int, Message | Exception]]()
         pause = POLL * max(1, len(contents) / 10)
+        sent = list(self._send(contents, kind, deadline))
+        end = time.monotonic() + deadline
 
         def fetch(node: int, name: str) -> None:
             """One thread for each: a site that stops in the middle of its answer holds up nobody else."""
@@ -198,24 +208,29 @@ class Fleet:
             except Exception as error:
                 inbox.put((node, error))
 
-        for node, name in self._send(contents, kind, deadline):
+        for node, name in sent:
             threading.Thread(target=fetch, args=(node, name), daemon=True).start()
         meanwhile()
         answers: dict[int, RecordDict] = {}
-        missing = set(contents)
-        while missing and time.monotonic() < end:
+        missing, late = set(contents), set()
+        while missing:
             missing -= self.listen()
+            left = end - time.monotonic()
             try:
-                node, reply = inbox.get(timeout=POLL)
+                node, reply = inbox.get(timeout=min(max(left, 0.01), POLL))
             except Empty:
-                continue
+                if left > 0:
+                    continue
+                break  # what came while this process was busy has been taken in
             missing.discard(node)
             if isinstance(reply, Message) and reply.has_content():
                 answers[node] = reply.content
+            elif isinstance(reply, Message) and reply.error.code in LATE:
+                late.add(node)
             else:
                 why = reply.error.reason if isinstance(reply, Message) else reply
                 self.tell(f"{self._nodes.get(node, node)} has no answer: {why}")
-        for node in missing - self.listen():
+        for node in (missing | late) - self.listen():
             self.tell(f"{self._nodes.get(node, node)} did not answer within {deadline:.0f} s")
         return answers
 

@@ -129,7 +129,7 @@ class Guard:
             if message["type"] == "http.response.body":
                 self.down += len(message.get("body", b""))
             elif message["status"] == 401 and not await asyncio.to_thread(self._sender, headers):
-                # a site that was away while the centre was started anew has its number of before, and no fault
+                # (a site that was busy while the centre was started anew has its number of before)
                 self._note(None, host, "a wrong signature")
             elif message["status"] >= 400 and path.endswith("/activate-node"):
                 if not await asyncio.to_thread(self._known, body):  # or else it is in use already
