@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ssfl import assemble, runs, train
+from ssfl.cohort import only
 from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
@@ -24,12 +25,15 @@ from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.view import View
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.federation import State, only
+from ssfl.federation import State
 from ssfl.gate import STRIKES
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.work import TOLD, Trained
+
+KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
+"""What private sites do not tell of their images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class Centre(Simulation):
         for user in answers.refused:
             strikes[user] += 1
         event = self._round_event(new.round, cohort, outcome) | dict(answers.traffic)
+        if self.config.privacy.clip is not None:  # sites keep these back
+            event = {key: value for key, value in event.items() if key not in KEPT_BACK}
         event["refused"] = event.get("refused", {}) | {
             str(user): why for user, why in answers.refused.items()
         }

@@ -18,14 +18,14 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, models, predict
+from ssfl import assemble, models, predict, privacy
+from ssfl.cohort import Cohort
 from ssfl.data import formats, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
 from ssfl.errors import DataError, SsflError
-from ssfl.federation import Cohort
 from ssfl.rows import layout_of
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
@@ -71,6 +71,8 @@ class Site:
             run = replace(agreed.config.run, device=self.device, threads=self.threads)
             config = replace(agreed.config, run=run)
             device = assemble.choose_device(self.device)
+            if config.privacy.clip is not None:
+                self.tell(privacy.told(privacy.planned(config)))
             self._ready.clear()
             self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
         return self._ready[key]
@@ -80,7 +82,12 @@ class Site:
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
-        return sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+        trained = sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+        clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
+        if clip is None or noise is None:
+            return trained
+        normal = privacy.secret(row.numel()).to(row.device)
+        return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
         """There is nothing more to do; the final model is kept where that is wanted and it was sent."""
@@ -139,10 +146,12 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         site, asked, began = site_of(context), wire.settings(message.content), time.perf_counter()
         round, user = (wire.whole(asked[name]) for name in ("round", "user"))
-        trained = site.train(str(asked["terms"]), user, round, message.content)
+        terms = str(asked["terms"])
+        trained = site.train(terms, user, round, message.content)
+        private = site.simulation(terms, user).config.privacy.clip is not None
         told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
-        return Message(wire.pack_trained(trained, len(site.files), round), reply_to=message)
+        return Message(wire.pack_trained(trained, len(site.files), round, private), reply_to=message)
 
     return app
 

@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ssfl import privacy
 from ssfl.runs import Event
 
 
@@ -57,21 +58,24 @@ class View:
         elif event["event"] == "eval":
             self.accuracy = f"accuracy {100 * event['accuracy']:.1f} % on held-out labels"
             self.tell(f"round {event['round']}/{self.rounds}  {self.accuracy}")
+        elif event["event"] == "privacy":
+            self.tell(privacy.told(event))
         elif event["event"] == "refused" and event["site"] is not None:
             self.refusals[event["site"]] = self.refusals.get(event["site"], 0) + 1
 
     def _round(self, event: Event) -> None:
         self.round = event["round"]
         names = {} if self.sites is None else dict(enumerate(self.sites.names))
-        for user, loss, mask in zip(
-            event["returned"], event["user_loss"], event["user_mask_rate"], strict=True
-        ):
-            self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
-        refused = f"  {len(event['refused'])} refused" if event["refused"] else ""
+        told = ""
+        if "loss" in event:  # private sites keep that back
+            told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
+            each = zip(event["returned"], event["user_loss"], event["user_mask_rate"], strict=True)
+            for user, loss, mask in each:
+                self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
+        refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
         self.tell(
             f"round {event['round']}/{self.rounds}  {len(event['returned'])} of {len(event['participants'])} "
-            f"sites{refused}  loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
-            f"{event['seconds']:.1f} s"
+            f"sites  {refused}{told}{event['seconds']:.1f} s"
         )
 
     def table(self) -> Table:

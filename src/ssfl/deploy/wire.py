@@ -79,6 +79,13 @@ def check(config: Config) -> None:
     settled = [
         (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
         (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
+        (method.labels == "step", f"method.labels = {method.labels!r}", "'step'"),
+        (
+            method.weighting == "even",
+            f"method.weighting = {method.weighting!r}",
+            "'even': no site's word weighs",
+        ),
+        (method.combine != "distance", "method.combine = 'distance'", "'median': no site's word weighs"),
         (config.split.labels_at == "server", f"split.labels_at = {config.split.labels_at!r}", "'server'"),
         (not config.split.shared, "split.shared", "false"),
         (train.momentum_policy == "reset", f"train.momentum_policy = {train.momentum_policy!r}", "'reset'"),
@@ -129,11 +136,12 @@ def _header(length: int) -> bytes:
     return buffer.getvalue()
 
 
-def pack_trained(trained: Trained, images: int, round: int) -> RecordDict:
-    """A site's answer: its model and the few numbers that are told of its training."""
+def pack_trained(trained: Trained, images: int, round: int, private: bool) -> RecordDict:
+    """A site's answer: its model and the few numbers that are told of its training; a private one keeps
+    them back, since they are not noised."""
     content = pack(trained.rows[0])
     told: dict[str, int | float | list[int] | list[float]] = {
-        name: float(trained.stats[name]) for name in TOLD
+        name: 0.0 if private else float(trained.stats[name]) for name in TOLD
     }
     content["told"] = MetricRecord(told | {"images": images, "round": round})
     return content
