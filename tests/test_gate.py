@@ -34,6 +34,14 @@ def test_the_gate_names_what_is_wrong_and_lets_the_others_pass() -> None:
     ]  # fmt: skip
     still = gate.judge(sent, sent, torch.zeros(6))  # a round in which nobody moved
     assert still == [""] * 6
+    # who learns while the others hardly move is not far outside; who replaces the model is
+    model, early = torch.full((4, 2), 10.0), torch.tensor([[0.0, 0], [0.01, 0], [0, 3], [9, 0]])
+    assert [bool(why) for why in gate.judge(model, model + early, torch.zeros(4))] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

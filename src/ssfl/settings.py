@@ -109,9 +109,9 @@ class Method:
     "none"."""
     server_weight: float | None = None
     """The server's share in averaging "weighted"."""
-    gate: bool = False
+    gate: bool | None = None
     """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
-    times is left out."""
+    times is left out. By itself with real sites alone."""
     check: bool = False
     """Of a group's average and its median take the one that does better on the server's labelled images."""
     combine: str = "mean"
