@@ -115,8 +115,8 @@ def one_step(quick: Make, *more: str) -> tuple[Simulation, State, State, Work]:
     start = sim.initial()
     new, _ = sim.play(start)
     plain = sim.plan.users_work(0, sim.plan.cohort(0))
-    looked, _, _ = sim._looked(start, start.average[None], plain)
-    return sim, start, new, looked
+    looked = labelling.looked(sim.engine, sim.config.method, start.average[None], plain)
+    return sim, start, new, looked.work
 
 
 def moved(sim: Simulation, start: State, rate: float) -> torch.Tensor:

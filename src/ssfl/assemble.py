@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ssfl import engines, fedmatch, memory, models
-from ssfl.config import check
+from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index

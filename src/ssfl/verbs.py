@@ -91,7 +91,8 @@ def explained(error: Any) -> str:
 
 def complete_setting(incomplete: str) -> Iterator[str]:
     """Shell completion of --set: keys, then the values of those that have a choice."""
-    from ssfl.settings import CHOICES, SECTIONS
+    from ssfl.limits import CHOICES
+    from ssfl.settings import SECTIONS
 
     key, equals, _ = incomplete.partition("=")
     if equals:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ssfl import assemble, runs, train
+from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
-from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
