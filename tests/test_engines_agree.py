@@ -72,6 +72,12 @@ CASES = {
                           "federation.group_sizes=filled", "federation.extra_step=true",
                           "train.momentum_policy=slot", "train.batches=restart",
                           "method.views=joint", "federation.epoch_images=96"],
+    "SemiFL": ["method.name=semifl", "method.fill=false"],
+    "(FL)²": ["method.name=fl2", "method.fill=false", "method.thresholds=fixed"],
+    "FreeMatch, FedProx": ["method.name=freematch", "method.proximal=0.5"],
+    "RSCFed": ["method.name=rscfed", "method.slow=0.5"],
+    "CBAFed": ["method.name=cbafed", "method.fill=false", "method.residual=2", "method.threshold=0.6"],
+    "private": ["privacy.clip=0.5", "privacy.noise=0.01"],
     "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group",
                             "method.objective=consistency", "method.threshold=0.3"],
 }  # fmt: skip

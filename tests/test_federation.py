@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ssfl.federation import Cohort, State, draw_cohort, play_round
+from ssfl.cohort import Cohort, draw_cohort
+from ssfl.federation import State, play_round
 from ssfl.work import Trained
 
 

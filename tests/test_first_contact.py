@@ -155,7 +155,7 @@ def test_doctor_says_what_is_here_and_what_to_run_first(ssfl: Call) -> None:
     code, out, _ = ssfl("doctor", "--json")
     told = json.loads(out)
     assert (code, told["broken"], told["folder"]["writable"]) == (0, [], True)
-    assert set(told["extras"]) == {"report", "board", "track", "flower"}
+    assert set(told["extras"]) == {"report", "board", "track", "privacy", "flower"}
 
 
 def test_doctor_tells_what_is_missing_or_broken(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 
 import ssfl
 from ssfl import assemble, attacks, averaging, gate, runs
+from ssfl.cohort import Cohort
 from ssfl.errors import ConfigError
-from ssfl.federation import Cohort, State, play_round
+from ssfl.federation import State, play_round
 from ssfl.rows import write_row
 from ssfl.settings import Config
 from ssfl.work import Trained

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import plain_split as plain
 from benchmarks.users import generate
 from ssfl import assemble
+from ssfl.cohort import draw_cohort
 from ssfl.config import Config, load_config
 from ssfl.data import apportion, split
 from ssfl.data.hands import Hands, gather
 from ssfl.errors import ConfigError
-from ssfl.federation import draw_cohort
 from ssfl.report import text
 
 LISTS = st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=8)

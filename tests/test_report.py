@@ -233,12 +233,9 @@ def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
         ["method.name=easgd"],
         ["method.name=supervised", "data.validation=0.1"],
         ["method.name=fixmatch", "split.users=1"],
-        [
-            "method.gate=true",
-            "federation.attackers=0.3",
-            "federation.dropout=0.2",
-            "federation.participants=6",
-        ],
+        ["method.name=semifl", "method.slow=0.5"],
+        ["privacy.clip=0.5", "privacy.noise=1"],
+        ["method.gate=true", "federation.attackers=0.3", "federation.dropout=0.2"],
     ],
 )
 def test_every_kind_of_method(quick: Callable[..., Config], tmp_path: Path, settings: list[str]) -> None:
@@ -246,6 +243,7 @@ def test_every_kind_of_method(quick: Callable[..., Config], tmp_path: Path, sett
     told = page.contents([tmp_path / "run"])
     assert figure(told, "accuracy")["series"][0]["points"]
     assert figure(told, "confusion")
+    assert ("ε = " in words(told)) == ("privacy.clip=0.5" in settings)
     page.html(told)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional
 
 from ssfl import assemble, averaging, draws
+from ssfl.cohort import Cohort, draw_cohort
 from ssfl.data import split
-from ssfl.federation import Cohort, State, draw_cohort, play_own_streams, play_round
+from ssfl.federation import State, play_own_streams, play_round
 from ssfl.rows import write_row
 from ssfl.settings import Config
 from ssfl.work import Trained, make_batch

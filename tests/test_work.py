@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssfl import draws
-from ssfl.work import Objective, Pool, Work, each_batch, local_loss, make_batch, positions, round_keys
+from ssfl.losses import local_loss
+from ssfl.work import Batch, Given, Objective, Pool, Work, each_batch, make_batch, positions, round_keys
 
 POOL = Pool(
     torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
@@ -74,13 +75,22 @@ def test_views_do_not_depend_on_who_else_trains(step: int) -> None:
 @pytest.mark.parametrize("at_once", [1, 8, 20, 4096])
 def test_views_of_several_steps_at_once_are_the_same(at_once: int) -> None:
     some = replace(work([3, 7, 9]), labelled=work([1, 2, 3]).batches)
-    batches = list(each_batch(POOL, some, at_once))
-    assert len(batches) == some.steps
-    for step, batch in enumerate(batches):
-        for a, b in zip(batch, make_batch(POOL, some, step), strict=True):
-            assert a is not None
-            assert b is not None
-            assert torch.equal(a, b)
+    other = some.batches.flip(2)
+    given = Given(
+        other % 10, (other % 2).double(), other, other % 7, other[:, :, 0] / 10, (other % 3).double()
+    )
+    for wanted in (some, replace(some, given=given)):
+        batches = list(each_batch(POOL, wanted, at_once))
+        assert len(batches) == wanted.steps
+        for step, batch in enumerate(batches):
+            pairs = list(zip(tensors(batch), tensors(make_batch(POOL, wanted, step)), strict=True))
+            assert len(pairs) == (7 if wanted.given is None else 14)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    parts = [*(part for part in batch if isinstance(part, torch.Tensor)), *(batch.given or ())]
+    return [part for part in parts if part is not None]
 
 
 def test_views_differ_between_rounds_users_and_steps() -> None:

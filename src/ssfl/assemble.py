@@ -20,6 +20,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
 from ssfl.plan import Owners, Plan, objective_of
+from ssfl.privacy import library
 from ssfl.rows import Layout, layout_of
 from ssfl.settings import Config, Run
 from ssfl.simulation import Simulation, kept_per, network_of
@@ -104,11 +105,17 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         )
     flip = dataset.flip if config.data.flip is None else config.data.flip
     path = None if config.data.path is None else _absolute(config.data.path)
+    privacy = config.privacy
+    if privacy.clip is not None:
+        library()
+        delta = min(1e-5, 0.1 / wanted.users) if privacy.delta is None else privacy.delta
+        privacy = replace(privacy, delta=delta)
     return replace(
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
         method=method,
+        privacy=privacy,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
         federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),
         run=replace(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssfl import draws
+
 
 def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
     """The matrix [S, 1 + C] that takes (server, users) to streams; each row sums to one.
@@ -50,14 +52,48 @@ def drawn_together(rule: str, centre: Tensor, users: Tensor, elasticity: float) 
     return pulled, pulled.mean(0)
 
 
-def combined(rule: str, rows: Tensor) -> Tensor:
-    """One row of many: their "mean", or coordinate by coordinate their "median" or "trimmed" mean, without
-    the fifth (at least one) that is least and the fifth that is most, where there are more than two."""
+def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """One row of many: their "mean", by `weights` [n] if some are given, or coordinate by coordinate their
+    "median" or "trimmed" mean, without the fifth (at least one) that is least and the fifth that is most,
+    where there are more than two. Where all weigh nothing, they weigh the same."""
     count = len(rows)
+    if weights is not None and rule == "mean" and bool(weights.sum() > 0):
+        return (weights / weights.sum()) @ rows
     if rule == "mean" or count <= 2:
         return rows.mean(0)
     cut = max(1, round(count / 5)) if rule == "trimmed" else (count - 1) // 2
     return rows.sort(0).values[cut : count - cut].mean(0)
+
+
+CONSENSUS = 3
+"""RSCFed's sub-consensus models of a round."""
+SCALE = 1e4
+"""RSCFed's β where no labelled user is among them: how fast a weight falls with the distance."""
+
+
+def by_distance(rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
+    """RSCFed's distance-reweighted average: who is far from the plain one weighs less.
+
+    A weight is n_k · exp(-β · d_k / n_k), where n_k is how many images a user has (`counts`) and d_k the sum
+    over the pieces of a row (its layers) of how far the model lies from the average by n_k.
+    """
+    counts = counts.to(rows)
+    middle = (counts / counts.sum()) @ rows
+    apart = torch.stack([torch.linalg.vector_norm(p, dim=1) for p in (rows - middle).split(list(pieces), 1)])
+    strength = counts.log() - SCALE * apart.sum(0) / counts
+    return strength.softmax(0) @ rows
+
+
+def sub_consensus(rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
+    """RSCFed: the mean of three averages by distance, each over another random half of the users."""
+    numbers = torch.arange(len(rows))
+    half = -(-len(rows) // 2)
+    found = []
+    for turn in range(CONSENSUS):
+        drawn = draws.fold(draws.fold(key, turn), numbers).argsort(stable=True)[:half].sort().values
+        chosen = drawn.to(rows.device)
+        found.append(by_distance(rows[chosen], counts[chosen], pieces))
+    return torch.stack(found).mean(0)
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ssfl.errors import ConfigError
 from ssfl.methods import METHODS
-from ssfl.settings import CHOICES, INSTEAD, RANGES, SECTIONS, Config, Method
+from ssfl.settings import CHOICES, INSTEAD, RANGES, SECTIONS, Config, Method, Privacy
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
@@ -211,11 +211,15 @@ def check(config: Config) -> None:
         raise ConfigError(
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
+    _check_round_labels(method, config.model.norm)
+    if method.server_momentum and method.server == "parallel":
+        raise ConfigError("method.server_momentum needs method.server = 'alternate' or 'none'")
     guarded = method.gate or method.combine != "mean" or federation.attackers > 0
+    guarded = guarded or method.weighting != "even" or method.fill
     if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
         raise ConfigError(
-            "method.gate, method.combine and federation.attackers do not go with run.engine = 'dist' "
-            "or models of the users' own"
+            "method.gate, combine, weighting and fill and federation.attackers do not go with "
+            "run.engine = 'dist' or models of the users' own"
         )
     if config.run.engine == "dist" and (
         method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
@@ -225,6 +229,8 @@ def check(config: Config) -> None:
         raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")
     if method.objective == "fedmatch":
         _check_fedmatch(config)
+    if config.privacy != Privacy():
+        _check_privacy(config)
     if split.shared and split.labels_at != "server":
         raise ConfigError("split.shared shares the server's images: use split.labels_at = 'server'")
     if method.objective == "none" and method.server == "none":
@@ -239,6 +245,24 @@ def check(config: Config) -> None:
         raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
     if config.train.nesterov and config.train.momentum == 0:
         raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
+
+
+def _check_round_labels(method: Method, norm: str) -> None:
+    """What goes with labels once a round alone, and what they do not go with."""
+    if method.labels == "round":
+        if method.objective != "consistency" or method.views != "separate":
+            raise ConfigError(
+                "method.labels = 'round' needs method.objective = 'consistency' and method.views = 'separate'"
+            )
+        if method.sharpness and norm == "batch":
+            raise ConfigError("method.sharpness needs model.norm = 'group' or 'none'")
+        if method.weighting != "even" and method.combine != "mean":
+            raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
+        return
+    plain = Method()
+    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
+        if getattr(method, key) != getattr(plain, key):
+            raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
 
 
 def _check_fedmatch(config: Config) -> None:
@@ -260,6 +284,24 @@ def _check_fedmatch(config: Config) -> None:
             f"method.objective = 'fedmatch' does not go with method.server = {method.server!r}: set "
             "method.server=alternate, or method.server=none and split.labels_at=users"
         )
+
+
+def _check_privacy(config: Config) -> None:
+    """Where clipping and noise on what users send would not keep the promise, they are refused."""
+    privacy, method, users = config.privacy, config.method, config.split.users
+    if privacy.clip is None or privacy.noise is None:
+        raise ConfigError("privacy.clip and privacy.noise go together: set both, such as 1.0 and 0.5")
+    if privacy.delta is not None and privacy.delta * users >= 1:
+        raise ConfigError(f"privacy.delta = {privacy.delta} is no promise to {users} users: set it below 1/K")
+    broken = [
+        (method.objective == "fedmatch", "method.objective = 'fedmatch' shows users' weights to others"),
+        (method.objective == "none", f"method.name = {method.name!r} does not train users"),
+        (method.averaging in ("elastic", "overlap"), f"method.averaging = {method.averaging!r} keeps models"),
+        (config.train.momentum_policy == "slot", "train.momentum_policy = 'slot' hands momentum on"),
+    ]
+    for true, why in broken:
+        if true:
+            raise ConfigError(f"[privacy] cannot hold: {why}; change that, or leave [privacy] out")
 
 
 def _suggest(word: str, known: Iterable[str], section: str = "") -> str:

@@ -20,6 +20,8 @@ PURPOSES = {
     "split": 10,  # who gets which image
     "noise": 11,  # the image that FedMatch tells models apart by
     "attack": 12,  # which users send garbage, and what
+    "privacy": 13,  # the noise on a simulated user's update
+    "consensus": 14,  # which users form a sub-consensus of RSCFed
 }
 SERVER = -1  # the server's number where a user's number stands
 
@@ -84,3 +86,12 @@ def below(draw: Tensor, bound: Tensor | int) -> Tensor:
 def uniform(draw: Tensor) -> Tensor:
     """Draws of 64 bits as float32 in [0, 1), exact: 24 bits, the most that float32 holds evenly."""
     return _shift(draw, 40).to(torch.float32) * 2.0**-24
+
+
+def normal(draw: Tensor) -> Tensor:
+    """Draws of 64 bits [..., 2n] as n independent normal numbers in float64 (Box and Muller 1958).
+
+    Devices may round the last digits differently.
+    """
+    first, second = (_shift(draw, 11).double() * 2.0**-53).chunk(2, -1)  # [0, 1) in 53 bits
+    return (-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * torch.pi * second)

@@ -4,7 +4,7 @@ A round is a pure function State -> State. It reads no file, prints nothing and 
 engine that trains is handed in.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -12,12 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ssfl import averaging, draws
+from ssfl import averaging
+from ssfl.cohort import Cohort
 from ssfl.rows import placed
 from ssfl.work import TOLD, Trained
 
 Train = Callable[[Tensor, Tensor, slice], Trained]
 """(rows, momentum, which of the trainers) -> rows, momentum, numbers: T local steps of each."""
+Combine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(a group's rows, its users' numbers, their weights if they have some) -> one row."""
 Gate = Callable[[Tensor, Tensor], list[str]]
 """(what was sent, what came back) -> why each is refused, "" where it is not."""
 
@@ -47,22 +50,9 @@ class State:
     FedMatch has none and keeps what each user sent last, zeros of one never seen."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[K]: how often each user's model was refused; empty without a gate."""
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """Who takes part in a round."""
-
-    drawn: tuple[int, ...]
-    """C_t: the users that were sent a model."""
-    users: tuple[int, ...]
-    """Those of them that came back, in the order of `drawn`."""
-    groups: tuple[tuple[int, ...], ...]
-    """G_1 .. G_S: places in `users`."""
-    streams: tuple[int, ...]
-    """The group of each of `users`."""
-    slots: tuple[int, ...] = ()
-    """Where each of `users` was dealt, 0 to C - 1: the seat it takes for this round."""
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    """What some methods keep besides: "velocity" [S, P] of the server's momentum, "slow" [P + Q] and "stored"
+    [P + Q], averages over rounds, and "shares" [classes], how often each class was a pseudo-label."""
 
 
 @dataclass(frozen=True)
@@ -90,58 +80,6 @@ class Outcome:
     """Why models were refused, by their users' places in the cohort."""
 
 
-def draw_cohort(
-    round: int,
-    *,
-    seed: int,
-    users: int,
-    participants: int,
-    groups: int,
-    dropout: float,
-    filled: bool = False,
-    own_streams: bool = False,
-) -> Cohort:
-    """C of K users at random, dealt at random into S groups; each fails to return by chance.
-
-    Groups are as even as possible, or `filled` one after another. With `own_streams` every user is a group.
-    """
-
-    def hashes(purpose: str, members: Tensor) -> Tensor:
-        return draws.fold(torch.tensor(draws.key(seed, purpose, round)), members)
-
-    everybody = torch.arange(users)
-    # the C least of K hashes, no two of which are equal: a selection, where sorting K would be slow
-    least = hashes("participants", everybody).topk(participants, largest=False, sorted=False).indices
-    drawn = least.sort().values
-    back = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
-    dealt = hashes("groups", drawn).argsort(stable=True)
-    seat = {int(drawn[place]): deal for deal, place in enumerate(dealt.tolist())}
-    slots = tuple(seat[user] for user in back.tolist())
-    if own_streams:
-        streams = tuple(back.tolist())
-    elif filled:
-        streams = tuple(slot // -(-participants // groups) for slot in slots)
-    else:
-        streams = tuple(slot % groups for slot in slots)
-    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), _members(streams, groups), streams, slots)
-
-
-def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(place for place, stream in enumerate(streams) if stream == group) for group in range(groups)
-    )
-
-
-def only(cohort: Cohort, sent: Collection[int], back: Collection[int]) -> Cohort:
-    """The cohort, of which a model was sent to some alone, and fewer came back."""
-    places = [place for place, user in enumerate(cohort.users) if user in back]
-    users, streams, slots = (
-        tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)
-    )
-    drawn = tuple(user for user in cohort.drawn if user in sent)
-    return Cohort(drawn, users, _members(streams, len(cohort.groups)), streams, slots)
-
-
 def play_round(
     state: State,
     cohort: Cohort,
@@ -157,7 +95,8 @@ def play_round(
     keep_updates: bool = False,
     crowd: Crowd | None = None,
     gate: Gate | None = None,
-    combine: str = "mean",
+    combine: Combine | None = None,
+    server_momentum: float = 0.0,
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
@@ -169,6 +108,7 @@ def play_round(
     the average's. Users train `at_once` together, all by default, and are added to the average as
     they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
     that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
+    With `server_momentum` the users' average is a direction in which the streams go on as well as a place.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
@@ -176,7 +116,7 @@ def play_round(
     streams, average = state.streams, state.average
     users = own = server_sent = None
     refused: dict[int, str] = {}
-    count, guarded = len(cohort.users), gate is not None or combine != "mean"
+    count, guarded = len(cohort.users), gate is not None or combine is not None
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
         matrix = placed(matrix.to(streams.dtype), streams.device)
@@ -203,13 +143,24 @@ def play_round(
             sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
             reasons = gate(sent, rows) if gate is not None else [""] * count
             refused = {place: reason for place, reason in enumerate(reasons) if reason}
-            groups, rows = _passed(cohort, refused, rows)
             matrix, streams = None, state.streams
-            if len(rows):
+            passed = [place for place in range(count) if place not in refused]
+            if passed:
+                groups = _passed(cohort, passed)
                 matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
-                centres = [averaging.combined(combine, rows[group] if group else rows) for group in groups]
+                who, weighed = placed(cohort.users, rows.device)[passed], users.stats.get("weight")
+                weighed = None if weighed is None else weighed[passed]
+                centres = [_combined(combine, rows[passed], who, weighed, group) for group in groups]
                 streams = (1 - matrix[:, :1]) * torch.stack(centres)
         average = streams.mean(0)
+
+    memory = state.memory
+    if server_momentum and matrix is not None:
+        velocity = streams[:, :weights] - state.streams[:, :weights]
+        velocity = server_momentum * memory["velocity"] + velocity
+        streams = torch.cat([state.streams[:, :weights] + velocity, streams[:, weights:]], 1)
+        average = streams.mean(0)
+        memory = memory | {"velocity": velocity}
 
     if server == "parallel":
         # "At the same time, the server also updates its own weights from w_avg to w_s."
@@ -232,15 +183,25 @@ def play_round(
     if refused:
         strikes = strikes.clone()
         strikes[[cohort.users[place] for place in refused]] += 1
-    new = State(state.round + 1, streams, average, momentum, strikes)
+    new = State(state.round + 1, streams, average, momentum, strikes, memory)
     return new, Outcome(users, server_sent, own, refused)
 
 
-def _passed(cohort: Cohort, refused: dict[int, str], rows: Tensor) -> tuple[list[list[int]], Tensor]:
-    """The groups and the rows without the models that were refused."""
-    places = [place for place in range(len(rows)) if place not in refused]
-    now = {place: number for number, place in enumerate(places)}
-    return [[now[place] for place in group if place in now] for group in cohort.groups], rows[places]
+def _passed(cohort: Cohort, passed: list[int]) -> list[list[int]]:
+    """The groups without the models that were refused, as places among those that passed."""
+    now = {place: number for number, place in enumerate(passed)}
+    return [[now[place] for place in group if place in now] for group in cohort.groups]
+
+
+def _combined(
+    combine: Combine | None, rows: Tensor, users: Tensor, weights: Tensor | None, group: list[int]
+) -> Tensor:
+    """One row of a group's, or of everybody's where the group is empty."""
+    some = group or list(range(len(rows)))
+    weighed = None if weights is None else weights[some]
+    if combine is None:
+        return averaging.combined("mean", rows[some], weighed)
+    return combine(rows[some], users[some], weighed)
 
 
 def play_own_streams(

@@ -171,6 +171,10 @@ class FedMatch:
         tensors = self.layout.unflatten(weights.to(self.pool.dtype))
         return functional_call(self.network, tensors, (images, keys[0])).to(self.pool.wide)  # type: ignore[no-any-return]
 
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """FedMatch makes its labels in every step."""
+        raise ConfigError("method.objective = 'fedmatch' does not go with method.labels = 'round'")
+
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """σ and ψ have different losses: there is no one gradient."""
         raise ConfigError(

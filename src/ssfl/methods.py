@@ -9,6 +9,7 @@ from typing import Any
 Settings = dict[str, dict[str, Any]]
 
 _PAPER = {"server": "parallel", "teacher_mode": "train"}
+_ONCE = {"objective": "consistency", "labels": "round", "averaging": "fedavg", "server": "alternate"}
 
 METHODS: dict[str, Settings] = {
     # Users learn from the received model, their mean replaces it, and the server then trains that
@@ -77,6 +78,65 @@ METHODS: dict[str, Settings] = {
         "model": {"norm": "none"},
         "train": {"lr": 0.001, "momentum": 0.0, "nesterov": False},
     },
+    # A rival, Diao, Ding and Tarokh 2022: labels once a round, fix and mix losses, the server last and with
+    # momentum. Published with batch normalisation whose statistics are taken over every user's images,
+    # which no real federation could do, 5 local epochs of batches of 10 and gradients cut at 1: not here.
+    "semifl": {
+        "method": {**_ONCE, "fill": True, "mix": 1.0, "server_momentum": 0.5},
+        "model": {"norm": "group"},
+        "train": {"weight_decay": 5e-4},
+    },
+    # A rival, Lee et al. 2024, (FL)²: thresholds by class, flat minima, doubtful users weigh more. Published
+    # on SemiFL's rounds, with the same statistics over every user's images: not here.
+    "fl2": {
+        "method": {
+            **_ONCE,
+            "thresholds": "free",
+            "fill": True,
+            "sharpness": 0.1,
+            "weighting": "doubt",
+            "server_momentum": 0.5,
+        },
+        "model": {"norm": "group"},
+        "train": {"weight_decay": 5e-4},
+    },
+    # A rival, Liang et al. 2022: users far from the others weigh less, in three means of halves. Published
+    # with a mean teacher and one labelled user; here users learn by consistency, the server has the labels.
+    "rscfed": {
+        "method": {
+            "objective": "consistency",
+            "averaging": "fedavg",
+            "server": "alternate",
+            "combine": "distance",
+        },
+        "model": {"norm": "group"},
+    },
+    # A rival, Li, Li and Wang 2023: thresholds by how often a class was trained on, weights by how many
+    # images, residual connection. Users tell everybody their class counts.
+    "cbafed": {
+        "method": {
+            **_ONCE,
+            "thresholds": "balanced",
+            "threshold": 0.84,
+            "fill": True,
+            "weighting": "labelled",
+            "residual": 5,
+        },
+        "model": {"norm": "group"},
+    },
+    # Li et al. 2020: users are held to the model they received.
+    "fedprox": {
+        "method": {
+            "objective": "consistency",
+            "averaging": "fedavg",
+            "server": "alternate",
+            "proximal": 0.01,
+        },
+        "model": {"norm": "group"},
+    },
+    # The thresholds of FlexMatch (Zhang et al. 2021) and FreeMatch (Wang et al. 2023), once a round.
+    "flexmatch": {"method": {**_ONCE, "thresholds": "flex"}, "model": {"norm": "group"}},
+    "freematch": {"method": {**_ONCE, "thresholds": "free"}, "model": {"norm": "group"}},
     # No users at all: what the server can do alone with its labels. The line to beat.
     "server-only": {
         "method": {"objective": "none", "averaging": "fedavg", "server": "parallel"},

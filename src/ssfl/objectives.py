@@ -44,6 +44,16 @@ def self_training(teacher: Tensor, weak: Tensor, threshold: float) -> Losses:
     return consistency(teacher, weak, threshold)
 
 
+def given(strong: Tensor, labels: Tensor, mask: Tensor) -> Losses:
+    """The strong view with a label that was made before."""
+    return Losses(_cross_entropy(strong, labels) * mask, mask, labels)
+
+
+def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
+    """SemiFL's mix loss: of an image that is partly one class and partly another."""
+    return share * _cross_entropy(logits, labels) + (1 - share) * _cross_entropy(logits, others)
+
+
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Of every image, whatever the dimensions in front of the classes."""
     flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ssfl import draws
+from ssfl.cohort import Cohort, draw_cohort
 from ssfl.data.hands import Hands, Index
-from ssfl.federation import Cohort, draw_cohort
 from ssfl.rows import placed
 from ssfl.schedule import learning_rate
 from ssfl.settings import Config
@@ -145,4 +145,12 @@ class Plan:
 def objective_of(config: Config) -> Objective:
     """What the users minimise."""
     method = config.method
-    return Objective(method.objective, method.threshold, method.views, method.teacher_mode)
+    return Objective(
+        method.objective,
+        method.threshold,
+        method.views,
+        method.teacher_mode,
+        method.mix,
+        method.sharpness,
+        method.proximal,
+    )

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ssfl import privacy
 from ssfl.runs import Event
 
 T = TypeVar("T")
@@ -50,6 +51,9 @@ class Reporter:
         self.bar.stop()
 
     def __call__(self, event: Event) -> None:
+        if event["event"] == "privacy":
+            self.console.print(privacy.told(event), soft_wrap=True, highlight=False)
+            return
         if event["event"] == "start":
             self.rounds, self.first = event["rounds"], event["round"]
             self.bar.update(self.task, total=self.rounds, completed=self.first)

@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ Event = dict[str, Any]
 FORMAT = "1"
 WALL_CLOCK = ("seconds", "phases", "memory")
 """Event fields that tell time and memory, and differ between equal runs."""
+MEMORY = "memory."
+"""Before the names of what a method keeps besides."""
 KEPT = 2
 FAILURE = "failed.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
@@ -220,6 +222,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     }
     if len(state.strikes):
         tensors["strikes"] = state.strikes.cpu()
+    for name, kept in sorted(state.memory.items()):
+        tensors[MEMORY + name] = kept.detach().cpu().contiguous()
     header = {
         "format": FORMAT,
         "round": str(state.round),
@@ -254,6 +258,7 @@ def _read_checkpoint(file: Path, device: torch.device) -> Checkpoint:
         header = opened.metadata() or {}
         names = set(opened.keys())
         known = [name for name in ("streams", "average", "momentum", "strikes") if name in names]
+        known += sorted(name for name in names if name.startswith(MEMORY))
         tensors = {name: opened.get_tensor(name) for name in known}
     if header["format"] != FORMAT:
         raise RunError(
@@ -267,8 +272,11 @@ def _read_checkpoint(file: Path, device: torch.device) -> Checkpoint:
         )
     if header["sha256"] != _hash(tensors):
         raise ValueError("its checksum does not match")
-    strikes = {"strikes": tensors.pop("strikes")} if "strikes" in tensors else {}
-    state = State(int(header["round"]), *(t.to(device) for t in tensors.values()), **strikes)
+    streams, average, momentum = (tensors[name].to(device) for name in ("streams", "average", "momentum"))
+    memory = {n.removeprefix(MEMORY): t.to(device) for n, t in tensors.items() if n.startswith(MEMORY)}
+    state = State(int(header["round"]), streams, average, momentum, memory=memory)
+    if "strikes" in tensors:
+        state = replace(state, strikes=tensors["strikes"])
     return Checkpoint(state, json.loads(header["totals"]), json.loads(header["conditions"]))
 
 

@@ -80,11 +80,27 @@ class Method:
 
     name: str = "alternate"
     """A row of the methods table: alternate, grouping, crl-gn, crl-bn, self-training, supervised,
-    server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch."""
+    server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch, semifl, fl2, rscfed, cbafed, fedprox,
+    flexmatch, freematch."""
     objective: str = "consistency"
     """The users' loss: "consistency" (CRL), "self-training", "supervised", "fedmatch" or "none"."""
     threshold: float = 0.95
     """τ: a pseudo-label counts when the model is at least this sure."""
+    labels: str = "step"
+    """When pseudo-labels are made: in every "step", by the model as it is then, or once a "round", by the
+    model that was received."""
+    thresholds: str = "fixed"
+    """How sure each class must be, with labels once a round: "fixed" (τ), "flex" (FlexMatch), "free"
+    (FreeMatch; (FL)²'s class-aware threshold) or "balanced" (CBAFed, by what everybody trained on)."""
+    fill: bool = False
+    """With labels once a round, fill batches with images that have one, as SemiFL does, instead of counting
+    the others as zeros; a user without any does not count."""
+    mix: float = 0.0
+    """With labels once a round, the weight of SemiFL's loss on mixtures of two images."""
+    proximal: float = 0.0
+    """μ of FedProx: how strongly a user's weights are held to those received."""
+    sharpness: float = 0.0
+    """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
     averaging: str = "fedavg"
     """"fedavg", "grouping" (federation.groups streams), "weighted" (method.server_weight), or every user
     keeps a model of its own that is drawn to a common one: "elastic" (EASGD) or "overlap" (OverlapSGD)."""
@@ -98,7 +114,17 @@ class Method:
     times is left out."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
-    mean or "median"."""
+    mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""
+    weighting: str = "even"
+    """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
+    "labelled" (CBAFed: by how many images got a pseudo-label)."""
+    server_momentum: float = 0.0
+    """β of the server's momentum: how much of the last round's movement is added to this one's."""
+    residual: int = 0
+    """CBAFed's residual connection: every so many rounds the model becomes its mean with the one kept the
+    last time; 0 is never."""
+    slow: float = 0.0
+    """Of a slow average over rounds, how much stays in each; above 0 it is what is evaluated and kept."""
     server_replicas: bool = False
     """With grouping and a parallel server, one copy of the server trains for each group, as in the
     authors' code, instead of one for all."""
@@ -139,6 +165,18 @@ class Federation:
     """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
     dropout: float = 0.0
     """The chance that a participant does not come back; the average is over those who do."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """[privacy] Differential privacy of each user; off where nothing is set."""
+
+    clip: float | None = None
+    """The most length a user's update may have; a longer one is cut to it."""
+    noise: float | None = None
+    """z: each user adds Gaussian noise of z times clip to every number of its update."""
+    delta: float | None = None
+    """δ, at which ε is told; by itself 1e-5, or a tenth of 1/K where that is less."""
 
 
 @dataclass(frozen=True)
@@ -211,13 +249,14 @@ class Config:
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
     federation: Federation = field(default_factory=Federation)
+    privacy: Privacy = field(default_factory=Privacy)
     train: Train = field(default_factory=Train)
     run: Run = field(default_factory=Run)
 
 
 SECTIONS: dict[str, type] = {
     "data": Data, "split": Split, "model": Model, "method": Method,
-    "federation": Federation, "train": Train, "run": Run,
+    "federation": Federation, "privacy": Privacy, "train": Train, "run": Run,
 }  # fmt: skip
 CHOICES = {
     "data.name": ("digits", "cifar10", "svhn", "emnist", "stl10"),
@@ -232,7 +271,10 @@ CHOICES = {
     "method.server": ("parallel", "alternate", "none"),
     "method.views": ("separate", "joint"),
     "method.teacher_mode": ("eval", "train"),
-    "method.combine": ("mean", "trimmed", "median"),
+    "method.combine": ("mean", "trimmed", "median", "distance"),
+    "method.labels": ("step", "round"),
+    "method.thresholds": ("fixed", "flex", "free", "balanced"),
+    "method.weighting": ("even", "doubt", "labelled"),
     "federation.attack": ("sign", "noise", "shift"),
     "federation.group_sizes": ("even", "filled"),
     "train.momentum_policy": ("reset", "slot", "user"),
@@ -263,6 +305,12 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "split.alpha": (1e-6, 1e6, "small is skewed, large is even"),
     "method.threshold": (0, 1, "a probability"),
     "method.server_weight": (0, 1, "a share of the average"),
+    "method.mix": (0, 100, "a weight"),
+    "method.proximal": (0, 1000, "a weight"),
+    "method.sharpness": (0, 10, "a distance"),
+    "method.server_momentum": (0, 0.999, "below 1"),
+    "method.residual": (0, 10**6, "rounds; 0 is never"),
+    "method.slow": (0, 0.99999, "below 1"),
     "method.elasticity": (0, 1, "0 leaves models apart, 1 makes them equal"),
     "federation.participants": (1, 10_000_000, "users per round"),
     "federation.groups": (1, 10_000_000, "groups"),
@@ -272,6 +320,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "federation.epoch_images": (1, 10**12, "images"),
     "federation.dropout": (0, 1, "a probability"),
     "federation.attackers": (0, 1, "a share of the users"),
+    "privacy.clip": (1e-6, 1e6, "a length"),
+    "privacy.noise": (1e-3, 1e6, "times clip"),
+    "privacy.delta": (1e-30, 0.1, "a small probability"),
     "train.batch_size": (1, 65536, "images"),
     "train.lr": (0, 1000, "a learning rate"),
     "train.momentum": (0, 0.9999, "below 1"),

@@ -10,15 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import attacks, diversity, draws, engines, fedmatch, layers, memory, models, scoring
+from ssfl import (
+    attacks,
+    averaging,
+    diversity,
+    draws,
+    engines,
+    fedmatch,
+    labelling,
+    layers,
+    models,
+    privacy,
+    scoring,
+)
 from ssfl.clock import Phases
+from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
-from ssfl.federation import Cohort, Outcome, State, Train, play_own_streams, play_round
+from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
+from ssfl.memory import peak
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.settings import Config
@@ -68,7 +82,26 @@ class Simulation:
         }[kept_per(self.config)]
         momentum = row.new_zeros(slots, self.layout.weights)
         strikes = torch.zeros(self.config.split.users if self.config.method.gate else 0, dtype=torch.int64)
-        return State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
+        streams = row.repeat(self.plan.streams, 1)
+        return State(0, streams, row, momentum, strikes, self._first_memory(row, streams))
+
+    def _first_memory(self, row: Tensor, streams: Tensor) -> dict[str, Tensor]:
+        """What the method keeps between rounds besides models."""
+        method, memory = self.config.method, {}
+        if method.server_momentum:
+            memory["velocity"] = torch.zeros_like(streams[:, : self.layout.weights])
+        if method.slow:
+            memory["slow"] = row.clone()
+        if method.residual:
+            memory["stored"] = row.clone()
+        if method.thresholds == "balanced":
+            memory["shares"] = self._server_counts()
+        return memory
+
+    def _server_counts(self) -> Tensor:
+        """How many labelled images of each class the server has, [classes]."""
+        labels = self.pool.labels[self.plan.server.images]
+        return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
@@ -78,6 +111,7 @@ class Simulation:
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
         helpers, phases = self._helpers(state, cohort), Phases(self.device)
+        looks: list[Tensor] = []
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             assert own is not None
@@ -89,9 +123,13 @@ class Simulation:
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
+            work, weights, classes = self._looked(state, rows, work)
+            looks.append(classes)
             with phases.during("users"):
                 trained = self.engine.train(rows, kept, work)
-            return self._attacked(state.round, cohort, rows, trained, part)
+            trained = self._private(state.round, cohort, rows, trained, part)
+            trained = self._attacked(state.round, cohort, rows, trained, part)
+            return trained if weights is None else trained._replace(stats=trained.stats | {"weight": weights})
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -115,6 +153,9 @@ class Simulation:
                 keep_updates=diverse,
                 crowd=self.crowd,
             )
+        if "shares" in new.memory:
+            shares = torch.stack([self._server_counts(), *looks]).sum(0)
+            new = replace(new, memory=new.memory | {"shares": shares})
         if not last and self.device.type == "cuda":
             self._ahead.clear()
             self._ahead[new.round] = self.plan.prepare(new.round)  # while the device works
@@ -134,7 +175,15 @@ class Simulation:
         def gate(sent: Tensor, rows: Tensor) -> list[str]:
             return judge(sent, rows, state.strikes[list(cohort.users)])
 
-        return play_round(
+        def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
+            if method.combine != "distance":
+                return averaging.combined(method.combine, rows, weights)
+            key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
+            pieces = self.layout.sizes
+            return averaging.sub_consensus(rows, self.plan.users.sizes[users], pieces, key)
+
+        plain = method.combine == "mean" and method.weighting == "even" and not method.fill
+        new, outcome = play_round(
             state,
             cohort,
             train_users=train_users,
@@ -144,9 +193,44 @@ class Simulation:
             replicas=self.plan.replicas,
             statistics_from_server=self.config.model.norm_statistics == "server",
             gate=gate if method.gate else None,
-            combine=method.combine,
+            combine=None if plain else combine,
+            server_momentum=method.server_momentum,
             **more,
         )
+        return self._over_rounds(new), outcome
+
+    def _over_rounds(self, state: State) -> State:
+        """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
+        method, memory = self.config.method, state.memory
+        if method.residual and state.round % method.residual == 0:
+            average = (state.average + memory["stored"]) / 2
+            memory = memory | {"stored": average.clone()}
+            state = replace(state, average=average, streams=average.repeat(len(state.streams), 1))
+        if method.slow:
+            stays = min(method.slow, state.round / (state.round + 9))  # the first rounds are soon forgotten
+            memory = memory | {"slow": stays * memory["slow"] + (1 - stays) * state.average}
+        return replace(state, memory=memory)
+
+    def _looked(self, state: State, rows: Tensor, work: Work) -> tuple[Work, Tensor | None, Tensor]:
+        """Work with pseudo-labels of the received models, what each user weighs, and how many images of each
+        class got a label, [classes]; the work as it is where every step makes its own."""
+        method, classes = self.config.method, len(self.dataset.classes)
+        counts = torch.zeros(classes, dtype=self.pool.wide, device=self.device)
+        if method.labels != "round":
+            return work, None, counts
+        answers = self.engine.answers(rows, work)
+        shares = state.memory.get("shares")
+        thresholds = labelling.class_thresholds(method.thresholds, answers, method.threshold, shares)
+        work, sure = labelling.labelled(work, answers, thresholds, fill=method.fill)
+        weights = None
+        if method.weighting == "doubt":
+            weights = labelling.doubt(answers)
+        elif method.weighting == "labelled":
+            weights = sure.sum(1).to(answers.dtype)
+        if method.fill:
+            some = sure.any(1).to(answers.dtype)
+            weights = some if weights is None else weights * some
+        return work, weights, counts + torch.bincount(answers.argmax(-1)[sure], minlength=classes)
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""
@@ -160,7 +244,7 @@ class Simulation:
             "accuracy": accuracy,
             "loss": loss,
             "class_accuracy": per_class,
-            "memory": memory.peak(self.device),
+            "memory": peak(self.device),
         }
         # a good average can hide streams that have collapsed
         if len(state.streams) > 1 and not self.plan.own_streams:
@@ -172,10 +256,12 @@ class Simulation:
         return event
 
     def final_row(self, state: State) -> Tensor:
-        """w_avg, with statistics recomputed on the server's images where that was asked for."""
+        """w_avg, or its slow average; statistics recomputed on the server's images where that was asked
+        for."""
+        row = state.memory.get("slow", state.average)
         if self.config.model.norm_statistics != "recompute":
-            return state.average
-        write_row(self.model, self.layout, state.average)
+            return row
+        write_row(self.model, self.layout, row)
         norms = [m for m in self.model.modules() if isinstance(m, layers.BatchNorm)]
         self.model.train()
         with torch.no_grad():
@@ -202,6 +288,20 @@ class Simulation:
     def message_bytes(self) -> int:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
+
+    def _private(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
+        """What users give away where their updates are clipped and noised."""
+        clip, noise, length = self.config.privacy.clip, self.config.privacy.noise, self.layout.length
+        if clip is None or noise is None:
+            return trained
+        base = torch.tensor(draws.key(self.config.run.seed, "privacy", round))
+        rows = trained.rows.clone()
+        for place, user in enumerate(cohort.users[part]):  # one at a time: a draw is wider than a row
+            key = draws.fold(base, user).to(self.device)
+            own = slice(place, place + 1)
+            normal = draws.normal(draws.bits(key, 2 * length))
+            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
+        return trained._replace(rows=rows)
 
     def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
         """What comes back where some of the users are attackers."""

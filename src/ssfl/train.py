@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, provenance, runs, track
+from ssfl import assemble, privacy, provenance, runs, track
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
@@ -131,6 +131,13 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         if report is not None:
             report(event)
 
+    private = sim.config.privacy.clip is not None
+    if private:
+        plan = privacy.planned(sim.config)
+        if not history:
+            tell(plan)
+        elif report is not None:
+            report(plan)
     try:
         with _interruptible(report) as interrupted:
             while state.round < sim.rounds:
@@ -157,8 +164,10 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     raise Interrupted(path, state.round, again)
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(sim.evaluate(state))  # the last events were lost
+        if private and history[-1]["event"] != "privacy":
+            tell(privacy.spent(sim.config, history))
         if not leads:
-            return Result(history[-1]["accuracy"], history, path)
+            return Result(_last(history, "eval")["accuracy"], history, path)
         return _finish(sim, path, state, totals, history)
     except RunError as error:
         raise RunError(f"{error}; then go on with `{again}`") from error
@@ -167,7 +176,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
 def _finish(
     sim: Simulation, path: Path, state: State, totals: dict[str, float], events: list[Event]
 ) -> Result:
-    evaluation = [event for event in events if event["event"] == "eval"][-1]
+    evaluation = _last(events, "eval")
     tensors = sim.final_tensors(state)
     runs.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation["accuracy"]))
     summary: dict[str, Any] = {
@@ -191,8 +200,15 @@ def _finish(
     }
     if "validation_accuracy" in evaluation:
         summary["validation_accuracy"] = evaluation["validation_accuracy"]
+    if sim.config.privacy.clip is not None:
+        told = _last(events, "privacy")
+        summary["privacy"] = {key: told[key] for key in ("clip", "noise", "delta", *privacy.EPSILONS)}
     runs.write_summary(path, summary)
     return Result(evaluation["accuracy"], events, path)
+
+
+def _last(events: list[Event], kind: str) -> Event:
+    return [event for event in events if event["event"] == kind][-1]
 
 
 def _has_model(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The local work of one round: which images, which views of them, which loss.
+"""The local work of one round: which images, and which views of them; `losses.py` has the loss.
 
 An engine receives rows and `Work` and gives back rows: what is trained is decided here, once, for
 every engine; engines decide only how fast.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssfl import draws, objectives
+from ssfl import draws
 from ssfl.data import augment
 from ssfl.rows import placed
 
@@ -51,6 +51,12 @@ class Objective:
     threshold: float = 0.95
     views: str = "separate"
     teacher_mode: str = "eval"
+    mix: float = 0.0
+    """The weight of the loss on mixtures of two images, where labels are given."""
+    sharpness: float = 0.0
+    """ρ: how far weights are moved uphill to ask for the same answers, where labels are given."""
+    proximal: float = 0.0
+    """μ: how strongly weights are held to those received, (μ / 2) · ‖w - w_received‖²."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,24 @@ class Optimizer:
     momentum: float
     nesterov: bool
     weight_decay: float
+
+
+class Given(NamedTuple):
+    """Pseudo-labels that were made before the first step, of images [n, T, B] or [n, B]."""
+
+    labels: Tensor
+    mask: Tensor
+    """1 where there is a label, 0 where not."""
+    partners: Tensor | None
+    """What each image is mixed with: indices into the pool; None without mixtures."""
+    partner_labels: Tensor | None
+    shares: Tensor | None
+    """[n, T] or [n]: the share of the image itself in a batch's mixtures."""
+    certain: Tensor | None
+    """1 where the label is all but certain; None where nobody asks."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Given":
+        return Given(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -79,6 +103,8 @@ class Work:
     """How many trainers such work may be for: fewer come where users do not return."""
     helpers: Tensor | None = None
     """[n, H, P / 2]: ψ of FedMatch's helpers, zeros where there is none; None in a round without."""
+    given: Given | None = None
+    """Pseudo-labels of the batches' images; None where every step makes its own."""
 
     @property
     def steps(self) -> int:
@@ -88,13 +114,19 @@ class Work:
         """The work of some of the trainers."""
         labelled, helpers = (None if x is None else x[trainers] for x in (self.labelled, self.helpers))
         keys, batches = self.keys[:, trainers], self.batches[trainers]
-        return replace(self, keys=keys, batches=batches, labelled=labelled, helpers=helpers)
+        given = None if self.given is None else self.given.map(lambda part: part[trainers])
+        return replace(self, keys=keys, batches=batches, labelled=labelled, helpers=helpers, given=given)
+
+    def with_labels(self, batches: Tensor, given: Given) -> "Work":
+        """The same work on other batches, whose labels are given."""
+        return replace(self, batches=batches, given=given)
 
 
 class Batch(NamedTuple):
     """One step's images of n trainers, [n, B, ...], normalised."""
 
     weak: Tensor
+    """The strong ones again where labels are given and nothing is mixed: nobody looks at them."""
     strong: Tensor | None
     """None unless the objective uses it."""
     labels: Tensor
@@ -106,6 +138,10 @@ class Batch(NamedTuple):
     """[n]: names the dropout masks of the step."""
     weights: Tensor
     """[n, B]: each image's share of its trainer's loss."""
+    given: Given | None = None
+    """Labels made before."""
+    partner: Tensor | None = None
+    """Weak views of the images to mix with."""
 
 
 class Trained(NamedTuple):
@@ -119,8 +155,6 @@ class Trained(NamedTuple):
 TOLD = ("loss", "masked", "told", "right")
 """The numbers, in this order."""
 MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
-Forward = Callable[[Tensor, bool, Tensor], Tensor]
-"""(images [n, B, ...], whether in training mode, dropout keys [n]) -> logits [n, B, classes]."""
 
 
 def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int) -> Tensor:
@@ -155,6 +189,11 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
     return draws.fold(bases, trainers)
 
 
+def looking(work: Work) -> Work:
+    """The same images, to be looked at in weak views alone."""
+    return replace(work, objective=Objective("supervised"), labelled=None, given=None)
+
+
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
     """The views of one step, all trainers at once; `step` may be a number on the device, [1]."""
 
@@ -162,7 +201,8 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
         return places[:, step] if isinstance(step, int) else places.index_select(1, step).squeeze(1)
 
     labelled = None if work.labelled is None else at_step(work.labelled)
-    return _views(pool, work.objective, at_step(work.batches), labelled, draws.fold(work.keys, step))
+    given = None if work.given is None else work.given.map(at_step)
+    return _views(pool, work.objective, at_step(work.batches), labelled, draws.fold(work.keys, step), given)
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
@@ -176,18 +216,34 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
         some = torch.arange(first, min(first + stride, steps), device=work.keys.device)
         shape = (trainers, len(some))
 
-        def fold(places: Tensor | None, some: Tensor = some) -> Tensor | None:
-            return None if places is None else places[:, some].flatten(0, 1)
+        def fold(part: Tensor, some: Tensor = some) -> Tensor:
+            return part[:, some].flatten(0, 1)
 
         keys = draws.fold(work.keys[:, :, None], some).flatten(1)
-        chosen = work.batches[:, some].flatten(0, 1)
-        made = _views(pool, work.objective, chosen, fold(work.labelled), keys)
-        apart = [None if part is None else part.unflatten(0, shape) for part in made]
+        given = None if work.given is None else work.given.map(fold)
+        made = _views(pool, work.objective, fold(work.batches), _maybe(fold, work.labelled), keys, given)
         for place in range(len(some)):
-            yield Batch(*(None if part is None else part[:, place] for part in apart))  # type: ignore[arg-type]
+
+            def one(part: Tensor, shape: tuple[int, int] = shape, place: int = place) -> Tensor:
+                apart: Tensor = part.unflatten(0, shape)
+                return apart[:, place]
+
+            parts = [part.map(one) if isinstance(part, Given) else _maybe(one, part) for part in made]
+            yield Batch(*parts)  # type: ignore[arg-type]
 
 
-def _views(pool: Pool, objective: Objective, chosen: Tensor, labelled: Tensor | None, keys: Tensor) -> Batch:
+def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | None:
+    return None if part is None else change(part)
+
+
+def _views(
+    pool: Pool,
+    objective: Objective,
+    chosen: Tensor,
+    labelled: Tensor | None,
+    keys: Tensor,
+    given: Given | None,
+) -> Batch:
     """The views of images [m, B], and of labelled ones; `keys` [4, m] name the draws of each row."""
     rows, size = chosen.shape
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
@@ -199,57 +255,19 @@ def _views(pool: Pool, objective: Objective, chosen: Tensor, labelled: Tensor | 
         return made.reshape(rows, -1, *made.shape[1:])
 
     images = pool.images[chosen.reshape(-1)]
-    weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
-    strong = own = own_labels = None
+    strong = own = own_labels = partner = None
     if objective.name in ("consistency", "fedmatch"):
         strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
+    if strong is not None and given is not None and given.partners is None:
+        weak = strong
+    else:
+        weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
+    if given is not None and given.partners is not None:
+        others = pool.images[given.partners.reshape(-1)]
+        partner = views(augment.weak_views, others, draws.fold(weak_keys, size), augment.WEAK_DRAWS)
     if labelled is not None:
         images = pool.images[labelled.clamp(min=0).reshape(-1)]
         own = views(augment.weak_views, images, labelled_keys, augment.WEAK_DRAWS)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
-    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even)
-
-
-def local_loss(forward: Forward, batch: Batch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each trainer's step, [n], and what is told about it."""
-    wide = batch.weights.dtype
-
-    def logits(images: Tensor, training: bool, number: int) -> Tensor:
-        return forward(images, training, draws.fold(batch.keys, number)).to(wide)
-
-    def teacher() -> Tensor:
-        with torch.no_grad():
-            return logits(batch.weak, objective.teacher_mode == "train", 0)
-
-    joint = objective.views == "joint"
-    if objective.name == "supervised":
-        found = objectives.supervised(logits(batch.weak, True, 1), batch.labels)
-    elif objective.name == "self-training":
-        own = None if joint else teacher()
-        student = logits(batch.weak, True, 1)
-        found = objectives.self_training(student if own is None else own, student, objective.threshold)
-    elif batch.strong is None:
-        raise ValueError("the consistency loss needs strong views")
-    elif joint:
-        weak, strong = logits(torch.cat([batch.weak, batch.strong], 1), True, 1).chunk(2, 1)
-        found = objectives.consistency(weak, strong, objective.threshold)
-    else:
-        # the teacher first: with batch normalisation its pass also moves the statistics
-        weak = teacher()
-        strong = logits(batch.strong, True, 1)
-        found = objectives.consistency(weak, strong, objective.threshold)
-    loss = (found.loss * batch.weights).sum(1)
-    if batch.own is not None and batch.own_labels is not None:
-        labelled = objectives.supervised(logits(batch.own, True, 2), batch.own_labels.clamp(min=0))
-        loss = loss + (labelled.loss * (batch.own_labels >= 0)).mean(1)
-    mask = found.mask
-    known = batch.labels >= 0
-    right = (found.label == batch.labels).to(mask.dtype) * mask
-    stats = {
-        "loss": loss.detach(),
-        "masked": mask.mean(1),
-        "told": (mask * known).mean(1),
-        "right": right.mean(1),
-    }
-    return loss, stats
+    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given, partner)

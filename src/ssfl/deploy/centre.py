@@ -15,17 +15,21 @@ from torch import Tensor
 
 from ssfl import assemble, runs, train
 from ssfl.clock import Phases
+from ssfl.cohort import only
 from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Fleet, Tell
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.federation import State, only
+from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.work import TOLD, Trained
+
+KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
+"""What private sites do not tell of their images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,10 @@ class Centre(Simulation):
             return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
 
         new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
-        return new, [self._round_event(new.round, cohort, outcome) | {"phases": phases.seconds()}]
+        event = self._round_event(new.round, cohort, outcome) | {"phases": phases.seconds()}
+        if self.config.privacy.clip is not None:  # sites keep these back
+            event = {key: value for key, value in event.items() if key not in KEPT_BACK}
+        return new, [event]
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:

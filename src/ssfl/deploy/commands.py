@@ -138,10 +138,15 @@ def tell(line: str) -> None:
 
 def _report(event: dict[str, object]) -> None:
     if event["event"] == "round":
+        told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  " if "loss" in event else ""
         tell(
             f"round {event['round']}  {len(event['returned'])} of {len(event['participants'])} sites  "  # type: ignore[arg-type]
-            f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  {event['seconds']:.1f} s"
+            f"{told}{event['seconds']:.1f} s"
         )
+    elif event["event"] == "privacy":
+        from ssfl import privacy
+
+        tell(privacy.told(event))
     elif event["event"] == "eval":
         tell(f"round {event['round']}  accuracy {100 * event['accuracy']:.1f} %")  # type: ignore[operator]
 

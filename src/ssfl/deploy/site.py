@@ -16,14 +16,14 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble
+from ssfl import assemble, privacy
+from ssfl.cohort import Cohort
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError
-from ssfl.federation import Cohort
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
 from ssfl.work import Trained
@@ -66,6 +66,8 @@ class Site:
             run = replace(agreed.config.run, device=self.device, threads=self.threads)
             config = replace(agreed.config, run=run)
             device = assemble.choose_device(self.device)
+            if config.privacy.clip is not None:
+                self.tell(privacy.told(privacy.planned(config)))
             self._ready.clear()
             self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
         return self._ready[key]
@@ -75,7 +77,12 @@ class Site:
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
-        return sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+        trained = sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+        clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
+        if clip is None or noise is None:
+            return trained
+        normal = privacy.secret(row.numel()).to(row.device)
+        return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
 
 def client_app(site: Site) -> ClientApp:
@@ -96,10 +103,12 @@ def client_app(site: Site) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         asked, began = message.content["config"], time.perf_counter()
         round = int(asked["round"])
-        trained = site.train(str(asked["terms"]), int(asked["user"]), round, message.content)
+        terms, user = str(asked["terms"]), int(asked["user"])
+        trained = site.train(terms, user, round, message.content)
+        private = site.simulation(terms, user).config.privacy.clip is not None
         told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
-        return Message(wire.pack_trained(trained, len(site.files)), reply_to=message)
+        return Message(wire.pack_trained(trained, len(site.files), private), reply_to=message)
 
     return app
 

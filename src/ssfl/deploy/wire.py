@@ -111,10 +111,11 @@ def unpack(content: RecordDict, length: int) -> Tensor:
     return torch.from_numpy(arrays[0].copy())
 
 
-def pack_trained(trained: Trained, images: int) -> RecordDict:
-    """A site's answer: its model and the few numbers that are told of its training."""
+def pack_trained(trained: Trained, images: int, private: bool) -> RecordDict:
+    """A site's answer: its model and the few numbers that are told of its training; a private one keeps
+    them back, since they are not noised."""
     content = pack(trained.rows[0])
-    numbers = {name: float(trained.stats[name]) for name in TOLD}
+    numbers = {name: 0.0 if private else float(trained.stats[name]) for name in TOLD}
     content["told"] = MetricRecord({**numbers, "images": images})
     return content
 

@@ -13,6 +13,10 @@ class Engine(Protocol):
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
         """T steps of SGD of each of n trainers: rows [n, P + Q], momentum [n, P]."""
 
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """What each of n rows says of one weak view of every image of its batches: probabilities
+        [n, T · B, classes], in evaluation mode."""
+
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """Each trainer's gradient over all its data, [n, P].
 

@@ -65,6 +65,10 @@ class Dist:
         """As the engine does, here."""
         return self.engine.train(rows, momentum, work)
 
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """As the engine does, here."""
+        return self.engine.answers(rows, work)
+
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """As the engine does, here."""
         return self.engine.gradients(rows, work, sizes)

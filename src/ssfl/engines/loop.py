@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssfl.losses import answered, certain, disagreement, local_loss, uphill
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.work import (
     Batch,
@@ -13,7 +14,7 @@ from ssfl.work import (
     Trained,
     Work,
     each_batch,
-    local_loss,
+    looking,
     make_batch,
     positions,
 )
@@ -51,17 +52,55 @@ class Loop:
         for weight, v in zip(weights, velocity, strict=True):
             sgd.state[weight]["momentum_buffer"] = v.reshape(weight.shape)
         told: list[dict[str, Tensor]] = []
+        pull = work.objective.proximal
+        received = [weight.detach().clone() for weight in weights] if pull else []
         for rate, batch in zip(work.rates, each_batch(self.pool, work), strict=True):
             sgd.param_groups[0]["lr"] = rate
             sgd.zero_grad()
             loss, stats = local_loss(self._forward, batch, work.objective)
             loss.sum().backward()
+            if work.objective.sharpness and batch.given is not None:
+                self._look_around(weights, batch, work.objective)
+            for weight, start in zip(weights, received, strict=False):
+                weight.grad = pull * (weight.detach() - start) + (0 if weight.grad is None else weight.grad)
             sgd.step()
             told.append(stats)
         if self.optimizer.momentum:
             velocity = [sgd.state[weight]["momentum_buffer"].reshape(-1) for weight in weights]
         means = {name: torch.stack([t[name] for t in told]).mean(0) for name in told[0]}
         return row_of(self.model, self.layout), torch.cat(velocity), means
+
+    def _look_around(self, weights: list[nn.Parameter], batch: Batch, objective: Objective) -> None:
+        """Add the gradient of (FL)²'s consistency with the weights around these."""
+        sure = local_loss(self._forward, certain(batch), objective)[0].sum()
+        slopes = torch.autograd.grad(sure, weights, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            rows = [weight[None] for weight in weights], [slope[None] for slope in slopes]
+            steps = [step[0] for step in uphill(*rows, objective.sharpness)]
+        moved = [
+            (weight.detach() + step).requires_grad_() for weight, step in zip(weights, steps, strict=True)
+        ]
+        names = [name for name, _ in self.model.named_parameters()]
+
+        def there(images: Tensor, training: bool, keys: Tensor) -> Tensor:
+            state = {n: w.to(self.pool.dtype) for n, w in zip(names, moved, strict=True)}
+            return functional_call(self.model, state, (images[0], keys[0]))[None]  # type: ignore[no-any-return]
+
+        disagreement(self._forward, there, batch).sum().backward()
+        for weight, other in zip(weights, moved, strict=True):
+            if other.grad is not None:
+                weight.grad = other.grad + (0 if weight.grad is None else weight.grad)
+
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """What each row says of weak views of its batches' images, in probabilities."""
+        found = []
+        with torch.no_grad():
+            for i in range(len(rows)):
+                write_row(self.model, self.layout, rows[i])
+                batches = each_batch(self.pool, looking(work.of(slice(i, i + 1))))
+                said = [answered(self._forward, batch) for batch in batches]
+                found.append(torch.cat(said, 1))
+        return torch.cat(found)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""

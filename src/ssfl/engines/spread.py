@@ -69,6 +69,11 @@ class Spread:
             {name: torch.cat([part.stats[name] for part in found]) for name in found[0].stats},
         )
 
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """What each row says of its batches' images."""
+        parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
+        return torch.cat(self._everywhere("answers", parts))
+
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """Each trainer's gradient over all its data, [n, P]."""
         return torch.cat(

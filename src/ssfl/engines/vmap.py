@@ -9,6 +9,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.func import functional_call
 from ssfl.engines.loop import full_batch
 from ssfl.errors import SsflWarning
 from ssfl.kernels import convolution
+from ssfl.losses import answered, certain, disagreement, local_loss, uphill
 from ssfl.rows import Layout, placed
 from ssfl.work import (
     TOLD,
@@ -28,7 +30,7 @@ from ssfl.work import (
     Trained,
     Work,
     each_batch,
-    local_loss,
+    looking,
     make_batch,
     positions,
 )
@@ -43,6 +45,8 @@ class Place:
     weights: Named
     """float32 or wider."""
     velocity: Named
+    received: Named
+    """The weights that the round began with, where they hold the others back; else nothing."""
     narrow: Named
     """The weights as networks compute with them: copies in bfloat16 where `rounded`, else `weights`."""
     rounded: bool
@@ -66,6 +70,7 @@ class Place:
         values = layout.unflatten(rows)
         for places, given in (
             (self.weights, values),
+            (self.received, values),
             (self.narrow, values),
             (self.statistics, values),
             (self.velocity, layout.unflatten(momentum)),
@@ -76,6 +81,10 @@ class Place:
         self.work.batches.copy_(work.batches[who])
         if self.work.labelled is not None and work.labelled is not None:
             self.work.labelled.copy_(work.labelled[who])
+        if self.work.given is not None and work.given is not None:
+            for here, value in zip(self.work.given, work.given, strict=True):
+                if here is not None and value is not None:
+                    here.copy_(value[who])
         rates = torch.tensor(work.rates, dtype=self.rates.dtype)
         self.rates.copy_(placed(rates, rows.device))
         self.step.zero_()
@@ -111,6 +120,7 @@ class Vmap:
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
         self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
+        self._answers: Callable[..., Tensor] = made(self._eager_answers)
         self._update: Callable[..., None] = made(_sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
 
@@ -129,7 +139,7 @@ class Vmap:
         if rows.is_cuda:
             # a place per kind of work, whose size does not change with how many users come back
             models = max(len(rows), work.seats)
-            kind = (models, work.objective, work.batches.shape[1:], work.labelled is None)
+            kind = (models, work.objective, work.batches.shape[1:], work.labelled is None, work.given is None)
             if kind not in self._recorded:
                 self._recorded[kind] = self._record(rows, momentum, work, models)
             place, graph = self._recorded[kind]
@@ -146,6 +156,17 @@ class Vmap:
         momentum = self.layout.flatten(place.velocity, lead=1)
         told = dict(zip(TOLD, place.told[:, :count] / len(work.rates), strict=True))
         return Trained(found[:count], momentum[:count], told)
+
+    def answers(self, rows: Tensor, work: Work) -> Tensor:
+        """What each row says of weak views of its batches' images, in probabilities."""
+        work = looking(work)
+        place = self._place(len(rows), rows, work)
+        place.load(self.layout, rows, rows[:, : self.layout.weights], work)
+        batches = each_batch(self.pool, work)
+        if rows.is_cuda:
+            steps = torch.arange(work.steps, device=rows.device)
+            batches = (self._views(self.pool, work, step) for step in steps.split(1))
+        return torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""
@@ -217,6 +238,7 @@ class Vmap:
         return Place(
             weights,
             {name: empty(value) for name, value in trained},
+            {name: empty(value) for name, value in trained} if work.objective.proximal else {},
             {name: empty(value, self.pool.dtype) for name, value in trained} if rounded else weights,
             rounded,
             {name: empty(value) for name, value in statistics},
@@ -226,6 +248,7 @@ class Vmap:
                 empty(work.batches),
                 None if work.labelled is None else empty(work.labelled),
                 (),
+                given=None if work.given is None else work.given.map(empty),
             ),
             rows.new_zeros(len(work.rates)),
             work.keys.new_zeros(1),
@@ -248,20 +271,45 @@ class Vmap:
         slopes = torch.autograd.grad(
             loss.sum(), list(weights.values()), allow_unused=True, materialize_grads=True
         )
+        if objective.sharpness and batch.given is not None:
+            around = self._around(weights, place.statistics, batch, objective)
+            slopes = tuple(a + b for a, b in zip(slopes, around, strict=True))
         return dict(zip(weights, slopes, strict=True)), moved, told
+
+    def _around(
+        self, weights: Named, statistics: Named, batch: Batch, objective: Objective
+    ) -> tuple[Tensor, ...]:
+        """The gradient of (FL)²'s consistency with the weights around these."""
+        own = list(weights.values())
+        sure = self._losses(weights, statistics, certain(batch), objective)[0]
+        slopes = torch.autograd.grad(sure.sum(), own, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            steps = uphill(own, slopes, objective.sharpness)
+        moved = {
+            name: (weight.detach() + step).requires_grad_()
+            for (name, weight), step in zip(weights.items(), steps, strict=True)
+        }
+        here, there = (partial(self._forward, state | statistics) for state in (weights, moved))
+        apart = disagreement(here, there, batch)
+        return torch.autograd.grad(
+            apart.sum(), list(moved.values()), allow_unused=True, materialize_grads=True
+        )
 
     def _eager_losses(
         self, weights: Named, statistics: Named, batch: Batch, objective: Objective
     ) -> tuple[Tensor, Named, Named]:
         state = weights | statistics
-
-        def forward(images: Tensor, training: bool, keys: Tensor) -> Tensor:
-            logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
-            return logits.unflatten(0, images.shape[:2])  # type: ignore[no-any-return]
-
-        loss, told = local_loss(forward, batch, objective)
+        loss, told = local_loss(partial(self._forward, state), batch, objective)
         # functional_call leaves the statistics that the network replaced in `state`
         return loss, {name: state[name].detach() for name in statistics}, told
+
+    def _eager_answers(self, weights: Named, statistics: Named, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return answered(partial(self._forward, weights | statistics), batch)
+
+    def _forward(self, state: Named, images: Tensor, training: bool, keys: Tensor) -> Tensor:
+        logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
+        return logits.unflatten(0, images.shape[:2])  # type: ignore[no-any-return]
 
     def _record(
         self, rows: Tensor, momentum: Tensor, work: Work, models: int
@@ -307,6 +355,8 @@ def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Opti
     rate = place.rates.index_select(0, place.step)
     for name, weight in place.weights.items():
         slope = slopes[name].to(weight.dtype) + optimizer.weight_decay * weight
+        if place.received:
+            slope = slope + place.work.objective.proximal * (weight - place.received[name])
         if optimizer.momentum:
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity

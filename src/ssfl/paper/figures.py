@@ -174,7 +174,7 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
 def _participants(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 6: FedAvg and grouping on EMNIST by C; mask rate and pseudo-labels beside the diversity."""
     figure, axes = drawing.plt.subplots(
-        4, 3, figsize=(11, 11), sharex=True, sharey="row", layout="constrained"
+        5, 3, figsize=(11, 12), sharex=True, sharey="row", layout="constrained"
     )
     for column, count in enumerate((10, 30, 47)):
         for place, run in enumerate(run for run in rows.row("16").runs if run.participants == count):
@@ -182,14 +182,15 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
             drawing.line(axes[0, column], name, place, accuracy(found))
             for axis, measure in zip(axes[1:3, column], MEASURES, strict=True):
                 drawing.line(axis, name, place, diversity(found, measure))
-            drawing.line(axes[3, column], f"{name}: sure", 2 * place, beside(found, "mask_rate"))
-            drawing.line(axes[3, column], f"{name}: right", 2 * place + 1, beside(found, "pseudo_accuracy"))
+            drawing.line(axes[3, column], name, place, beside(found, "mask_rate"))
+            drawing.line(axes[4, column], name, place, beside(found, "pseudo_accuracy"))
         axes[0, column].set_title(f"C = {count}")
     axes[0, 0].set_ylabel("test accuracy, %")
     for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
         axis.set(ylabel=label, yscale="log")
-    axes[3, 0].set_ylabel("pseudo-labels:\nsure, and right")
-    _finish(figure, axes.flat, each=(axes[0, 2], axes[3, 2]))
+    axes[3, 0].set_ylabel("images with a\npseudo-label")
+    axes[4, 0].set_ylabel("of these, right")
+    _finish(figure, axes.flat, each=(axes[0, 2],))
     return drawing.save(figure, out, "6", "FedAvg and grouping on EMNIST by the number of participants")
 
 

@@ -88,11 +88,12 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
     network = network_of(config, data)
-    tensors = layout_of(network).unflatten(saved.state.average)
+    row = saved.state.memory.get("slow", saved.state.average)
+    tensors = layout_of(network).unflatten(row)
     if isinstance(network, fedmatch.Decomposed):
         tensors = fedmatch.composed(tensors)
     plain = models.build(config.model.name or "", len(data.classes), data.shape, config.model.norm)
-    plain.to(saved.state.average.dtype).load_state_dict(tensors)
+    plain.to(row.dtype).load_state_dict(tensors)
     card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}
     return Classifier(plain, card).eval(), saved.state.round
 
@@ -103,7 +104,10 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
         total = len(data.test_labels)
         chosen = torch.randperm(total, generator=seed)[:MOST_TESTED].sort().values
         images, labels = data.test_images[chosen], data.test_labels[chosen]
-        shares = torch.cat([model(part).softmax(-1) for part in images.split(BATCH)])
+        device = assemble.choose_device("auto")
+        model.to(device)
+        shares = torch.cat([model(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)])
+        model.cpu()
         sure, told = shares.max(-1)
         size = len(data.classes)
         pairs = torch.bincount(labels * size + told, minlength=size * size)

@@ -1,6 +1,6 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
-from ssfl.report.gather import Run, finite
+from ssfl.report.gather import Run, finite, inside
 from ssfl.settings import Config
 
 _LEARN = {
@@ -10,6 +10,10 @@ _LEARN = {
     "supervised": "The users know the true labels of their images: an oracle, not semi-supervised.",
     "fedmatch": "The users train as FedMatch does: two sets of weights, helpers (threshold {threshold:g}).",
     "none": "The users do not train.",
+}
+_EPSILONS = {
+    "epsilon_sent": "for all that one user sends",
+    "epsilon_model": "for the averaged model",
 }
 _SERVER = {
     "parallel": "The server trains on its labels at the same time and joins the average.",
@@ -69,6 +73,9 @@ def setting(run: Run) -> list[str]:
             _averaging(config),
             _SERVER[method.server],
         ]
+    if method.labels == "round" and method.objective == "consistency":
+        sentences.append("Pseudo-labels are made once a round, by the model that was received.")
+    sentences += _privacy(run)
     if method.gate:
         sentences.append("A gate refuses models that are not finite or far too long.")
     if method.combine != "mean":
@@ -121,6 +128,22 @@ def _averaging(config: Config) -> str:
         "elastic": "Every user keeps a model of its own, drawn to a common one (EASGD).",
         "overlap": "Every user keeps a model of its own, drawn to a common one (OverlapSGD).",
     }.get(config.method.averaging, "Their models are averaged.")
+
+
+def _privacy(run: Run) -> list[str]:
+    """What was done for the privacy of the users, and what it is worth."""
+    wanted = run.config.privacy
+    if wanted.clip is None:
+        return []
+    told = [f"The update of each user is cut to the length {wanted.clip:g}"]
+    if wanted.noise:
+        told.append(f"and noise of {wanted.noise:g} times that is added to every number of it")
+    spent = run.summary.get("privacy")
+    epsilons = [(finite(inside(spent, key)), who) for key, who in _EPSILONS.items()]
+    worth = " and ".join(f"ε = {value:.4g} {who}" for value, who in epsilons if value is not None)
+    delta = finite(inside(spent, "delta"))
+    worth += f" (δ = {delta:.2g})" if worth and delta else ""
+    return [" ".join(told) + (f": {worth}." if worth else ".")]
 
 
 def _norm(config: Config) -> str:

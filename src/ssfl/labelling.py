@@ -1,0 +1,100 @@
+"""Pseudo-labels that are made once a round: what the received model says of the images to come.
+
+Before a user trains, the model it was sent looks at one weak view of every image of the round's T batches.
+From its answers come the labels, the threshold of each class, and how much the user's model will weigh. The
+steps then train the strong views on these labels, whatever becomes of the model meanwhile.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssfl import draws
+from ssfl.work import Given, Work
+
+CAP = 0.95
+"""CBAFed's highest threshold of a class."""
+MIX = 0.75
+"""Both parameters of the Beta distribution that SemiFL's mixtures are drawn from."""
+CERTAIN = 0.95
+"""How sure (FL)² must be of an image to ask for the same answer around the weights."""
+STEPS = 1024
+"""The distribution's quantiles that are told apart."""
+
+
+def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tensor | None = None) -> Tensor:
+    """How sure a user must be of each class, [n, classes], from probabilities [n, m, classes].
+
+    "fixed": τ for all. "flex" (FlexMatch): a class of which fewer images pass τ than of the commonest gets
+    a lower one, τ · β / (2 - β). "free" (FreeMatch, and (FL)²'s CAT): the user's mean confidence, less
+    for classes that it expects less. "balanced" (CBAFed): more for classes with a larger share of what
+    everybody trained on in the round before, [classes].
+    """
+    users, images, classes = answers.shape
+    confidence, label = answers.max(-1)
+    if rule == "free":
+        expected = answers.mean(1)
+        return confidence.mean(1, keepdim=True) * expected / expected.amax(1, keepdim=True)
+    if rule == "flex":
+        sure = (confidence >= threshold).to(answers.dtype)
+        counts = answers.new_zeros(users, classes).scatter_add_(1, label, sure)
+        unsure = images - counts.sum(1, keepdim=True)
+        progress = counts / torch.maximum(counts.amax(1, keepdim=True), unsure).clamp(min=1)
+        return threshold * progress / (2 - progress)
+    if rule == "balanced" and shares is not None and bool(shares.sum() > 0):
+        part = (shares / shares.sum()).to(answers)
+        return (part + threshold - part.std()).clamp(0, CAP).expand(users, classes)
+    return answers.new_full((users, classes), threshold)
+
+
+def labelled(work: Work, answers: Tensor, thresholds: Tensor, *, fill: bool = False) -> tuple[Work, Tensor]:
+    """The work with labels given, and which of its images got one, [n, T · B].
+
+    With `fill`, batches hold images with a label alone, over again if need be, instead of counting the others
+    as zeros. Where the objective mixes images, each has a partner, any image with whatever label.
+    """
+    users, steps, size = work.batches.shape
+    confidence, label = answers.max(-1)
+    sure = confidence >= thresholds.gather(1, label)
+    images, labels, mask, certain = work.batches.flatten(1), label, sure, sure & (confidence >= CERTAIN)
+    everybody = torch.arange(users, device=images.device)[:, None]
+    place = torch.arange(steps * size, device=images.device).expand(users, -1)
+    if fill:
+        order = (~sure).to(torch.uint8).sort(dim=1, stable=True).indices
+        chosen = order.gather(1, place % sure.sum(1, keepdim=True).clamp(min=1))
+        images, labels, mask, certain = (part[everybody, chosen] for part in (images, labels, mask, certain))
+    shape = work.batches.shape
+    partners = partner_labels = shares = None
+    if work.objective.mix:
+        keys = draws.fold(work.keys[2][:, None], place)
+        other = draws.below(keys, torch.full_like(place, steps * size))
+        partners = work.batches.flatten(1)[everybody, other].reshape(shape)
+        partner_labels = label[everybody, other].reshape(shape)
+        turn = torch.arange(steps, device=images.device)
+        drawn = draws.uniform(draws.fold(draws.fold(work.keys[2], -1)[:, None], turn))
+        table = torch.from_numpy(_quantiles()).to(answers)
+        shares = table[(drawn * STEPS).long().clamp(max=STEPS - 1)]
+    given = Given(
+        labels.reshape(shape),
+        mask.to(answers.dtype).reshape(shape),
+        partners,
+        partner_labels,
+        shares,
+        certain.to(answers.dtype).reshape(shape) if work.objective.sharpness else None,
+    )
+    return work.with_labels(images.reshape(shape), given), sure
+
+
+def doubt(answers: Tensor) -> Tensor:
+    """(FL)²'s weight of a user, [n]: who is less sure has more to learn, 1 - mean confidence."""
+    return 1 - answers.amax(-1).mean(-1)
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    from scipy.stats import beta
+
+    middles = (np.arange(STEPS) + 0.5) / STEPS
+    return np.asarray(beta.ppf(middles, MIX, MIX))

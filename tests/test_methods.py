@@ -1,0 +1,313 @@
+"""The rivals, each rule by numbers computed by hand."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ssfl import assemble, averaging, labelling
+from ssfl.cohort import Cohort
+from ssfl.config import from_dict
+from ssfl.errors import ConfigError
+from ssfl.federation import State, play_round
+from ssfl.methods import METHODS
+from ssfl.rows import write_row
+from ssfl.settings import Config
+from ssfl.simulation import Simulation
+from ssfl.work import Objective, Trained, Work, make_batch
+
+Make = Callable[..., Config]
+ALONE = ["split.users=1", "split.server_labels=0", "method.server=none", "train.precision=float64",
+         "run.engine=loop", "train.momentum=0", "train.nesterov=false", "train.weight_decay=0",
+         "method.threshold=0.105"]  # fmt: skip
+
+
+def answers(*rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+SAID = answers([[0.9, 0.1, 0.0], [0.7, 0.2, 0.1], [0.2, 0.6, 0.2], [0.8, 0.1, 0.1]])
+
+
+def test_free_thresholds_follow_confidence_and_expectation() -> None:
+    # mean confidence (.9 + .7 + .6 + .8) / 4 = .75; expected classes .65, .25, .1
+    found = labelling.class_thresholds("free", SAID, 0.95)
+    assert found[0].tolist() == pytest.approx([0.75, 0.75 * 0.25 / 0.65, 0.75 * 0.1 / 0.65])
+
+
+def test_flex_thresholds_fall_for_classes_that_lag() -> None:
+    # at τ = .6 three images are sure of class 0 and one of class 1: β = 1, 1/3, 0
+    found = labelling.class_thresholds("flex", SAID, 0.6)
+    assert found[0].tolist() == pytest.approx([0.6, 0.6 * (1 / 3) / (2 - 1 / 3), 0])
+    # at τ = .85 one is sure and three are not: warm up, β = 1/3, 0, 0
+    found = labelling.class_thresholds("flex", SAID, 0.85)
+    assert found[0].tolist() == pytest.approx([0.85 * (1 / 3) / (2 - 1 / 3), 0, 0])
+
+
+def test_balanced_thresholds_rise_with_a_classs_share() -> None:
+    shares = torch.tensor([6.0, 3.0, 1.0], dtype=torch.float64)
+    deviation = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).std().item()
+    found = labelling.class_thresholds("balanced", SAID, 0.84, shares)
+    assert found[0].tolist() == pytest.approx([0.95, 0.84 + 0.3 - deviation, 0.84 + 0.1 - deviation])
+    fixed = labelling.class_thresholds("fixed", SAID, 0.84)
+    assert torch.equal(labelling.class_thresholds("balanced", SAID, 0.84, shares * 0), fixed)
+
+
+def work(objective: Objective, users: int = 1) -> Work:
+    batches = torch.arange(100, 100 + 4 * users).reshape(users, 2, 2)
+    return Work(objective, torch.arange(4 * users).reshape(4, users), batches, None, (0.1, 0.1))
+
+
+def test_given_labels_are_those_of_the_received_model() -> None:
+    thresholds = torch.full((1, 3), 0.75, dtype=torch.float64)
+    made, sure = labelling.labelled(work(Objective("consistency")), SAID, thresholds)
+    assert made.given is not None
+    assert made.given.labels.tolist() == [[[0, 0], [1, 0]]]
+    assert made.given.mask.tolist() == [[[1, 0], [0, 1]]]
+    assert sure.tolist() == [[True, False, False, True]]
+    assert made.batches.tolist() == [[[100, 101], [102, 103]]]
+
+
+def test_full_batches_hold_sure_images_alone_over_again() -> None:
+    said = torch.cat([SAID, SAID * 0.5])
+    thresholds = torch.full((2, 3), 0.75, dtype=torch.float64)
+    made, sure = labelling.labelled(work(Objective("consistency"), 2), said, thresholds, fill=True)
+    assert made.given is not None
+    assert made.batches[0].tolist() == [[100, 103], [100, 103]]
+    assert made.given.labels[0].tolist() == [[0, 0], [0, 0]]
+    assert made.given.mask[0].tolist() == [[1, 1], [1, 1]]
+    assert not made.given.mask[1].any()  # the other user is sure of nothing
+    assert sure.any(1).tolist() == [True, False]
+
+
+def test_mixtures_take_any_image_with_its_own_label() -> None:
+    many = torch.rand(3, 40, 5, dtype=torch.float64).softmax(-1)
+    batches = torch.arange(120).reshape(3, 4, 10)
+    given = Work(Objective("consistency", mix=1.0), torch.arange(12).reshape(4, 3), batches, None, (0.1,) * 4)
+    made = labelling.labelled(given, many, torch.full((3, 5), 0.9, dtype=torch.float64))[0].given
+    assert made is not None
+    assert made.partners is not None
+    assert made.partner_labels is not None
+    assert made.shares is not None
+    label = dict(zip(batches.flatten().tolist(), many.argmax(-1).flatten().tolist(), strict=True))
+    for user in range(3):
+        for image, said in zip(
+            made.partners[user].flatten(), made.partner_labels[user].flatten(), strict=True
+        ):
+            assert 40 * user <= int(image) < 40 * (user + 1)
+            assert label[int(image)] == int(said)
+    assert made.shares.shape == (3, 4)
+    assert len(set(made.shares.flatten().tolist())) > 8
+
+
+def test_mixing_shares_are_of_the_beta_distribution() -> None:
+    table = torch.from_numpy(labelling._quantiles())
+    # Beta(a, a) has mean 1/2 and variance 1 / (4 (2a + 1))
+    assert table.mean().item() == pytest.approx(0.5)
+    assert table.var().item() == pytest.approx(1 / (4 * 2.5), rel=1e-2)
+
+
+def one_step(quick: Make, *more: str) -> tuple[Simulation, State, State, Work]:
+    """A user alone: the simulation, before, after one round, and the labelled work."""
+    sim = assemble.make(quick(*ALONE, *more))
+    start = sim.initial()
+    new, _ = sim.play(start)
+    plain = sim.plan.users_work(0, sim.plan.cohort(0))
+    looked, _, _ = sim._looked(start, start.average[None], plain)
+    return sim, start, new, looked
+
+
+def moved(sim: Simulation, start: State, rate: float) -> torch.Tensor:
+    """Where one step of plain SGD leads, from the model's gradients."""
+    found = torch.cat([p.grad.flatten() for p in sim.model.parameters() if p.grad is not None])
+    return start.average[: sim.layout.weights] - rate * found
+
+
+def test_semifl_step(quick: Make) -> None:
+    sim, start, new, looked = one_step(quick, "method.name=semifl", "federation.period=1")
+    batch = make_batch(sim.pool, looked, 0)
+    assert batch.strong is not None
+    assert batch.partner is not None
+    assert batch.given is not None
+    assert batch.given.shares is not None
+    assert batch.given.partner_labels is not None
+    write_row(sim.model, sim.layout, start.average)
+    model, share = sim.model.train(), float(batch.given.shares[0])
+    label, other = batch.given.labels[0], batch.given.partner_labels[0]
+    mixed = model(share * batch.weak[0] + (1 - share) * batch.partner[0])
+    loss = functional.cross_entropy(model(batch.strong[0]), label)
+    loss = loss + share * functional.cross_entropy(mixed, label)
+    loss = loss + (1 - share) * functional.cross_entropy(mixed, other)
+    model.zero_grad()
+    loss.backward()
+    assert torch.allclose(new.average[: sim.layout.weights], moved(sim, start, looked.rates[0]), atol=1e-12)
+
+
+def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = ["method.name=fl2", "federation.period=1"]
+    sim, start, _, looked = one_step(quick, *name)
+    said = sim.engine.answers(start.average[None], looked)
+    monkeypatch.setattr(labelling, "CERTAIN", said.amax(-1).median().item())
+    sim, start, new, looked = one_step(quick, *name)
+    batch = make_batch(sim.pool, looked, 0)
+    assert batch.strong is not None
+    assert batch.given is not None
+    assert batch.given.certain is not None
+    label, sure = batch.given.labels[0], batch.given.certain[0]
+    assert 0 < sure.sum() < len(sure)
+    write_row(sim.model, sim.layout, start.average)
+    model = sim.model.train()
+    weights = list(model.parameters())
+    each = functional.cross_entropy(model(batch.strong[0]), label, reduction="none")
+    slopes = torch.autograd.grad((each * sure).mean(), weights, retain_graph=True)
+    plain = torch.autograd.grad(each.mean(), weights)
+    said = model(batch.strong[0]).log_softmax(1).detach()
+    length = sum((w.abs() * g).square().sum() for w, g in zip(weights, slopes, strict=True)) ** 0.5
+    with torch.no_grad():
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.add_(weight.square() * slope, alpha=0.1 / float(length))
+    says = model(batch.strong[0]).log_softmax(1)
+    apart = functional.kl_div(said, says, reduction="none", log_target=True).sum(1)
+    around = torch.autograd.grad((apart * sure).mean(), weights)
+    total = torch.cat([(a + b).flatten() for a, b in zip(plain, around, strict=True)])
+    expected = start.average[: sim.layout.weights] - looked.rates[0] * total
+    assert torch.allclose(new.average[: sim.layout.weights], expected, atol=1e-12)
+
+
+def test_fedprox_step(quick: Make) -> None:
+    name = ["method.name=fedprox", "method.proximal=2", "federation.period=2"]
+    sim, start, new, _ = one_step(quick, *name)
+    free, _, other, _ = one_step(quick, *name, "method.proximal=0")
+    assert not torch.equal(new.average, other.average)
+    # the first step is free of the pull; the second is drawn back by μ times what the first one went
+    one, _, first, _ = one_step(quick, *name, "federation.period=1")
+    gone = first.average - start.average
+    assert free.plan.rates(0)[0] == one.plan.rates(0)[0]
+    pulled = other.average - sim.plan.rates(0)[1] * 2 * gone
+    assert torch.allclose(new.average, pulled, atol=1e-9)
+
+
+def test_distance_reweighted_average_by_hand() -> None:
+    # two users of 100 images at 0 and one of 200 at 4, in two layers: the plain average is 2, everybody is
+    # 2 + 2 away, and weights are n · exp(-β · d / n)
+    rows = torch.tensor([[0.0, 0.0], [0.0, 0.0], [4.0, 4.0]], dtype=torch.float64) / 1000
+    counts = torch.tensor([100, 100, 200])
+    small, large = (n * torch.tensor(-1e4 * 0.004 / n).exp().item() for n in (100, 200))
+    expected = large * 0.004 / (2 * small + large)
+    assert averaging.by_distance(rows, counts, [1, 1]).tolist() == pytest.approx([expected] * 2)
+
+
+def test_sub_consensus_is_a_mean_of_halves() -> None:
+    rows = torch.rand(10, 6, dtype=torch.float64)
+    counts = torch.full((10,), 10**9)  # so many images that distance does not count: plain means of five
+    found = averaging.sub_consensus(rows, counts, [2, 4], torch.tensor(5))
+    assert rows.min() < found.min()
+    assert not torch.allclose(found, rows.mean(0))
+    assert torch.allclose(averaging.sub_consensus(rows[:1], counts[:1], [6], torch.tensor(5)), rows[0])
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+PAIR = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0), (0, 1))
+
+
+def going(*amounts: float, weights: tuple[float, ...] = ()):  # type: ignore[no-untyped-def]
+    """Users that add to what they received."""
+
+    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+        stats = {"loss": column(*amounts)[part, 0]}
+        if weights:
+            stats["weight"] = torch.tensor(weights, dtype=torch.float64)[part]
+        return Trained(rows + column(*amounts)[part], momentum, stats)
+
+    return train
+
+
+def test_server_momentum_goes_on() -> None:
+    memory = {"velocity": column(0)}
+    start = State(0, column(10), column(10)[0], torch.zeros(0, 1), memory=memory)
+    common = {"train_server": going(0), "server": "none", "server_momentum": 0.5}
+    one, _ = play_round(start, PAIR, train_users=going(1, 3), **common)
+    two, _ = play_round(one, PAIR, train_users=going(4, 4), **common)
+    # moves by 2, then by 4 and half of the 2
+    assert [one.average.item(), two.average.item()] == [12, 17]
+    assert two.memory["velocity"].item() == 5
+
+
+def test_users_weigh_what_they_are_told() -> None:
+    start = State(0, column(10), column(10)[0], torch.zeros(0, 1))
+
+    def combine(rows: torch.Tensor, users: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        return averaging.combined("mean", rows, weights)
+
+    def after(*weights: float) -> float:
+        users = going(1, 5, weights=weights)
+        new, _ = play_round(
+            start, PAIR, train_users=users, train_server=going(0), server="none", combine=combine
+        )
+        return new.average.item()
+
+    assert after(1, 3) == 14
+    assert after(0, 2) == 15
+    assert after(0, 0) == 13  # where all weigh nothing, they weigh the same
+
+
+def test_doubtful_users_weigh_more() -> None:
+    said = torch.cat([SAID, torch.full_like(SAID, 1 / 3)])
+    assert labelling.doubt(said).tolist() == pytest.approx([0.25, 2 / 3])
+
+
+def test_averages_over_rounds(quick: Make) -> None:
+    sim = assemble.make(quick("method.residual=2", "method.slow=0.9", "run.engine=loop"))
+    states = [sim.initial()]
+    for _ in range(4):
+        states.append(sim.play(states[-1])[0])
+    # a new model every round, halved with the stored one in every second
+    plain = assemble.make(quick("run.engine=loop"))
+    unmixed = plain.play(states[1])[0].average
+    assert torch.allclose(states[2].average, (unmixed + states[0].average) / 2, atol=1e-7)
+    assert torch.equal(states[3].memory["stored"], states[2].average)
+    slow = states[0].average
+    for number, state in enumerate(states[1:], 1):
+        stays = min(0.9, number / (number + 9))
+        slow = stays * slow + (1 - stays) * state.average
+    assert torch.allclose(states[4].memory["slow"], slow, atol=1e-7)
+    assert torch.equal(sim.final_row(states[4]), states[4].memory["slow"])
+
+
+def test_class_counts_are_of_the_labels_given(quick: Make) -> None:
+    sim = assemble.make(quick("method.name=cbafed", "method.threshold=0.3"))
+    state = sim.initial()
+    own = state.memory["shares"]
+    assert own.sum() == sim.config.split.server_labels
+    for _ in range(6):
+        state, events = sim.play(state)
+    assert state.memory["shares"].sum() > own.sum()
+    assert events[0]["mask_rate"] > 0.5
+
+
+@pytest.mark.parametrize("name", ["semifl", "fl2", "rscfed", "cbafed", "fedprox", "flexmatch", "freematch"])
+def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
+    config = from_dict({"method": {"name": name}})
+    for section, values in METHODS[name].items():
+        for key, value in values.items():
+            assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["method.mix=1"], "method.mix = 1.0 needs method.labels = 'round'"),
+        (["method.thresholds=free"], "needs method.labels = 'round'"),
+        (["method.labels=round", "method.objective=self-training"], "needs method.objective = 'consistency'"),
+        (["method.name=grouping", "method.server_momentum=0.5"], "method.server_momentum needs"),
+        (["method.name=fl2", "model.norm=batch"], "method.sharpness needs model.norm"),
+        (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
+    ],
+)
+def test_what_does_not_go_together(quick: Make, changes: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        assemble.make(quick(*changes))
