@@ -8,6 +8,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -33,9 +34,9 @@ def task_of(text: str) -> peers.Task:
 @client.train()
 def train(message: Message, context: Context) -> Message:
     """A user's round."""
-    task = task_of(message.content["config"]["spec"])
+    task = task_of(str(message.content.config_records["config"]["spec"]))
     config = task.config.train
-    task.network.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    task.network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     optimizer = task.sgd(task.network.parameters(), config.lr)
     before = task.steps, task.seen, float(task.total)
     images, labels = task.draw(int(context.node_config["partition-id"]))
@@ -43,7 +44,7 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         task.loss(task.network, x, y).backward()
         optimizer.step()
-    told = {
+    told: dict[str, Any] = {
         "num-examples": len(images),
         "steps": task.steps - before[0],
         "images": task.seen - before[1],
@@ -65,7 +66,7 @@ def run(spec: jobs.Spec) -> jobs.Measured:
     server = ServerApp()
 
     def summed(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        told = [dict(reply["metrics"]) for reply in replies]
+        told: list[dict[str, Any]] = [dict(reply.metric_records["metrics"]) for reply in replies]
         processes.update(one["process"] for one in told)
         measured.threads = told[0]["threads"]
         return MetricRecord({name: sum(one[name] for one in told) for name in ("steps", "images", "total")})
@@ -86,7 +87,8 @@ def run(spec: jobs.Spec) -> jobs.Measured:
             train_config=ConfigRecord({"spec": json.dumps(asdict(spec))}),
             evaluate_fn=note,
         )
-        for told in result.train_metrics_clientapp.values():
+        for record in result.train_metrics_clientapp.values():
+            told: dict[str, Any] = dict(record)
             measured.steps += int(told["steps"])
             measured.images += int(told["images"])
             measured.losses.append(float(told["total"]) / int(told["steps"]))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from ssfl import cli
 from ssfl.config import Config, load_config
+from stage import NAMES, Stage
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -93,3 +95,46 @@ def browser() -> Iterator["Chrome"]:
     started = webdriver.Chrome(options=options, service=Service(driver))
     yield started
     started.quit()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits as PNG files: labelled/CLASS at the centre, and one folder for each of three sites."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits, root = load_digits(), tmp_path_factory.mktemp("folders")
+    for number, (pixels, digit) in enumerate(zip(digits.images[:400], digits.target[:400], strict=True)):
+        home = f"labelled/{digit}" if number < 100 else NAMES[number % 3]
+        (root / home).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.rint(pixels * (255 / 16)).astype(np.uint8)).save(root / home / f"{number:03d}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A keys folder of the three sites."""
+    from ssfl.deploy import keys
+
+    folder = tmp_path_factory.mktemp("ring") / "keys"
+    keys.init(folder, [])
+    for name in NAMES:
+        keys.add(folder, name)
+    return folder
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    try:
+        yield made
+    finally:
+        for process in made.started:
+            if process.poll() is None:
+                process.terminate()
+        for process in made.started:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -7,8 +7,9 @@ import pytest
 
 from ssfl.config import CONFIGS, from_dict, load_config, presets, to_toml
 from ssfl.errors import ConfigError
+from ssfl.limits import CHOICES, RANGES
 from ssfl.methods import METHODS
-from ssfl.settings import CHOICES, RANGES, SECTIONS, Config
+from ssfl.settings import SECTIONS, Config
 
 
 @pytest.mark.parametrize("name", presets())

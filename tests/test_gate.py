@@ -1,6 +1,7 @@
 """What is refused before averaging, robust averages, and users that send garbage."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import ssfl
 from ssfl import assemble, attacks, averaging, gate, runs
 from ssfl.cohort import Cohort
+from ssfl.config import load_config
 from ssfl.errors import ConfigError
 from ssfl.federation import State, play_round
 from ssfl.rows import write_row
@@ -32,6 +34,14 @@ def test_the_gate_names_what_is_wrong_and_lets_the_others_pass() -> None:
     ]  # fmt: skip
     still = gate.judge(sent, sent, torch.zeros(6))  # a round in which nobody moved
     assert still == [""] * 6
+    # who learns while the others hardly move is not far outside; who replaces the model is
+    model, early = torch.full((4, 2), 10.0), torch.tensor([[0.0, 0], [0.01, 0], [0, 3], [9, 0]])
+    assert [bool(why) for why in gate.judge(model, model + early, torch.zeros(4))] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,12 +102,43 @@ def test_a_gate_that_refuses_nobody_changes_nothing(server: str) -> None:
     assert torch.allclose(plain.average, guarded.average)
 
 
+@pytest.mark.parametrize(("wanted", "streams"), [(11.5, [12, 11]), (23, [12, 23]), (17, [12, 23])])
+def test_the_check_takes_what_does_better_on_the_servers_labels(wanted: float, streams: list[float]) -> None:
+    """One group of one user, one of three: their mean is 23 and their median 11."""
+    cohort = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0,), (1, 2, 3)), (0, 1, 1, 1))
+    start = State(0, column(10, 10), column(10)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
+
+    def combine(rows: torch.Tensor, users: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        return averaging.checked(rows.mean(0), rows, lambda row: abs(float(row) - wanted))
+
+    new, outcome = play_round(
+        start, cohort, train_users=train(2, 1, 0, 38), train_server=train(5), server="none", combine=combine
+    )
+    assert new.streams.flatten().tolist() == pytest.approx(streams)
+    assert not outcome.refused  # nobody is blamed: honest users' models may do badly alone
+
+
+def test_the_check_reads_the_servers_labels_alone(quick: Make) -> None:
+    plain, guarded = (
+        assemble.make(quick("method.combine=trimmed", f"method.check={on}")) for on in ("false", "true")
+    )
+    state = plain.initial()
+    for sim in (plain, plain, plain):
+        state, _ = sim.play(state)
+    # the labels of everything but the server's images may be anything
+    hidden = torch.ones(len(guarded.pool.labels), dtype=torch.bool)
+    hidden[guarded.plan.server.images] = False
+    blind = replace(guarded, pool=replace(guarded.pool, labels=guarded.pool.labels.masked_fill(hidden, 0)))
+    assert torch.equal(blind.play(state)[0].average, guarded.play(state)[0].average)
+
+
 def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
     sim = assemble.make(quick("federation.attackers=0.2"))
     assert len(attacks.who(10, 0.2, 1)) == 2
     sent = sim.initial().average
     row = sent + 1
     assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5), sent - 1)
+    assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5, 2.5), sent - 2.5)
     noisy = attacks.corrupt("noise", sent, row, sim.layout, 5)
     assert torch.equal(noisy, attacks.corrupt("noise", sent, row, sim.layout, 5))
     assert 0.3 < float((noisy - row).std() / row.abs().mean()) < 3
@@ -136,3 +177,31 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
 def test_what_does_not_go_together_is_refused(quick: Make) -> None:
     with pytest.raises(ConfigError, match=r"do not go with run.engine = 'dist'"):
         quick("method.gate=true", "run.engine=dist")
+    with pytest.raises(ConfigError, match=r"method.check needs the server's labels"):
+        quick("method.check=true", "method.server=none")
+
+
+@pytest.mark.slow
+def test_a_fifth_of_the_users_sending_garbage_costs_less_than_two_points(tmp_path: Path) -> None:
+    """The quickstart in two groups, the mean of four seeds: with the gate, the trimmed mean and the check it
+    ends within two points of the plain, clean run, and without them it does not."""
+    guard = ["method.gate=true", "method.combine=trimmed", "method.check=true"]
+    flipped = ["federation.attack=sign", "federation.attack_scale=2"]
+
+    def accuracy(*sets: str) -> float:
+        found = []
+        for seed in (1, 2, 3, 4):
+            given = ["method.averaging=grouping", "federation.groups=2", "federation.rounds=40", *sets]
+            config = load_config("quickstart", [*given, f"run.seed={seed}", f"split.seed={seed}"])
+            found.append(ssfl.run(config, runs.next_free(tmp_path / "run")).accuracy)
+        return sum(found) / len(found)
+
+    clean, some = accuracy(), "federation.attackers=0.2"
+    assert accuracy(some, *flipped) < clean - 0.02  # or there would be nothing to defend against
+    for attack in (
+        ["federation.attack=sign"],
+        flipped,
+        ["federation.attack=noise"],
+        ["federation.attack=shift"],
+    ):
+        assert accuracy(some, *attack, *guard) > clean - 0.02, attack

@@ -1,6 +1,7 @@
 """The rivals, each rule by numbers computed by hand."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -114,8 +115,8 @@ def one_step(quick: Make, *more: str) -> tuple[Simulation, State, State, Work]:
     start = sim.initial()
     new, _ = sim.play(start)
     plain = sim.plan.users_work(0, sim.plan.cohort(0))
-    looked, _, _ = sim._looked(start, start.average[None], plain)
-    return sim, start, new, looked
+    looked = labelling.looked(sim.engine, sim.config.method, start.average[None], plain)
+    return sim, start, new, looked.work
 
 
 def moved(sim: Simulation, start: State, rate: float) -> torch.Tensor:
@@ -291,7 +292,12 @@ def test_class_counts_are_of_the_labels_given(quick: Make) -> None:
 
 @pytest.mark.parametrize("name", ["semifl", "fl2", "rscfed", "cbafed", "fedprox", "flexmatch", "freematch"])
 def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
-    config = from_dict({"method": {"name": name}})
+    bare: dict[str, dict[str, Any]] = {
+        "method": {"name": name},
+        "data": {"name": "digits"},
+        "federation": {"rounds": 1},
+    }
+    config = from_dict(bare)
     for section, values in METHODS[name].items():
         for key, value in values.items():
             assert getattr(getattr(config, section), key) == value

@@ -208,8 +208,14 @@ def test_a_real_site_noises_with_what_nobody_knows_and_keeps_its_numbers_back(tm
             sent = wire.pack(row, terms=terms, user=0, round=0)
             message = Message(sent, dst_node_id=1, message_type="train")
             message.metadata.__dict__["_message_id"] = "1"
-            replies.append(client_app(site)(message, Context(1, 1, {}, RecordDict(), {})).content)
-        return [wire.unpack(reply, len(row)) - row for reply in replies], wire.read_told(replies[0]), lines
+            replies.append(
+                client_app(lambda context: site)(message, Context(1, 1, {}, RecordDict(), {})).content
+            )
+        return (
+            [wire.unpack(reply, len(row)) - row for reply in replies],
+            wire.read_trained(replies[0], len(row), 0)[1],
+            lines,
+        )
 
     (one, two), told, _ = answers()
     assert torch.equal(one, two)

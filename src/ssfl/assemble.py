@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ssfl import engines, fedmatch, memory, models
-from ssfl.config import check
+from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -114,7 +114,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
-        method=method,
+        method=replace(method, gate=bool(method.gate)),
         privacy=privacy,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
         federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),

@@ -16,12 +16,16 @@ def who(users: int, share: float, seed: int) -> frozenset[int]:
     return frozenset(keys.argsort()[:count].tolist())
 
 
-def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> Tensor:
-    """What an attacker sends instead of the model [P + Q] that it trained.
+def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
+    """What an attacker sends instead of the model [P + Q] that it trained, its update `scale` times as long.
 
     "sign": the update in the opposite direction. "noise": random weights of the size of the true ones.
     "shift": a model that takes every class for the next one, its last layer moved by one.
     """
+    return sent + scale * (_garbage(kind, sent, row, layout, key) - sent)
+
+
+def _garbage(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> Tensor:
     if kind == "sign":
         return sent - (row - sent)
     tensors = layout.unflatten(row)

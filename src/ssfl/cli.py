@@ -188,6 +188,41 @@ def compare(first: RunFolder, second: RunFolder) -> None:
 
 
 @app.command()
+def contest(
+    config: Annotated[
+        str, typer.Argument(help="A preset's name or a TOML file: the protocol.")
+    ] = "quickstart",
+    methods: Annotated[
+        str, typer.Option(help="Names of the methods table, with commas.")
+    ] = "alternate,grouping,crl-gn,semifl,server-only",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 3,
+    choose: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help="Values to choose from by validation images; repeatable."),
+    ] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the runs.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Methods side by side under one protocol.  Example: ssfl contest emnist-47 --methods grouping,semifl"""
+    import shlex
+
+    from ssfl import contest as contests
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    target = out or Path("runs") / f"contest-{Path(config).stem}"
+    names = [name.strip() for name in methods.split(",")]
+    found = contests.play(
+        config, names, seeds, sets=sets or [], choose=choose or [], out=target, tell=tell, quiet=quiet
+    )
+    print(contests.table(found))
+    contests.write(found, target, {"command": shlex.join(["ssfl", *sys.argv[1:]])})
+    print(f"in {target}: contest.json, {', '.join(file.name for file in contests.draw(found, target))}")
+
+
+@app.command()
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
     out: Annotated[

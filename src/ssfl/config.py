@@ -13,14 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ssfl.checks import check
 from ssfl.errors import ConfigError
+from ssfl.limits import CHOICES, INSTEAD, RANGES
 from ssfl.methods import METHODS
-from ssfl.settings import CHOICES, INSTEAD, RANGES, SECTIONS, Config, Method, Privacy
+from ssfl.settings import SECTIONS, Config, Method
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
-__all__ = ["CONFIGS", "Config", "apply", "check", "from_dict", "load_config", "presets", "to_toml"]
+__all__ = ["CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "to_toml"]
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -173,135 +175,6 @@ def _check_range(key: str, value: Any) -> None:
         least, most, why = RANGES[key]
         if not least <= value <= most:
             raise ConfigError(f"{key} = {value} must lie between {least} and {most} ({why})")
-
-
-def check(config: Config) -> None:
-    """What must hold between settings."""
-    split, method, federation = config.split, config.method, config.federation
-    if (config.data.name is None) == (config.data.path is None):
-        raise ConfigError("set either data.name (such as digits) or data.path (your own images)")
-    participants = split.users if federation.participants is None else federation.participants
-    if participants > split.users:
-        raise ConfigError(
-            f"federation.participants = {participants} is more than split.users = {split.users}: "
-            f"set it to at most {split.users}"
-        )
-    if federation.groups is not None and federation.groups > participants:
-        raise ConfigError(
-            f"federation.groups = {federation.groups} is more than the {participants} participants: "
-            f"set it to at most {participants}"
-        )
-    if federation.groups not in (None, 1) and method.averaging != "grouping":
-        raise ConfigError(
-            f"federation.groups = {federation.groups} needs method.averaging = 'grouping', "
-            f"not {method.averaging!r}"
-        )
-    if (federation.rounds is None) == (federation.epochs is None):
-        raise ConfigError("set either federation.rounds or federation.epochs, not both or neither")
-    if (method.averaging == "weighted") != (method.server_weight is not None):
-        raise ConfigError("method.averaging = 'weighted' and method.server_weight go together")
-    if method.averaging == "weighted" and method.server != "parallel":
-        raise ConfigError("method.averaging = 'weighted' needs method.server = 'parallel'")
-    if method.averaging in ("elastic", "overlap"):
-        if method.server != "none":
-            raise ConfigError(f"method.averaging = {method.averaging!r} needs method.server = 'none'")
-    elif method.elasticity is not None:
-        raise ConfigError("method.elasticity needs method.averaging = 'elastic' or 'overlap'")
-    if method.server_replicas and (method.averaging, method.server) != ("grouping", "parallel"):
-        raise ConfigError(
-            "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
-        )
-    _check_round_labels(method, config.model.norm)
-    if method.server_momentum and method.server == "parallel":
-        raise ConfigError("method.server_momentum needs method.server = 'alternate' or 'none'")
-    guarded = method.gate or method.combine != "mean" or federation.attackers > 0
-    guarded = guarded or method.weighting != "even" or method.fill
-    if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
-        raise ConfigError(
-            "method.gate, combine, weighting and fill and federation.attackers do not go with "
-            "run.engine = 'dist' or models of the users' own"
-        )
-    if config.run.engine == "dist" and (
-        method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
-    ):
-        raise ConfigError(f"run.engine = 'dist' does not go with method.name = {method.name!r}: use 'auto'")
-    if method.name == "fixmatch" and split.users != 1:
-        raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")
-    if method.objective == "fedmatch":
-        _check_fedmatch(config)
-    if config.privacy != Privacy():
-        _check_privacy(config)
-    if split.shared and split.labels_at != "server":
-        raise ConfigError("split.shared shares the server's images: use split.labels_at = 'server'")
-    if method.objective == "none" and method.server == "none":
-        raise ConfigError("nobody would train: set method.objective or method.server")
-    if split.labels_at == "users" and method.server != "none":
-        raise ConfigError("split.labels_at = 'users' leaves the server no data: add method.server = 'none'")
-    if split.labels_at != "server" and method.objective == "none":
-        raise ConfigError(
-            f"method.name = {method.name!r} does not train users: use split.labels_at = 'server'"
-        )
-    if split.scheme == "mixture" and not split.mixtures:
-        raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
-    if config.train.nesterov and config.train.momentum == 0:
-        raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
-
-
-def _check_round_labels(method: Method, norm: str) -> None:
-    """What goes with labels once a round alone, and what they do not go with."""
-    if method.labels == "round":
-        if method.objective != "consistency" or method.views != "separate":
-            raise ConfigError(
-                "method.labels = 'round' needs method.objective = 'consistency' and method.views = 'separate'"
-            )
-        if method.sharpness and norm == "batch":
-            raise ConfigError("method.sharpness needs model.norm = 'group' or 'none'")
-        if method.weighting != "even" and method.combine != "mean":
-            raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
-        return
-    plain = Method()
-    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
-        if getattr(method, key) != getattr(plain, key):
-            raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
-
-
-def _check_fedmatch(config: Config) -> None:
-    """What FedMatch cannot do."""
-    method, train = config.method, config.train
-    settled = [
-        (config.model.norm != "batch", f"model.norm = {config.model.norm!r}", "model.norm=none"),
-        (method.averaging == "fedavg", f"method.averaging = {method.averaging!r}", "method.averaging=fedavg"),
-        (method.views == "separate", f"method.views = {method.views!r}", "method.views=separate"),
-        (train.momentum == 0, f"train.momentum = {train.momentum}", "train.momentum=0"),
-        (train.lr < 0.1, f"train.lr = {train.lr}, which draws ψ beyond σ", "train.lr below 0.1"),
-        (config.run.diversity_every == 0, "gradient diversity", "run.diversity_every=0"),
-    ]
-    for fits, given, instead in settled:
-        if not fits:
-            raise ConfigError(f"method.objective = 'fedmatch' does not go with {given}: set {instead}")
-    if method.server == "parallel" or (method.server == "none" and config.split.labels_at == "server"):
-        raise ConfigError(
-            f"method.objective = 'fedmatch' does not go with method.server = {method.server!r}: set "
-            "method.server=alternate, or method.server=none and split.labels_at=users"
-        )
-
-
-def _check_privacy(config: Config) -> None:
-    """Where clipping and noise on what users send would not keep the promise, they are refused."""
-    privacy, method, users = config.privacy, config.method, config.split.users
-    if privacy.clip is None or privacy.noise is None:
-        raise ConfigError("privacy.clip and privacy.noise go together: set both, such as 1.0 and 0.5")
-    if privacy.delta is not None and privacy.delta * users >= 1:
-        raise ConfigError(f"privacy.delta = {privacy.delta} is no promise to {users} users: set it below 1/K")
-    broken = [
-        (method.objective == "fedmatch", "method.objective = 'fedmatch' shows users' weights to others"),
-        (method.objective == "none", f"method.name = {method.name!r} does not train users"),
-        (method.averaging in ("elastic", "overlap"), f"method.averaging = {method.averaging!r} keeps models"),
-        (config.train.momentum_policy == "slot", "train.momentum_policy = 'slot' hands momentum on"),
-    ]
-    for true, why in broken:
-        if true:
-            raise ConfigError(f"[privacy] cannot hold: {why}; change that, or leave [privacy] out")
 
 
 def _suggest(word: str, known: Iterable[str], section: str = "") -> str:

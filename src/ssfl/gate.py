@@ -5,6 +5,9 @@ from torch import Tensor
 
 LENGTH = 3.0
 """An update is far outside when it is so many times as long as the others' median."""
+SHARE = 0.3
+"""An update shorter than so much of the model is never far outside: early on, one user is sure of something
+and learns, while the others hardly move."""
 STRIKES = 3
 """Who was refused so often is left out."""
 
@@ -19,10 +22,11 @@ def judge(sent: Tensor, rows: Tensor, strikes: Tensor) -> list[str]:
     finite = torch.isfinite(rows).all(1)
     lengths = torch.linalg.vector_norm(torch.where(finite[:, None], rows - sent, 0.0), dim=1)
     judged = [i for i, reason in enumerate(reasons) if not reason and finite[i]]
-    usual = float(lengths[judged].median()) if judged else 0.0
+    usual = lengths[judged].median() if judged else lengths.new_zeros(())
+    least = SHARE * torch.linalg.vector_norm(sent, dim=1)
     for i, reason in enumerate(reasons):
         if not reason and not finite[i]:
             reasons[i] = "not finite"
-        elif not reason and 0 < LENGTH * usual < lengths[i]:
-            reasons[i] = f"its update is {float(lengths[i]) / usual:.1f} times as long as the others'"
+        elif not reason and max(LENGTH * usual, least[i]) < lengths[i]:
+            reasons[i] = f"its update is {float(lengths[i] / usual):.1f} times as long as the others'"
     return reasons

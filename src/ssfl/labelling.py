@@ -6,12 +6,15 @@ steps then train the strong views on these labels, whatever becomes of the model
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ssfl import draws
+from ssfl.engines.contract import Engine
+from ssfl.settings import Method
 from ssfl.work import Given, Work
 
 CAP = 0.95
@@ -22,6 +25,35 @@ CERTAIN = 0.95
 """How sure (FL)² must be of an image to ask for the same answer around the weights."""
 STEPS = 1024
 """The distribution's quantiles that are told apart."""
+
+
+class Looked(NamedTuple):
+    """What came of looking at a round's images before training on them."""
+
+    work: Work
+    weights: Tensor | None = None
+    """[n]: what each user's model weighs, where that is not the same."""
+    counts: Tensor | None = None
+    """[classes]: how many images of each class got a label; None where nobody looked."""
+
+
+def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Tensor | None = None) -> Looked:
+    """The work with labels that the received models give, where the method wants that."""
+    if method.labels != "round":
+        return Looked(work)
+    answers = engine.answers(rows, work)
+    thresholds = class_thresholds(method.thresholds, answers, method.threshold, shares)
+    work, sure = labelled(work, answers, thresholds, fill=method.fill)
+    weights = None
+    if method.weighting == "doubt":
+        weights = doubt(answers)
+    elif method.weighting == "labelled":
+        weights = sure.sum(1).to(answers.dtype)
+    if method.fill:
+        some = sure.any(1).to(answers.dtype)
+        weights = some if weights is None else weights * some
+    counts = torch.bincount(answers.argmax(-1)[sure], minlength=answers.shape[-1])
+    return Looked(work, weights, counts.to(answers.dtype))
 
 
 def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tensor | None = None) -> Tensor:

@@ -12,7 +12,8 @@ from ssfl.config import PROJECT, load_config
 from ssfl.data import formats, own
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
-from ssfl.settings import CHOICES, Config, Data, Split
+from ssfl.limits import CHOICES
+from ssfl.settings import Config, Data, Split
 
 GPU = torch.cuda.is_available()
 LARGE = 96 if GPU else 32

@@ -83,6 +83,20 @@ def export(run: str | Path, target: str | Path) -> list[Path]:
     The program takes uint8 images [N, C, H, W] and includes the normalisation.
     """
     model = load_model(run)
+    files = free_files(target)
+    example = torch.zeros(2, *model.shape, dtype=torch.uint8)
+    program = torch.export.export(
+        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
+    )
+    write(model, files[:2])
+    program_file = io.BytesIO()
+    torch.export.save(program, program_file)
+    runs.write_atomic(files[2], program_file.getvalue())
+    return files
+
+
+def free_files(target: str | Path) -> list[Path]:
+    """The three files of an export, none of which is there already."""
     target = Path(target)
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
@@ -95,15 +109,13 @@ def export(run: str | Path, target: str | Path) -> list[Path]:
         base.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"cannot write to {base.parent}: {error.strerror}") from error
+    return files
+
+
+def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
+    """Write a model: the safetensors file and its JSON card."""
     channels, height, width = model.shape
     card = model.card | {"input": f"uint8 [N, {channels}, {height}, {width}]", "output": "logits"}
-    example = torch.zeros(2, *model.shape, dtype=torch.uint8)
-    program = torch.export.export(
-        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
-    )
     runs.write_model(files[0], model.network.state_dict(), card)
     runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
-    program_file = io.BytesIO()
-    torch.export.save(program, program_file)
-    runs.write_atomic(files[2], program_file.getvalue())
-    return files
+    return list(files)

@@ -82,7 +82,7 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     wanted, federation = config.privacy, config.federation
     noise, delta = wanted.noise or 0.0, wanted.delta or 0.0
     # the mean of n users carries their n noises; of another average we only know that each model has its own
-    linear = config.method.combine == "mean" and not config.method.gate
+    linear = config.method.combine == "mean" and not (config.method.gate or config.method.check)
     rounds = [(noise * math.sqrt(size if linear else 1), count) for size, count in least.items()]
     sent = epsilon([(noise, parts)], delta)
     drawn = federation.participants or 1, config.split.users

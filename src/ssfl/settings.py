@@ -1,12 +1,10 @@
-"""Every setting: frozen dataclasses, a docstring under each field, and what values are allowed.
+"""Every setting: frozen dataclasses, a docstring under each field.
 
 A setting that is None is chosen when the data are known; the resolved config of a run shows what it
-became. `config.py` reads and writes them.
+became. `config.py` reads and writes them, `limits.py` says what values are allowed.
 """
 
 from dataclasses import dataclass, field
-
-from ssfl.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,11 @@ class Method:
     "none"."""
     server_weight: float | None = None
     """The server's share in averaging "weighted"."""
-    gate: bool = False
+    gate: bool | None = None
     """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
-    times is left out."""
+    times is left out. By itself with real sites alone."""
+    check: bool = False
+    """Of a group's average and its median take the one that does better on the server's labelled images."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""
@@ -163,6 +163,8 @@ class Federation:
     """The share of users that send garbage, to see what a federation withstands."""
     attack: str = "sign"
     """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
+    attack_scale: float = 1.0
+    """How many times as long they make their update."""
     dropout: float = 0.0
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -258,82 +260,3 @@ SECTIONS: dict[str, type] = {
     "data": Data, "split": Split, "model": Model, "method": Method,
     "federation": Federation, "privacy": Privacy, "train": Train, "run": Run,
 }  # fmt: skip
-CHOICES = {
-    "data.name": ("digits", "cifar10", "svhn", "emnist", "stl10"),
-    "split.scheme": ("skew", "iid", "dirichlet", "shards", "mixture"),
-    "split.labels_at": ("server", "users", "both"),
-    "model.name": ("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"),
-    "model.norm": ("group", "batch", "none"),
-    "model.norm_statistics": ("average", "server", "recompute"),
-    "method.name": tuple(METHODS),
-    "method.objective": ("consistency", "self-training", "supervised", "fedmatch", "none"),
-    "method.averaging": ("fedavg", "grouping", "weighted", "elastic", "overlap"),
-    "method.server": ("parallel", "alternate", "none"),
-    "method.views": ("separate", "joint"),
-    "method.teacher_mode": ("eval", "train"),
-    "method.combine": ("mean", "trimmed", "median", "distance"),
-    "method.labels": ("step", "round"),
-    "method.thresholds": ("fixed", "flex", "free", "balanced"),
-    "method.weighting": ("even", "doubt", "labelled"),
-    "federation.attack": ("sign", "noise", "shift"),
-    "federation.group_sizes": ("even", "filled"),
-    "train.momentum_policy": ("reset", "slot", "user"),
-    "train.batches": ("continue", "restart"),
-    "train.precision": ("bfloat16", "float32", "float64"),
-    "run.track": ("none", "tensorboard", "mlflow", "wandb"),
-    "run.engine": ("auto", "loop", "vmap", "dist", "sites"),
-}
-# Setting one of these from the command line takes the place of the other.
-INSTEAD = {
-    "data.name": "path",
-    "data.path": "name",
-    "federation.rounds": "epochs",
-    "federation.epochs": "rounds",
-}
-# key: (least, most, why)
-RANGES: dict[str, tuple[float, float, str]] = {
-    "data.size": (4, 1024, "pixels"),
-    "data.test_fraction": (0.01, 0.9, "a part of the labelled images"),
-    "data.validation": (0, 0.5, "a part of the training images"),
-    "split.users": (1, 10_000_000, "users"),
-    "split.seed": (0, 2**63 - 1, "any whole number"),
-    "run.seed": (0, 2**63 - 1, "any whole number"),
-    "split.skew": (0, 1, "0 is iid, 1 is one main class each"),
-    "split.server_labels": (0, 10**9, "images"),
-    "split.user_labels": (0, 10**9, "images"),
-    "split.classes_per_user": (1, 10**6, "classes"),
-    "split.alpha": (1e-6, 1e6, "small is skewed, large is even"),
-    "method.threshold": (0, 1, "a probability"),
-    "method.server_weight": (0, 1, "a share of the average"),
-    "method.mix": (0, 100, "a weight"),
-    "method.proximal": (0, 1000, "a weight"),
-    "method.sharpness": (0, 10, "a distance"),
-    "method.server_momentum": (0, 0.999, "below 1"),
-    "method.residual": (0, 10**6, "rounds; 0 is never"),
-    "method.slow": (0, 0.99999, "below 1"),
-    "method.elasticity": (0, 1, "0 leaves models apart, 1 makes them equal"),
-    "federation.participants": (1, 10_000_000, "users per round"),
-    "federation.groups": (1, 10_000_000, "groups"),
-    "federation.period": (1, 10**6, "local steps"),
-    "federation.rounds": (1, 10**9, "rounds"),
-    "federation.epochs": (1, 10**6, "epochs"),
-    "federation.epoch_images": (1, 10**12, "images"),
-    "federation.dropout": (0, 1, "a probability"),
-    "federation.attackers": (0, 1, "a share of the users"),
-    "privacy.clip": (1e-6, 1e6, "a length"),
-    "privacy.noise": (1e-3, 1e6, "times clip"),
-    "privacy.delta": (1e-30, 0.1, "a small probability"),
-    "train.batch_size": (1, 65536, "images"),
-    "train.lr": (0, 1000, "a learning rate"),
-    "train.momentum": (0, 0.9999, "below 1"),
-    "train.weight_decay": (0, 10, "a small number"),
-    "train.warmup": (0, 10**9, "steps"),
-    "train.cycles": (0, 1000, "half turns of the cosine"),
-    "train.floor": (0, 1, "a fraction of train.lr"),
-    "train.horizon": (0.01, 10_000, "runs"),
-    "run.users_at_once": (1, 10_000_000, "users"),
-    "run.threads": (1, 4096, "threads"),
-    "run.eval_every": (1, 10**9, "rounds"),
-    "run.checkpoint_every": (1, 10**9, "rounds"),
-    "run.diversity_every": (0, 10**9, "rounds; 0 is never"),
-}

@@ -10,19 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import (
-    attacks,
-    averaging,
-    diversity,
-    draws,
-    engines,
-    fedmatch,
-    labelling,
-    layers,
-    models,
-    privacy,
-    scoring,
-)
+from ssfl import averaging, draws, engines, fedmatch, keeping, labelling, layers, measuring, models, scoring
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
@@ -33,10 +21,11 @@ from ssfl.errors import DivergedError
 from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.gate import judge
 from ssfl.memory import peak
-from ssfl.plan import Owners, Plan, objective_of
+from ssfl.plan import Plan
 from ssfl.rows import Layout, row_of, write_row
+from ssfl.sending import sent_back
 from ssfl.settings import Config
-from ssfl.work import Objective, Pool, Trained, Work, round_keys
+from ssfl.work import Pool, Trained, Work
 
 Event = dict[str, Any]
 
@@ -83,20 +72,9 @@ class Simulation:
         momentum = row.new_zeros(slots, self.layout.weights)
         strikes = torch.zeros(self.config.split.users if self.config.method.gate else 0, dtype=torch.int64)
         streams = row.repeat(self.plan.streams, 1)
-        return State(0, streams, row, momentum, strikes, self._first_memory(row, streams))
-
-    def _first_memory(self, row: Tensor, streams: Tensor) -> dict[str, Tensor]:
-        """What the method keeps between rounds besides models."""
-        method, memory = self.config.method, {}
-        if method.server_momentum:
-            memory["velocity"] = torch.zeros_like(streams[:, : self.layout.weights])
-        if method.slow:
-            memory["slow"] = row.clone()
-        if method.residual:
-            memory["stored"] = row.clone()
-        if method.thresholds == "balanced":
-            memory["shares"] = self._server_counts()
-        return memory
+        weights = streams[:, : self.layout.weights]
+        first = keeping.first(self.config.method, row, weights, self._server_counts())
+        return State(0, streams, row, momentum, strikes, first)
 
     def _server_counts(self) -> Tensor:
         """How many labelled images of each class the server has, [classes]."""
@@ -111,7 +89,7 @@ class Simulation:
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
         helpers, phases = self._helpers(state, cohort), Phases(self.device)
-        looks: list[Tensor] = []
+        looks: list[Tensor | None] = []
 
         def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
             assert own is not None
@@ -123,13 +101,13 @@ class Simulation:
             if helpers is not None:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            work, weights, classes = self._looked(state, rows, work)
-            looks.append(classes)
             with phases.during("users"):
-                trained = self.engine.train(rows, kept, work)
-            trained = self._private(state.round, cohort, rows, trained, part)
-            trained = self._attacked(state.round, cohort, rows, trained, part)
-            return trained if weights is None else trained._replace(stats=trained.stats | {"weight": weights})
+                looked = labelling.looked(self.engine, method, rows, work, state.memory.get("shares"))
+                trained = self.engine.train(rows, kept, looked.work)
+            looks.append(looked.counts)
+            back = sent_back(self.config, self.layout, state.round, cohort.users[part], rows, trained.rows)
+            stats = trained.stats if looked.weights is None else trained.stats | {"weight": looked.weights}
+            return trained._replace(rows=back, stats=stats)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -154,7 +132,7 @@ class Simulation:
                 crowd=self.crowd,
             )
         if "shares" in new.memory:
-            shares = torch.stack([self._server_counts(), *looks]).sum(0)
+            shares = torch.stack([self._server_counts(), *(c for c in looks if c is not None)]).sum(0)
             new = replace(new, memory=new.memory | {"shares": shares})
         if not last and self.device.type == "cuda":
             self._ahead.clear()
@@ -162,7 +140,7 @@ class Simulation:
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
             with phases.during("diversity"):
-                events.append(self._diversity_event(state, cohort, outcome))
+                events.append(measuring.diversity_event(self, state, cohort, outcome))
         events[0]["phases"] = phases.seconds()
         return new, events
 
@@ -175,12 +153,19 @@ class Simulation:
         def gate(sent: Tensor, rows: Tensor) -> list[str]:
             return judge(sent, rows, state.strikes[list(cohort.users)])
 
+        def loss(row: Tensor) -> float:
+            images = self.plan.server.images
+            found = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[1]
+            return found if math.isfinite(found) else math.inf
+
         def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
-            if method.combine != "distance":
-                return averaging.combined(method.combine, rows, weights)
-            key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
-            pieces = self.layout.sizes
-            return averaging.sub_consensus(rows, self.plan.users.sizes[users], pieces, key)
+            if method.combine == "distance":
+                key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
+                sizes = self.plan.users.sizes[users]
+                found = averaging.sub_consensus(rows, sizes, self.layout.sizes, key)
+            else:
+                found = averaging.combined(method.combine, rows, weights)
+            return averaging.checked(found, rows, loss) if method.check else found
 
         plain = method.combine == "mean" and method.weighting == "even" and not method.fill
         new, outcome = play_round(
@@ -193,44 +178,11 @@ class Simulation:
             replicas=self.plan.replicas,
             statistics_from_server=self.config.model.norm_statistics == "server",
             gate=gate if method.gate else None,
-            combine=None if plain else combine,
+            combine=None if plain and not method.check else combine,
             server_momentum=method.server_momentum,
             **more,
         )
-        return self._over_rounds(new), outcome
-
-    def _over_rounds(self, state: State) -> State:
-        """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
-        method, memory = self.config.method, state.memory
-        if method.residual and state.round % method.residual == 0:
-            average = (state.average + memory["stored"]) / 2
-            memory = memory | {"stored": average.clone()}
-            state = replace(state, average=average, streams=average.repeat(len(state.streams), 1))
-        if method.slow:
-            stays = min(method.slow, state.round / (state.round + 9))  # the first rounds are soon forgotten
-            memory = memory | {"slow": stays * memory["slow"] + (1 - stays) * state.average}
-        return replace(state, memory=memory)
-
-    def _looked(self, state: State, rows: Tensor, work: Work) -> tuple[Work, Tensor | None, Tensor]:
-        """Work with pseudo-labels of the received models, what each user weighs, and how many images of each
-        class got a label, [classes]; the work as it is where every step makes its own."""
-        method, classes = self.config.method, len(self.dataset.classes)
-        counts = torch.zeros(classes, dtype=self.pool.wide, device=self.device)
-        if method.labels != "round":
-            return work, None, counts
-        answers = self.engine.answers(rows, work)
-        shares = state.memory.get("shares")
-        thresholds = labelling.class_thresholds(method.thresholds, answers, method.threshold, shares)
-        work, sure = labelling.labelled(work, answers, thresholds, fill=method.fill)
-        weights = None
-        if method.weighting == "doubt":
-            weights = labelling.doubt(answers)
-        elif method.weighting == "labelled":
-            weights = sure.sum(1).to(answers.dtype)
-        if method.fill:
-            some = sure.any(1).to(answers.dtype)
-            weights = some if weights is None else weights * some
-        return work, weights, counts + torch.bincount(answers.argmax(-1)[sure], minlength=classes)
+        return keeping.over_rounds(method, new), outcome
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""
@@ -289,33 +241,6 @@ class Simulation:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
 
-    def _private(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What users give away where their updates are clipped and noised."""
-        clip, noise, length = self.config.privacy.clip, self.config.privacy.noise, self.layout.length
-        if clip is None or noise is None:
-            return trained
-        base = torch.tensor(draws.key(self.config.run.seed, "privacy", round))
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):  # one at a time: a draw is wider than a row
-            key = draws.fold(base, user).to(self.device)
-            own = slice(place, place + 1)
-            normal = draws.normal(draws.bits(key, 2 * length))
-            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
-        return trained._replace(rows=rows)
-
-    def _attacked(self, round: int, cohort: Cohort, sent: Tensor, trained: Trained, part: slice) -> Trained:
-        """What comes back where some of the users are attackers."""
-        federation, seed = self.config.federation, self.config.run.seed
-        if not federation.attackers:
-            return trained
-        attackers = attacks.who(self.config.split.users, federation.attackers, seed)
-        rows = trained.rows.clone()
-        for place, user in enumerate(cohort.users[part]):
-            if user in attackers:
-                key = draws.key(seed, "attack", round, user)
-                rows[place] = attacks.corrupt(federation.attack, sent[place], rows[place], self.layout, key)
-        return trained._replace(rows=rows)
-
     def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
         """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
         model, seed = self.model, self.config.run.seed
@@ -366,46 +291,6 @@ class Simulation:
                 f"training broke down in round {round}: the loss or update of {who} is not finite; "
                 f"in a new run lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
             )
-
-    def _diversity_event(self, state: State, cohort: Cohort, outcome: Outcome) -> Event:
-        """Definition 1 and its variants, at the weights that each trainer started the round from."""
-        seed = draws.key(self.config.run.seed, "diversity")
-        size, weights = self.config.train.batch_size, self.layout.weights
-
-        def full(objective: Objective, trainers: Tensor, owners: Owners, who: Tensor, rows: Tensor) -> Tensor:
-            sizes = owners.sizes[who]
-            steps = -(-int(sizes.max()) // size)
-            places = torch.arange(steps * size, device=self.device) % sizes[:, None]
-            batches = owners.at(who, places).reshape(len(who), steps, size)
-            # the unlabelled loss alone, over all data; labelled images of users are not part of it
-            work = Work(objective, round_keys(seed, state.round, trainers), batches, None, ())
-            crowd = self.crowd if len(who) > 1 else None
-            share = slice(0, len(who)) if crowd is None else crowd.share(len(who))
-            starts = range(share.start, share.stop, self.plan.at_once)
-            parts = [slice(i, min(i + self.plan.at_once, share.stop)) for i in starts]
-            found = [self.engine.gradients(rows[p], work.of(p), sizes[p]) for p in parts]
-            own = torch.cat(found) if found else rows[:0, :weights]
-            return own if crowd is None else crowd.gather(own, len(who))
-
-        assert outcome.users is not None
-        assert outcome.users.updates is not None
-        who = torch.tensor(cohort.users, device=self.device)
-        sent = state.streams[list(cohort.streams)]
-        rows = {
-            "gradient": full(objective_of(self.config), who, self.plan.users, who, sent),
-            "update": outcome.users.updates[:, :weights],
-        }
-        server: dict[str, Tensor | None] = {}
-        if outcome.server is not None and outcome.server_sent is not None:
-            assert outcome.server.updates is not None
-            trainer = torch.tensor([draws.SERVER], device=self.device)
-            start = outcome.server_sent[None]
-            server = {
-                "gradient": full(Objective("supervised"), trainer, self.plan.server, trainer * 0, start)[0],
-                "update": outcome.server.updates[0, :weights],
-            }
-        table = diversity.variants(rows, server, cohort.groups)
-        return {"event": "diversity", "round": state.round + 1, **table}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -81,14 +81,10 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
             now = conditions(sim)
             if start is None:
                 start = Checkpoint(sim.initial(), {}, now)
-            changed = [
-                f"{key} {before} is now {now[key]}"
-                for key, before in start.conditions.items()
-                if key in now and before != now[key]
-            ]
+            changed = changes(start.conditions, now)
             if leads:
                 if changed:
-                    warn(f"{', '.join(changed)}: numbers may differ from here on")
+                    warn(f"{changed}: numbers may differ from here on")
                 runs.cut_events(path, start.state.round)
             return rounds(sim, path, start, report)
 
@@ -103,6 +99,12 @@ def conditions(sim: Simulation) -> dict[str, str]:
     settings = {name: str(getattr(sim.config.run, name)) for name in runs.CONDITIONS}
     ranks = {} if sim.crowd is None else {"ranks": str(sim.crowd.size)}
     return {**runs.versions(), **settings, **ranks, "device": device_name(sim.device)}
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> str:
+    """In which conditions a run goes on that are not those of its last checkpoint."""
+    found = [(key, value) for key, value in before.items() if key in now and value != now[key]]
+    return ", ".join(f"{key} {value} is now {now[key]}" for key, value in found)
 
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:

@@ -19,7 +19,7 @@ GROUPS = {
     "Look": ("report", "board", "compare"),
     "Use the model": ("predict", "export"),
     "Several machines": ("keys", "serve", "join"),
-    "The paper's experiments": ("paper",),
+    "Experiments": ("paper", "contest"),
 }
 """The verbs as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -91,7 +91,8 @@ def explained(error: Any) -> str:
 
 def complete_setting(incomplete: str) -> Iterator[str]:
     """Shell completion of --set: keys, then the values of those that have a choice."""
-    from ssfl.settings import CHOICES, SECTIONS
+    from ssfl.limits import CHOICES
+    from ssfl.settings import SECTIONS
 
     key, equals, _ = incomplete.partition("=")
     if equals:

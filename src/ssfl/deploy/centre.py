@@ -5,8 +5,11 @@ users train elsewhere, take their time, and may not come back.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -14,15 +17,17 @@ import torch
 from torch import Tensor
 
 from ssfl import assemble, runs, train
+from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
-from ssfl.config import check
 from ssfl.data import split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
-from ssfl.deploy.fleet import Fleet, Tell
+from ssfl.deploy.fleet import Fleet
+from ssfl.deploy.view import View
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
+from ssfl.gate import STRIKES
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
@@ -59,10 +64,12 @@ class Centre(Simulation):
                 rows = state.average.repeat(self.plan.replicas, 1)
                 trained.append(train_server(rows, torch.zeros_like(rows[:, : self.layout.weights]), slice(0)))
 
+        self.leave_out(state)
         rows = {user: state.streams[stream] for user, stream in zip(drawn.users, drawn.streams, strict=True)}
         with phases.during("users"):
-            sent, came = self.fleet.train(rows, self.terms, state.round, meanwhile)
-        cohort = only(drawn, sent, came)
+            answers = self.fleet.train(rows, self.terms, state.round, meanwhile)
+        came = answers.came
+        cohort = only(drawn, answers.sent, came)
         if not cohort.users:
             raise RunError(
                 f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer "
@@ -76,10 +83,34 @@ class Centre(Simulation):
             return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
 
         new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
-        event = self._round_event(new.round, cohort, outcome) | {"phases": phases.seconds()}
+        for place, why in outcome.refused.items():
+            self.fleet.refuse(self.fleet.names[cohort.users[place]], why, counted=True)
+        strikes = new.strikes.clone()
+        for user in answers.refused:
+            strikes[user] += 1
+        event = self._round_event(new.round, cohort, outcome) | dict(answers.traffic)
+        event["phases"] = phases.seconds()
         if self.config.privacy.clip is not None:  # sites keep these back
             event = {key: value for key, value in event.items() if key not in KEPT_BACK}
-        return new, [event]
+        event["refused"] = event.get("refused", {}) | {
+            str(user): why for user, why in answers.refused.items()
+        }
+        return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
+
+    def initial(self) -> State:
+        """As in a simulation; refusals are always counted, since not all depend on the gate."""
+        strikes = torch.zeros(self.config.split.users, dtype=torch.int64)
+        return replace(super().initial(), strikes=strikes)
+
+    def leave_out(self, state: State) -> None:
+        """Who was refused too often takes no part any more."""
+        self.fleet.leave_out([user for user, count in enumerate(state.strikes.tolist()) if count >= STRIKES])
+
+    def refusals(self, round: int) -> list[Event]:
+        """What was refused since this was last asked, in or before a round."""
+        told = [event | {"round": round} for event in self.fleet.log]
+        self.fleet.log.clear()
+        return told
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
@@ -90,6 +121,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
     server = kept[labels[kept] >= 0]
     config = replace(config, split=replace(config.split, server_labels=len(server)))
+    config = replace(config, method=replace(config.method, gate=config.method.gate is not False))
     rounds = config.run.eval_every or 1, config.run.checkpoint_every or 1
     config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
     config = assemble.resolve(config, dataset)
@@ -119,32 +151,52 @@ class Place:
     """How many sites must be there; by itself all that have keys."""
     deadline: float
     patience: float
+    share: bool = False
+    """Whether sites get the final model."""
 
 
-def serve(
-    config: Config | None, path: Path, place: Place, again: bool, tell: Tell, report: train.Report | None
-) -> train.Result:
+def serve(config: Config | None, path: Path, place: Place, again: bool, view: View) -> train.Result:
     """Play the rounds with the sites, into a new run folder, or into one that was stopped."""
     known = {} if place.keys is None else keyring.sites(place.keys)
-    if place.keys is not None and not known:
-        raise SsflError(
-            f"{place.keys} holds no site's key: add one with `ssfl keys add NAME --dir {place.keys}`"
-        )
+    if place.keys is not None:
+        if not known:
+            raise SsflError(
+                f"{place.keys} holds no site's key: add one with `ssfl keys add NAME --dir {place.keys}`"
+            )
+        keyring.check_dates(place.keys)
     count = place.sites if place.keys is None else len(known)
-    needed, names = place.sites or len(known), list(known)
+    needed = place.sites or len(known)
     if not count:
         raise ConfigError("without keys, say with --sites how many sites there will be")
     if needed > count:
         raise ConfigError(
             f"--sites {needed} is more than the {count} sites that have keys: add keys, or lower it"
         )
+    with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
+        notes: Queue[dict[str, Any]] = Queue()
+        size = sim.message_bytes()
+        with link.running(
+            path / "flower", place.keys, place.host, place.port, known, place.deadline, size, notes.put
+        ) as grid:
+            shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
+            view.tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
+            times = place.deadline, place.patience
+            fleet = Fleet(grid, names, needed, *times, view.tell, notes, asked=place.keys is None)
+            return conduct(sim, terms, fleet, path, again, place.share, view)
+
+
+@contextmanager
+def opened(
+    config: Config | None, path: Path, again: bool, known: list[str], count: int
+) -> Iterator[tuple[Simulation, str, list[str]]]:
+    """The centre's half, the terms and the sites' names, with the run folder made or found, and locked."""
     if again:
         config = runs.read_config(path)
         if config.run.engine != "sites":
             raise RunError(f"{path} is a simulation: go on with `ssfl resume {path}`")
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
-        names = _begun_with(path, list(known), count)
+        known = _begun_with(path, known, count)
     else:
         runs.require_free(path)
     assert config is not None
@@ -152,31 +204,52 @@ def serve(
     check(config)
     with train.reproducible(), train.enough_memory():
         sim, terms = prepare(config)
-        told = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
         if not again:
-            runs.create(path, sim.config, told | {"sites": list(known)})
-        with runs.locked(path), silenced():
+            runs.create(path, sim.config, _described(sim) | {"sites": known})
+        with runs.locked(path):
             if again:
                 train.check_unchanged(sim, path)
-            with link.running(
-                path / "flower", place.keys, place.host, place.port, known, place.deadline
-            ) as grid:
-                shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
-                tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
-                times = place.deadline, place.patience
-                fleet = Fleet(grid, names, needed, *times, tell, asked=place.keys is None)
-                try:
-                    fleet.gather()
-                except RunError as error:
-                    raise RunError(f"{error}; then go on with `ssfl serve --resume {path}`") from error
-                runs.write_split(path, told | _shares(fleet))
-                start = runs.load_checkpoint(path, sim.device) if again else None
-                if start is None:
-                    start = Checkpoint(sim.initial(), {}, train.conditions(sim))
-                runs.cut_events(path, start.state.round)
-                result = train.rounds(with_sites(sim, terms, fleet), path, start, report)
-                fleet.dismiss(f"all {sim.rounds} rounds are played; accuracy {100 * result.accuracy:.1f} %")
-                return result
+            yield sim, terms, known
+
+
+def conduct(
+    sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: View
+) -> train.Result:
+    """All rounds, or what is left of them, with the sites of a fleet; then they are told the end."""
+    start = runs.load_checkpoint(path, sim.device) if again else None
+    centre = with_sites(sim, terms, fleet)
+    now = train.conditions(sim)
+    if start is None:
+        start = Checkpoint(centre.initial(), {}, now)
+    changed = train.changes(start.conditions, now)
+    if changed:
+        view.tell(f"warning: {changed}: numbers may differ from here on")
+    view.watch(fleet, sim.rounds)
+    runs.cut_events(path, start.state.round)
+    centre.leave_out(start.state)
+    try:
+        try:
+            fleet.gather()
+        except RunError as error:
+            raise RunError(f"{error}; then go on with `ssfl serve --resume {path}`") from error
+        runs.write_split(path, _described(sim) | _shares(fleet))
+        result = train.rounds(centre, path, start, view.report)
+    finally:
+        last = max((event["round"] for event in runs.read_events(path)), default=0)
+        for event in centre.refusals(last):
+            runs.append_event(path, event)
+    why = f"all {sim.rounds} rounds are played; accuracy {100 * result.accuracy:.1f} %"
+    if share:
+        tensors, card = runs.read_model(path / "model.safetensors")
+        del card["data"]  # where the centre keeps its images is its own affair
+        fleet.dismiss(why, sim.layout.flatten(tensors), json.dumps(card))
+    else:
+        fleet.dismiss(why)
+    return result
+
+
+def _described(sim: Simulation) -> dict[str, Any]:
+    return assemble.describe_split(sim.dataset, sim.parts, sim.validation)
 
 
 def _begun_with(path: Path, names: list[str], count: int) -> list[str]:

@@ -66,12 +66,16 @@ def serve(
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that sites have for a round.")] = 120,
     patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for missing sites.")] = 600,
+    share_model: Annotated[
+        bool, typer.Option("--share-model", help="Let sites keep the final model (`ssfl join --keep`).")
+    ] = False,
     insecure: Insecure = False,
 ) -> None:
     """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
     require_flower()
     from ssfl.config import load_config
     from ssfl.deploy import centre
+    from ssfl.deploy.view import View
     from ssfl.runs import next_free
 
     if insecure == (keys is not None):
@@ -81,12 +85,13 @@ def serve(
         tell("--insecure: nothing is encrypted and anybody on this machine may join")
     if (data is None) == (resume is None):
         raise ConfigError("give --data FOLDER with your labelled images, or --resume RUN")
-    place = centre.Place(keys, host, port, sites, deadline, patience)
+    place = centre.Place(keys, host, port, sites, deadline, patience, share_model)
     loaded = None
     if data is not None:
         loaded = load_config(config or "own", [f"data.path={data}", *(sets or [])])
     path = resume or out or next_free(Path("runs") / "centre")
-    result = centre.serve(loaded, path, place, resume is not None, tell, _report)
+    with View() as view:
+        result = centre.serve(loaded, path, place, resume is not None, view)
     print(f"accuracy {100 * result.accuracy:.2f} %  in {result.path}")
 
 
@@ -99,6 +104,9 @@ def join(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU cores to use, by itself all.")] = None,
     patience: Annotated[float, typer.Option(min=1, help="Seconds to try to reach the centre.")] = 600,
+    keep: Annotated[
+        Path | None, typer.Option(help="Write the final model here, if the centre shares it.")
+    ] = None,
     insecure: Insecure = False,
 ) -> None:
     """Be a site of a real federation.  Example: ssfl join fl.example.org:8443 --data scans --key a.site"""
@@ -106,6 +114,7 @@ def join(
     from ssfl.data import sources
     from ssfl.deploy import keys as keyring
     from ssfl.deploy import site
+    from ssfl.predict import free_files
 
     if insecure == (key is not None):
         raise ConfigError("give --key FILE from the centre's keeper, or --insecure on one machine alone")
@@ -118,9 +127,11 @@ def join(
         tell("--insecure: nothing is encrypted")
     opened = None if key is None else keyring.read_site(key)
     called = opened.name if opened else name or data.absolute().name
-    files = sources.image_files([data])
+    if keep is not None:
+        free_files(keep)
+    files = site.usable(sources.image_files([data]), tell)
     try:
-        site.join(address, site.Site(called, files, device, threads, tell), opened, patience)
+        site.join(address, site.Site(called, files, device, threads, tell, keep), opened, patience)
     except KeyboardInterrupt:
         raise Left("left; the federation goes on without this site") from None
 
@@ -132,23 +143,10 @@ class Left(SsflError):
 
 
 def tell(line: str) -> None:
-    """A line at once, also into a file; whatever a stranger put into it, the terminal obeys nobody."""
-    print("".join(sign if sign.isprintable() else "?" for sign in line), flush=True)
+    """A line at once, also into a file."""
+    from ssfl.deploy.view import printable
 
-
-def _report(event: dict[str, object]) -> None:
-    if event["event"] == "round":
-        told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  " if "loss" in event else ""
-        tell(
-            f"round {event['round']}  {len(event['returned'])} of {len(event['participants'])} sites  "  # type: ignore[arg-type]
-            f"{told}{event['seconds']:.1f} s"
-        )
-    elif event["event"] == "privacy":
-        from ssfl import privacy
-
-        tell(privacy.told(event))
-    elif event["event"] == "eval":
-        tell(f"round {event['round']}  accuracy {100 * event['accuracy']:.1f} %")  # type: ignore[operator]
+    print(printable(line), flush=True)
 
 
 def _loopback(host: str) -> bool:

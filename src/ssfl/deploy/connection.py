@@ -66,7 +66,9 @@ class Connection:
         carrying.make_confirm_message_received_fn_protobuf(
             self.client.ConfirmMessageReceived, self.node, run
         )(tree.object_id)
-        message: Message = inflate_object_from_contents(tree.object_id, contents)
+        message = inflate_object_from_contents(tree.object_id, contents)
+        if not isinstance(message, Message):
+            raise SsflError(f"the centre sent no message but {type(message).__name__}: ask its keeper")
         message.metadata.__dict__["_message_id"] = tree.object_id
         return message
 
@@ -107,6 +109,10 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
                 if error.response.status_code < 500 and time.monotonic() > began + min(patience, GRACE):
                     raise SsflError(_refused(address, error.response.text)) from error
             except httpx.TransportError as error:
+                if "certificate has expired" in str(error):
+                    raise SsflError(
+                        f"the certificate of {address} has expired: ask the centre's keeper for new keys"
+                    ) from error
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise SsflError(
                         f"{address} shows another certificate than this key trusts: name that host in "

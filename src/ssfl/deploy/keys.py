@@ -100,6 +100,23 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     return found
 
 
+def check_dates(folder: Path) -> None:
+    """Refuse a certificate that sites would refuse."""
+    for file in (folder / "ca.crt", folder / "centre.crt"):
+        try:
+            read = x509.load_pem_x509_certificate(
+                _read(file, f"make it with `ssfl keys init --dir {folder}`")
+            )
+        except ValueError:
+            raise SsflError(f"{file} is no certificate: put it back, or make new keys") from None
+        first, last = read.not_valid_before_utc, read.not_valid_after_utc
+        if not first <= datetime.now(UTC) <= last:
+            raise SsflError(
+                f"{file} holds from {first:%Y-%m-%d} to {last:%Y-%m-%d} and not today: make new keys with "
+                "`ssfl keys init --dir NEW`, and give every site its new file"
+            )
+
+
 def read_site(file: Path) -> SiteKey:
     """A site file, checked."""
     try:

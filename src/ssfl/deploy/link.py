@@ -2,17 +2,18 @@
 
 Stock Flower answers on one port to sites, to whoever starts runs or registers sites, and to the processes
 that run them, and checks the sites alone. Here everything but the sites' part needs a secret that only the
-`ssfl serve` that started the process knows, and no app bundle is ever run.
+`ssfl serve` that started the process knows, no app bundle is ever run, and `guard.py` looks at the rest.
 """
 
-import hmac
+import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -41,10 +42,9 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid, http_grid
 
+from ssfl.deploy import guard
 from ssfl.errors import SsflError
 
-SECRET = "x-ssfl-secret"
-OPEN = ("/v1/fleet/", "/health")
 STARTING = 60.0
 """Seconds until a SuperLink must answer."""
 BUNDLE = b"""
@@ -69,7 +69,7 @@ class Secret:
         self.secret = secret
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        context.request.headers[SECRET] = self.secret
+        context.request.headers[guard.SECRET] = self.secret
         return call_next(context)
 
 
@@ -81,22 +81,26 @@ def running(
     port: int,
     sites: Mapping[str, ec.EllipticCurvePublicKey],
     deadline: float,
+    model_bytes: int,
+    note: Callable[[dict[str, Any]], None],
 ) -> Iterator[HttpGrid]:
     """A SuperLink with the given sites registered, and the grid of one run on it.
 
     Without keys nothing is encrypted and anybody may join. An answer that stops in the middle is given up
-    after `deadline` seconds (Flower would wait for two hours).
+    after `deadline` seconds (Flower would wait for two hours); one larger than a model is refused. `note` is
+    told what was refused and how much has travelled, from a thread of its own.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
         old.unlink()
-    http_grid.pull_objects = partial(pull_objects, max_time=deadline, initial_backoff=0.1)
+    patient = partial(pull_objects, max_time=deadline, initial_backoff=0.1)
+    http_grid.pull_objects = patient  # type: ignore[attr-defined]
     secret = secrets.token_hex(32)
-    process = _start(folder, keys, host, port, secret)
+    process = _start(folder, keys, host, port, secret, model_bytes, note)
     try:
         address = f"127.0.0.1:{port}"
         authority = None if keys is None else (keys / "ca.crt").read_bytes()
-        more = {"insecure": keys is None, "root_certificates": authority}
+        more: dict[str, Any] = {"insecure": keys is None, "root_certificates": authority}
         _wait(process, port, folder / "link.log")
         with ControlHttpClient.from_server_address(address, interceptors=[Secret(secret)], **more) as control:
             for name, key in sites.items():
@@ -114,7 +118,15 @@ def running(
             process.wait()
 
 
-def _start(folder: Path, keys: Path | None, host: str, port: int, secret: str) -> subprocess.Popen[bytes]:
+def _start(
+    folder: Path,
+    keys: Path | None,
+    host: str,
+    port: int,
+    secret: str,
+    model_bytes: int,
+    note: Callable[[dict[str, Any]], None],
+) -> subprocess.Popen[bytes]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -133,14 +145,27 @@ def _start(folder: Path, keys: Path | None, host: str, port: int, secret: str) -
     else:
         command += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "centre.crt"),
                     "--ssl-keyfile", str(keys / "centre.key"), "--enable-supernode-auth"]  # fmt: skip
+    told, telling = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),
+        "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling),
     }  # fmt: skip
     with (folder / "link.log").open("ab") as log:
         # a session of its own: Ctrl-C is for the centre, which then ends it
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, pass_fds=[telling],
+        )  # fmt: skip
+    os.close(telling)
+
+    def listen() -> None:
+        """Until the process ends."""
+        with open(told, encoding="utf-8") as lines:
+            for line in lines:
+                note(json.loads(line))
+
+    threading.Thread(target=listen, daemon=True).start()
+    return process
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -196,26 +221,8 @@ def _grid(address: str, secret: str, more: dict[str, Any]) -> Iterator[HttpGrid]
                 own.PushTaskOutput(PushTaskOutputRequest(sub_status="completed", details=""))
 
 
-class Closed:
-    """Lets the sites' requests through; others need the secret."""
-
-    def __init__(self, app: Any, secret: str) -> None:
-        self.app, self.secret = app, secret.encode()
-
-    async def __call__(
-        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN):
-            shown = dict(scope["headers"]).get(SECRET.encode(), b"")
-            if not hmac.compare_digest(shown, self.secret):
-                await send({"type": "http.response.start", "status": 403, "headers": []})
-                await send({"type": "http.response.body", "body": b"for the centre alone"})
-                return
-        await self.app(scope, receive, send)
-
-
 def main() -> None:
-    """The process: Flower's SuperLink as `flower-superlink` starts it, closed."""
+    """The process: Flower's SuperLink as `flower-superlink` starts it, guarded."""
     import importlib
 
     import uvicorn
@@ -225,10 +232,19 @@ def main() -> None:
     start_parent_process_monitor(int(os.environ["SSFL_LINK_PARENT"]))
     stock = importlib.import_module("flwr.superlink.cli.flower_superlink")
     config = stock._parse_superlink_lifespan_config()
-    app = Closed(create_app(config, stock.SuperLinkLifespan), os.environ.pop("SSFL_LINK_SECRET"))
+    app = create_app(config, stock.SuperLinkLifespan)
+    state = app.state.linkstate_factory.state
+    guarded = guard.Guard(
+        app,
+        os.environ.pop("SSFL_LINK_SECRET"),
+        int(os.environ["SSFL_LINK_MODEL"]),
+        guard.teller(int(os.environ["SSFL_LINK_TELL"])),
+        lambda public: state().get_node_id_by_public_key(public),
+    )
+    guarded.watch_handshakes()
     uvicorn.run(
-        app, host=config.host, port=config.port, ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile, access_log=False,
+        guarded, host=config.host, port=config.port, ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile, access_log=False, loop="asyncio",
     )  # fmt: skip
 
 

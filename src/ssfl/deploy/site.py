@@ -4,8 +4,9 @@ To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in i
 app bundle that Flower would install and run: what a centre sends is numbers, never a program.
 """
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,16 +15,18 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, privacy
+from ssfl import assemble, models, predict, privacy
 from ssfl.cohort import Cohort
-from ssfl.data import sources, split
+from ssfl.data import formats, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
-from ssfl.errors import SsflError
+from ssfl.errors import DataError, SsflError
+from ssfl.rows import layout_of
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
 from ssfl.work import Trained
@@ -42,6 +45,8 @@ class Site:
     device: str = "auto"
     threads: int | None = None
     tell: Tell = print
+    keep: Path | None = None
+    """Where to write the final model, if the centre gives it."""
     done: bool = False
     """Whether the centre has said that all rounds are played."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
@@ -84,31 +89,69 @@ class Site:
         normal = privacy.secret(row.numel()).to(row.device)
         return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
+    def end(self, asked: ConfigRecord, content: RecordDict) -> None:
+        """There is nothing more to do; the final model is kept where that is wanted and it was sent."""
+        self.done = True
+        self.tell(str(asked["why"]))
+        if self.keep is None:
+            return
+        if wire.MODEL not in content:
+            self.tell("the centre does not share its model: nothing to keep")
+            return
+        for file in keep_model(self.keep, str(asked["card"]), content):
+            self.tell(f"wrote {file}")
 
-def client_app(site: Site) -> ClientApp:
+
+def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
+    """Write a model that the centre sent, and its card, as `ssfl export` does; both are checked."""
+    try:
+        told = json.loads(card)
+        network = models.build(told["model"], len(told["classes"]), tuple(told["shape"]), told["norm"])
+        layout = layout_of(network)
+        network.load_state_dict(layout.unflatten(wire.unpack(content, layout.length)))
+        model = predict.Classifier(network, told)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
+    return predict.write(model, predict.free_files(target)[:2])
+
+
+def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
+    """The image files that can be read; the others are named."""
+    good = []
+    for file in files:
+        try:
+            formats.decode(file, 1)
+            good.append(file)
+        except DataError as error:
+            tell(f"left out: {error}")
+    if not good:
+        raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
+    return good
+
+
+def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
     """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
-    @app.query()  # type: ignore[untyped-decorator]
+    @app.query()
     def query(message: Message, context: Context) -> Message:
-        asked = message.content["config"]
+        site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
-            site.done = True
-            site.tell(str(asked["why"]))
+            site.end(asked, message.content)
         content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
         content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)
 
-    @app.train()  # type: ignore[untyped-decorator]
+    @app.train()
     def train(message: Message, context: Context) -> Message:
-        asked, began = message.content["config"], time.perf_counter()
-        round = int(asked["round"])
-        terms, user = str(asked["terms"]), int(asked["user"])
+        site, asked, began = site_of(context), wire.settings(message.content), time.perf_counter()
+        round, user = (wire.whole(asked[name]) for name in ("round", "user"))
+        terms = str(asked["terms"])
         trained = site.train(terms, user, round, message.content)
         private = site.simulation(terms, user).config.privacy.clip is not None
         told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
-        return Message(wire.pack_trained(trained, len(site.files), private), reply_to=message)
+        return Message(wire.pack_trained(trained, len(site.files), round, private), reply_to=message)
 
     return app
 
@@ -118,7 +161,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
 
     Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
     """
-    app = client_app(site)
+    app = client_app(lambda context: site)
     with reproducible(), silenced():
         while not site.done:
             with connected(address, key, patience) as connection:

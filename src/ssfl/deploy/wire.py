@@ -4,13 +4,14 @@ Every message to a site says all that its work depends on, so that a site keeps 
 anew at any time. What arrives is checked before it is used, at both ends.
 """
 
+import io
 import json
 import tomllib
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from ssfl.config import from_dict, to_toml
@@ -22,6 +23,8 @@ from ssfl.work import TOLD, Trained
 OBJECTIVES = ("consistency", "self-training")
 AVERAGES = ("fedavg", "grouping", "weighted")
 MOST_CLASSES = 100_000
+MODEL, ROW = "model", "row"
+"""What a model is called in a message."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ def check(config: Config) -> None:
     settled = [
         (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
         (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
+        (method.labels == "step", f"method.labels = {method.labels!r}", "'step'"),
+        (
+            method.weighting == "even",
+            f"method.weighting = {method.weighting!r}",
+            "'even': no site's word weighs",
+        ),
+        (method.combine != "distance", "method.combine = 'distance'", "'median': no site's word weighs"),
         (config.split.labels_at == "server", f"split.labels_at = {config.split.labels_at!r}", "'server'"),
         (not config.split.shared, "split.shared", "false"),
         (train.momentum_policy == "reset", f"train.momentum_policy = {train.momentum_policy!r}", "'reset'"),
@@ -91,41 +101,100 @@ def check(config: Config) -> None:
 
 def pack(row: Tensor, **more: str | int) -> RecordDict:
     """A model on its way, and what goes with it."""
-    content = RecordDict({"model": ArrayRecord([row.detach().to("cpu", torch.float32).numpy()])})
+    array = Array(row.detach().to("cpu", torch.float32).numpy())
+    content = RecordDict({MODEL: ArrayRecord({ROW: array})})
     if more:
         content["config"] = ConfigRecord(dict(more))
     return content
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:
-    """The model in a message: so many finite float32 numbers."""
-    try:
-        arrays = content["model"].to_numpy_ndarrays()
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"a message without a model ({error})") from error
-    if len(arrays) != 1 or arrays[0].shape != (length,) or arrays[0].dtype != np.float32:
-        shapes = [f"{array.dtype} {array.shape}" for array in arrays]
-        raise DataError(f"a model of {length} float32 numbers was expected, not {', '.join(shapes)}")
-    if not np.isfinite(arrays[0]).all():
+    """The model in a message: so many finite float32 numbers, under its name and no other.
+
+    Nothing is read that is not of exactly the bytes expected: the header of an array can claim any shape.
+    """
+    record = content.array_records.get(MODEL)
+    if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
+        names = [f"{name}/{inner}" for name, one in content.array_records.items() for inner in one]
+        raise DataError(f"a model under other names than {MODEL}/{ROW} ({', '.join(names)[:100] or 'none'})")
+    array, header = record[ROW], _header(length)
+    size = len(header) + 4 * length
+    if array.shape != (length,) or array.dtype != "float32":
+        raise DataError(f"a model of {array.dtype} {array.shape}"[:80] + f", not of {length} float32 numbers")
+    if len(array.data) != size or not array.data.startswith(header):
+        raise DataError(f"a model of {len(array.data)} bytes, truncated or altered: it has {size}")
+    numbers = np.frombuffer(array.data, "<f4", length, len(header))
+    if not np.isfinite(numbers).all():
         raise DataError("a model with numbers that are not finite")
-    return torch.from_numpy(arrays[0].copy())
+    return torch.from_numpy(numbers.astype(np.float32))
 
 
-def pack_trained(trained: Trained, images: int, private: bool) -> RecordDict:
+def _header(length: int) -> bytes:
+    """How NumPy's file of a row begins."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
+    return buffer.getvalue()
+
+
+def pack_trained(trained: Trained, images: int, round: int, private: bool) -> RecordDict:
     """A site's answer: its model and the few numbers that are told of its training; a private one keeps
     them back, since they are not noised."""
     content = pack(trained.rows[0])
-    numbers = {name: 0.0 if private else float(trained.stats[name]) for name in TOLD}
-    content["told"] = MetricRecord({**numbers, "images": images})
+    told: dict[str, int | float | list[int] | list[float]] = {
+        name: 0.0 if private else float(trained.stats[name]) for name in TOLD
+    }
+    content["told"] = MetricRecord(told | {"images": images, "round": round})
     return content
 
 
-def read_told(content: RecordDict) -> dict[str, float]:
-    """The numbers of a site's answer."""
+def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, dict[str, float]]:
+    """The model and the numbers of a site's answer, checked. Nothing that it says weighs its model."""
+    strange = content.keys() - {MODEL, "told"}
+    if strange:
+        raise DataError(f"what nobody asked for ({', '.join(map(str, strange))[:100]})")
+    row = unpack(content, length)
     try:
-        told = {name: float(content["told"][name]) for name in TOLD}
-    except (KeyError, ValueError, TypeError) as error:
+        numbers = content.metric_records["told"]
+        told = {name: _number(numbers[name]) for name in TOLD}
+        answered = _number(numbers["round"])
+    except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
+    if answered != round:
+        raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
     if not np.isfinite(list(told.values())).all():
         raise DataError("numbers that are not finite")
-    return told
+    return row, told
+
+
+def read_who(content: RecordDict) -> tuple[str, int]:
+    """The name and the number of images that a site tells of itself."""
+    try:
+        name = content.config_records["config"]["name"]
+        count = _number(content.metric_records["told"]["images"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"an answer without its numbers ({error})") from error
+    if not 0 <= count < 2**53:
+        raise DataError(f"{count} images")
+    return str(name), int(count)
+
+
+def _number(value: object) -> float:
+    """A number, or an error: records may hold lists and text."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{type(value).__name__} where a number was expected")
+    return float(value)
+
+
+def whole(value: object) -> int:
+    """A whole number of a message."""
+    if not isinstance(value, int):
+        raise DataError(f"the centre's message has {type(value).__name__} where a whole number was expected")
+    return value
+
+
+def settings(content: RecordDict) -> ConfigRecord:
+    """What the centre's message says besides a model."""
+    try:
+        return content.config_records["config"]
+    except KeyError:
+        raise DataError("the centre's message cannot be read: has it another ssfl?") from None

@@ -1,0 +1,239 @@
+"""What a real site costs the centre: processor seconds of a waiting site and of a round, bytes, memory.
+
+python -m benchmarks.sites [--sites N ...] [--model NAME] [--json FILE]
+
+A real `ssfl serve` with TLS and a key for each site, in processes of its own. The sites are threads of this
+process that speak the protocol and return nearly the model they were sent, so that nothing but the exchange
+is measured; what a site's own training costs, `ssfl join` tells after each round. Needs Flower.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from PIL import Image
+
+from benchmarks import report
+from ssfl.deploy import connection, keys, silenced, wire
+from ssfl.deploy.site import POLL
+from ssfl.runs import versions
+from ssfl.work import TOLD
+
+ROUNDS = 5
+WATCHED = 20.0
+"""Seconds for which waiting sites are watched."""
+TICK = os.sysconf("SC_CLK_TCK")
+Row = dict[str, float]
+
+
+@dataclass
+class Crowd:
+    """What the sites of this process have done."""
+
+    asked: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def stand_in(address: str, own: int, key: keys.SiteKey, crowd: Crowd) -> None:
+    """A site that sends back nearly what it gets."""
+    while not crowd.done.is_set():
+        with connection.connected(address, key, 120) as found, suppress(httpx.HTTPError):  # lost: once more
+            _attend(found, own, key.name, crowd)
+
+
+def _attend(found: connection.Connection, own: int, name: str, crowd: Crowd) -> None:
+    while not crowd.done.is_set():
+        message = found.receive()
+        with crowd.lock:
+            crowd.asked += 1
+        if message is None:
+            time.sleep(POLL)
+            continue
+        told: dict[str, Any] = {"images": 1.0}
+        content = RecordDict()
+        if message.metadata.message_type.startswith("train"):
+            sent: Any = message.content["model"]
+            (row,) = sent.to_numpy_ndarrays()
+            # another model, as after training: Flower sends equal ones once
+            content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
+            told |= dict.fromkeys(TOLD, 0.0)
+        else:
+            content["config"] = ConfigRecord({"name": name})
+        content["told"] = MetricRecord(told)
+        found.send(Message(content, reply_to=message), 0.0)
+
+
+@dataclass
+class Relay:
+    """Counts the bytes between the sites and the centre, encrypted as they are."""
+
+    port: int
+    to: int
+    up: int = 0
+    down: int = 0
+
+    def start(self) -> None:
+        listening = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            near, _ = listening.accept()
+            far = socket.create_connection(("127.0.0.1", self.to))
+            for source, target, way in ((near, far, "up"), (far, near, "down")):
+                threading.Thread(target=self._pass, args=(source, target, way), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        with suppress(OSError):  # one side is gone
+            while chunk := source.recv(1 << 16):
+                setattr(self, way, getattr(self, way) + len(chunk))
+                target.sendall(chunk)
+            target.shutdown(socket.SHUT_WR)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a real site costs the centre.")
+    parser.add_argument(
+        "--sites", type=int, nargs="+", default=[4, 16, 64], help="the numbers of sites to try"
+    )
+    parser.add_argument("--model", default="small", help="the network, on 28x28 images")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        images(root / "labelled")
+        for count in given.sites:
+            rows.append({"sites": count, **measure(root, count, given.model)})
+            show(rows[-1])
+    if given.json:
+        told = report.circumstances("benchmarks.sites") | {"versions": versions(), "model": given.model}
+        report.save(given.json, told | {"rounds": ROUNDS, "poll_seconds": POLL, "rows": rows})
+
+
+def show(row: Row) -> None:
+    print("  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+
+
+def images(folder: Path) -> None:
+    """A few labelled images: the centre must hold some."""
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        home = folder / str(number % 2)
+        home.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 255, (28, 28), dtype=np.uint8)
+        Image.fromarray(pixels).save(home / f"{number}.png")
+
+
+def measure(root: Path, count: int, model: str) -> Row:
+    """A federation of so many sites: first all but one wait, then everybody plays the rounds."""
+    port, relayed = free_port(), free_port()
+    folder, out = root / f"keys-{count}", root / f"run-{count}"
+    keys.init(folder, ["127.0.0.1"])
+    own = [keys.read_site(keys.add(folder, f"site{number:05d}")) for number in range(count)]
+    sets = [f"federation.rounds={ROUNDS}", "federation.period=1", "train.batch_size=4", "train.warmup=0",
+            f"model.name={model}", "run.threads=1"]  # fmt: skip
+    words = ["serve", "--data", str(root / "labelled"), "--keys", str(folder), "--port", str(port),
+             "--host", "127.0.0.1", "--out", str(out), *(w for s in sets for w in ("--set", s))]  # fmt: skip
+    relay, crowd = Relay(relayed, port), Crowd()
+    relay.start()
+    with (root / "log").open("wb") as log:
+        centre = subprocess.Popen([sys.executable, "-m", "ssfl", *words], stdout=log, stderr=log)
+    try:
+        with silenced():
+            address = f"127.0.0.1:{relayed}"
+            until(lambda: "listening" in (root / "log").read_text(), centre)
+            given = [(address, number, key, crowd) for number, key in enumerate(own, 1)]
+            start = [threading.Thread(target=stand_in, args=one, daemon=True) for one in given]
+            for thread in start[:-1]:
+                thread.start()
+            until(lambda: (root / "log").read_text().count("is connected") >= count - 1, centre)
+            link = child(centre.pid)
+            asked, used, began = crowd.asked, seconds(link), time.monotonic()
+            time.sleep(WATCHED)
+            waiting = (seconds(link) - used) / (time.monotonic() - began)
+            asked = crowd.asked - asked
+            before, up, down = seconds(link) + seconds(centre.pid), relay.up, relay.down
+            start[-1].start()
+            until(lambda: (out / "summary.json").is_file(), centre)
+            used = seconds(link) + seconds(centre.pid) - before
+            memory = {name: peak(pid) for name, pid in (("centre_mib", centre.pid), ("link_mib", link))}
+            up, down = relay.up - up, relay.down - down
+            crowd.done.set()
+            centre.wait(60)
+    finally:
+        crowd.done.set()
+        if centre.poll() is None:
+            centre.terminate()
+            centre.wait()
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    rounds = sorted(event["seconds"] for event in events if event["event"] == "round")
+    row = json.loads((out / "summary.json").read_text())["parameters"] * 4
+    return {
+        "model_bytes": row,
+        "waiting_cpu": waiting,
+        "cpu_per_question": waiting * WATCHED / max(asked, 1),
+        "round_seconds": rounds[len(rounds) // 2],
+        "cpu_per_answer": used / (ROUNDS * count),
+        "bytes_up": up / (ROUNDS * count),
+        "bytes_down": down / (ROUNDS * count),
+        **memory,
+    }
+
+
+def until(true: Callable[[], bool], centre: subprocess.Popen[bytes]) -> None:
+    """Wait until something holds; give up where the centre does."""
+    end = time.monotonic() + 500
+    while not true():
+        if centre.poll() is not None and not true():
+            sys.exit("the centre has stopped")
+        if time.monotonic() > end:
+            sys.exit("this takes too long")
+        time.sleep(0.1)
+
+
+def child(parent: int) -> int:
+    """The SuperLink, which the centre has started."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                return int(stat.parent.name)
+    sys.exit("the centre has no SuperLink")
+
+
+def seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def peak(pid: int) -> float:
+    """The most memory that a process has held, MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

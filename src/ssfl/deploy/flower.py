@@ -1,0 +1,72 @@
+"""The same federation under Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
+
+Flower's SuperLink and SuperNodes then carry the messages, start a process for each of them, and say who may
+join. What is checked in an answer is checked here as well; what `guard.py` does at the centre's port is not.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.serverapp import Grid, ServerApp
+from rich.console import Console
+
+from ssfl.config import load_config
+from ssfl.data import sources
+from ssfl.deploy import centre, silenced
+from ssfl.deploy.fleet import Fleet
+from ssfl.deploy.site import Site, client_app, usable
+from ssfl.deploy.view import View
+from ssfl.errors import ConfigError
+from ssfl.train import reproducible
+
+
+@cache
+def _site(name: str, data: str, device: str, threads: int | None, keep: str | None) -> Site:
+    files = usable(sources.image_files([data]), print)
+    return Site(name or Path(data).name, files, device, threads, keep=Path(keep) if keep else None)
+
+
+def site_of(context: Context) -> Site:
+    """The site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
+    told: dict[str, Any] = dict(context.node_config)
+    if "data" not in told:
+        raise ConfigError("say where the images are: flower-supernode --node-config 'data=\"FOLDER\"'")
+    return _site(
+        str(told.get("name", "")), str(told["data"]), str(told.get("device", "auto")), told.get("threads"),
+        told.get("keep"),
+    )  # fmt: skip
+
+
+def same_bits(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Around whatever a site does."""
+    with reproducible():
+        return call_next(message, context)
+
+
+client = client_app(site_of, same_bits)
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """The centre, as the app's config describes it."""
+    told: dict[str, Any] = {"config": "own", "set": "", "deadline": 120.0, "patience": 600.0} | dict(
+        context.run_config
+    )
+    again = bool(told.get("resume"))
+    for key in ("sites", "out", "data"):
+        if not told.get(key) and not (again and key != "sites"):
+            raise ConfigError(f"say --run-config '{key}=...' (see docs/deploy.md)")
+    loaded = None
+    if not again:
+        loaded = load_config(str(told["config"]), [f"data.path={told['data']}", *str(told["set"]).split()])
+    path, count = Path(str(told["resume"] if again else told["out"])), int(told["sites"])
+    view = View(Console(force_terminal=False, highlight=False, width=200))
+    with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
+        times = float(told["deadline"]), float(told["patience"])
+        fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
+        result = centre.conduct(sim, terms, fleet, path, again, bool(told.get("share-model")), view)
+    view.tell(f"accuracy {100 * result.accuracy:.2f} %  in {path}")

@@ -1,0 +1,97 @@
+"""What the centre shows: on a terminal a live table of the sites, elsewhere a line for whatever happens."""
+
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ssfl import privacy
+from ssfl.runs import Event
+
+
+class Sites(Protocol):
+    """What is shown of a fleet."""
+
+    names: list[str]
+    images: dict[str, int]
+    doing: dict[str, str]
+
+
+class View:
+    """Shows a federation; use as a context."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.sites: Sites | None = None
+        self.round = self.rounds = 0
+        self.accuracy = ""
+        self.told: dict[str, str] = {}
+        self.refusals: dict[str, int] = {}
+        self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
+
+    def __enter__(self) -> "View":
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def tell(self, line: str) -> None:
+        """A line at once; whatever a stranger put into it, the terminal obeys nobody."""
+        self.console.print(Text(printable(line)), soft_wrap=True)
+        self.console.file.flush()
+
+    def watch(self, sites: Sites, rounds: int) -> None:
+        """Show these sites from now on."""
+        self.sites, self.rounds = sites, rounds
+
+    def report(self, event: Event) -> None:
+        """What a run tells."""
+        if event["event"] == "round":
+            self._round(event)
+        elif event["event"] == "eval":
+            self.accuracy = f"accuracy {100 * event['accuracy']:.1f} % on held-out labels"
+            self.tell(f"round {event['round']}/{self.rounds}  {self.accuracy}")
+        elif event["event"] == "privacy":
+            self.tell(privacy.told(event))
+        elif event["event"] == "refused" and event["site"] is not None:
+            self.refusals[event["site"]] = self.refusals.get(event["site"], 0) + 1
+
+    def _round(self, event: Event) -> None:
+        self.round = event["round"]
+        names = {} if self.sites is None else dict(enumerate(self.sites.names))
+        told = ""
+        if "loss" in event:  # private sites keep that back
+            told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
+            each = zip(event["returned"], event["user_loss"], event["user_mask_rate"], strict=True)
+            for user, loss, mask in each:
+                self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
+        refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
+        self.tell(
+            f"round {event['round']}/{self.rounds}  {len(event['returned'])} of {len(event['participants'])} "
+            f"sites  {refused}{told}{event['seconds']:.1f} s"
+        )
+
+    def table(self) -> Table:
+        """Who is there, what they do, what was refused."""
+        title = (
+            f"round {self.round} of {self.rounds}  {self.accuracy}" if self.rounds else "waiting for sites"
+        )
+        table = Table("site", "images", "now", "last round", "refused", title=title, title_justify="left")
+        if self.sites is not None:
+            for name in list(self.sites.names):
+                images, doing = self.sites.images.get(name, ""), self.sites.doing.get(name, "not yet there")
+                cells = name, images, doing, self.told.get(name, ""), self.refusals.get(name, "")
+                table.add_row(*(Text(printable(str(cell))) for cell in cells))
+        return table
+
+
+def printable(line: str) -> str:
+    """The line without anything that a terminal would take for an order."""
+    return "".join(sign if sign.isprintable() else "?" for sign in line)

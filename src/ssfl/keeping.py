@@ -1,0 +1,36 @@
+"""What some methods keep between rounds besides models: movements, averages, counts."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ssfl.federation import State
+from ssfl.settings import Method
+
+
+def first(method: Method, row: Tensor, weights: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Before the first round; `weights` [S, P] are the streams', `counts` the server's images by class."""
+    kept: dict[str, Tensor] = {}
+    if method.server_momentum:
+        kept["velocity"] = torch.zeros_like(weights)
+    if method.slow:
+        kept["slow"] = row.clone()
+    if method.residual:
+        kept["stored"] = row.clone()
+    if method.thresholds == "balanced":
+        kept["shares"] = counts
+    return kept
+
+
+def over_rounds(method: Method, state: State) -> State:
+    """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
+    memory = state.memory
+    if method.residual and state.round % method.residual == 0:
+        average = (state.average + memory["stored"]) / 2
+        memory = memory | {"stored": average.clone()}
+        state = replace(state, average=average, streams=average.repeat(len(state.streams), 1))
+    if method.slow:
+        stays = min(method.slow, state.round / (state.round + 9))  # the first rounds are soon forgotten
+        memory = memory | {"slow": stays * memory["slow"] + (1 - stays) * state.average}
+    return replace(state, memory=memory)

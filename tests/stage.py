@@ -1,0 +1,125 @@
+"""Real federations on this machine: processes, and what a simulation of the same users gives."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import ssfl
+from ssfl import assemble, runs
+from ssfl.config import load_config
+from ssfl.data import sources, split
+from ssfl.federation import State
+from ssfl.settings import Config
+from ssfl.train import reproducible
+
+NAMES = ("aachen", "bonn", "calais")
+SHORT = ["federation.rounds=3", "federation.period=3", "train.batch_size=16", "train.warmup=0",
+         "method.threshold=0.3", "run.threads=1", "run.device=cpu"]  # fmt: skip
+METHODS = {
+    "alternate": ["method.name=alternate"],
+    "grouping": ["method.name=grouping", "federation.groups=2"],
+    "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],
+    "fedavg": ["method.name=crl-gn"],
+    "weighted": ["method.name=crl-gn", "method.averaging=weighted", "method.server_weight=0.5"],
+    "batch norm": ["method.name=crl-bn", "model.norm_statistics=server"],
+    "some of them": ["method.name=alternate", "federation.participants=2"],
+}
+
+
+def config_of(folders: Path, sets: list[str]) -> Config:
+    """A federation's settings, for a simulation of the same users; real sites pass the gate by themselves."""
+    config = load_config("own", [f"data.path={folders / 'labelled'}", "method.gate=true", *SHORT, *sets])
+    return replace(config, split=replace(config.split, users=3))
+
+
+def simulated(config: Config, folders: Path) -> State:
+    """What the engine "loop" makes of the same images, all of them in one process."""
+    data = assemble.load_data(config)
+    labels = data.labels.numpy()
+    parts = [data.images, *(sources.read_image_files(files(folders, name), *data.shape) for name in NAMES)]
+    edges = np.cumsum([0, *map(len, parts)])
+    owned = [np.arange(*edges[i : i + 2]) for i in range(4)]
+    unknown = torch.full((int(edges[-1] - edges[1]),), -1)
+    everything = replace(data, images=torch.cat(parts), labels=torch.cat([data.labels, unknown]))
+    config = replace(config, split=replace(config.split, server_labels=len(labels)))
+    config = assemble.resolve(config, data)
+    config = replace(config, run=replace(config.run, engine="loop"))
+    with reproducible():
+        sim = assemble.build(
+            config, everything, split.Parts(owned[0], owned[1:]), owned[0][:0], torch.device("cpu")
+        )
+        state = sim.initial()
+        while state.round < sim.rounds:
+            state, _ = sim.play(state)
+    return state
+
+
+def files(folders: Path, name: str) -> list[Path]:
+    return sources.image_files([folders / name])
+
+
+def same(one: State, other: State) -> bool:
+    return torch.equal(one.streams, other.streams) and torch.equal(one.average, other.average)
+
+
+@dataclass
+class Stage:
+    """Starts processes, and ends every one of them whatever happens."""
+
+    folder: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, name: str, *command: object, **environment: str) -> subprocess.Popen[bytes]:
+        source = Path(ssfl.__file__).parents[1]
+        around = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"} | environment
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                list(map(str, command)), cwd=self.folder, env=around, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log,
+            )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def ssfl(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
+        return self.start(name, sys.executable, "-m", "ssfl", *arguments)
+
+    def serve(self, folders: Path, ring: Path, port: int, *more: object) -> subprocess.Popen[bytes]:
+        place = ["--data", folders / "labelled", "--keys", ring, "--port", port, "--out", self.folder / "run"]
+        return self.ssfl("serve", "serve", *place, *more)
+
+    def join(self, name: str, port: int, folders: Path, ring: Path, *more: object) -> subprocess.Popen[bytes]:
+        place = [f"127.0.0.1:{port}", "--data", folders / name, "--key", ring / f"{name}.site"]
+        return self.ssfl(name, "join", *place, "--device", "cpu", "--threads", 1, *more)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def until(self, name: str, words: str, seconds: float = 200) -> None:
+        end = time.monotonic() + seconds
+        while words not in self.said(name):
+            assert time.monotonic() < end, f"{name} never said {words!r} but {self.said(name)!r}"
+            time.sleep(0.1)
+
+
+def checkpoint(run: Path) -> State:
+    """The last state of a run."""
+    found = runs.load_checkpoint(run, torch.device("cpu"))
+    assert found is not None
+    return found.state
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sets(*settings: str) -> list[str]:
+    return [word for setting in (*SHORT, *settings) for word in ("--set", setting)]

@@ -1,0 +1,240 @@
+"""What goes wrong in a real federation: each fault is provoked by a real process, over TLS."""
+
+import json
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ssfl import cli, runs
+from ssfl.deploy import connection, keys
+from ssfl.errors import DataError, SsflError
+from stage import NAMES, Stage, checkpoint, config_of, free_port, same, sets, simulated
+
+FAULTS = {
+    "quirk-a": ("nan", "large", "twice"),
+    "quirk-b": ("shape", "truncated", "norm"),
+    "quirk-c": ("name", "round", "altered"),
+    "quirk-d": ("bomb", "infinite", "nan"),
+}
+REASONS = {
+    "nan": "not finite", "infinite": "not finite", "shape": "float32 numbers", "name": "other names",
+    "round": "an answer to round 100", "norm": "times as long as the others'", "large": "far too large",
+    "twice": "a second answer", "truncated": "a truncated body", "altered": "a truncated or altered part",
+    "bomb": "10000 chunks, far too many",
+}  # fmt: skip
+
+
+def refusals(run: Path) -> list[dict[str, Any]]:
+    return [event for event in runs.read_events(run) if event["event"] == "refused"]
+
+
+def closed(port: int) -> bool:
+    """Whether nothing listens on a port (any more)."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.slow
+def test_whatever_a_site_does_wrong_is_refused_and_the_others_go_on(folders: Path, stage: Stage) -> None:
+    ring, port, script = stage.folder / "keys", free_port(), Path(__file__).parent / "bad_site.py"
+    keys.init(ring, [])
+    for name in (*NAMES, *FAULTS):
+        keys.add(ring, name)
+    serve = stage.serve(folders, ring, port, "--deadline", 60, *sets("federation.rounds=5"))
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    for name, faults in FAULTS.items():
+        place = [f"127.0.0.1:{port}", ring / f"{name}.site", folders / "bonn", ",".join(faults)]
+        stage.start(name, sys.executable, script, *place)
+    assert serve.wait(300) == 0, stage.said("serve")
+    told = refusals(stage.folder / "run")
+    for name, faults in FAULTS.items():
+        own = [event["reason"] for event in told if event["site"] == name]
+        assert len(own) == 3, (own, stage.said(name))
+        for reason, fault in zip(own, faults, strict=True):
+            assert REASONS[fault] in reason
+            assert f"refused: {name} sent {reason}" in stage.said("serve")
+        assert f"{name} is left out from here on" in stage.said("serve")
+        assert "leaves it out" in stage.said(name)
+    assert {event["site"] for event in told} == set(FAULTS)
+    rounds = [event for event in runs.read_events(stage.folder / "run") if event["event"] == "round"]
+    assert [len(event["participants"]) for event in rounds] == [7, 7, 7, 3, 3]
+    assert all(set(event["returned"]) >= {0, 1, 2} for event in rounds)
+    assert checkpoint(stage.folder / "run").average.isfinite().all()
+    assert "Traceback" not in stage.said("serve")
+
+
+@pytest.mark.slow
+def test_strangers_are_kept_out_and_the_federation_does_not_notice(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, other = free_port(), stage.folder / "other"
+    serve = stage.serve(folders, ring, port, *sets())
+    keys.init(other, [])
+    keys.add(other, "aachen")
+    forged = stage.folder / "forged.site"  # a stranger's key, and the certificate that the centre shows
+    true, false = (folder / "aachen.site" for folder in (ring, other))
+    forged.write_text(
+        false.read_text().split("authority")[0] + "authority" + true.read_text().split("authority")[1]
+    )
+    stage.until("serve", "listening")
+    strangers = {
+        name: stage.ssfl(name, "join", f"127.0.0.1:{port}", "--data", folders / "aachen", "--key", file,
+                         "--patience", 5)
+        for name, file in (("other", other / "aachen.site"), ("forged", forged))
+    }  # fmt: skip
+    with pytest.raises(httpx.HTTPError):
+        httpx.post(f"http://127.0.0.1:{port}/v1/fleet/activate-node")
+    with httpx.Client(verify=False) as anybody:
+        for path in ("control/register-node", "control/start-run", "runtime/acquire-task"):
+            assert anybody.post(f"https://127.0.0.1:{port}/v1/{path}").status_code == 403
+        assert anybody.post(f"https://127.0.0.1:{port}/docs").status_code == 403
+        huge = anybody.post(f"https://127.0.0.1:{port}/v1/fleet/activate-node", content=b"x" * 10**6)
+        assert huge.status_code == 400
+    for process in strangers.values():
+        assert process.wait(90) == 2
+    assert "shows another certificate" in stage.said("other")
+    assert "does not know this site's key, or" in stage.said("forged")
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    assert serve.wait(200) == 0, stage.said("serve")
+    told = refusals(stage.folder / "run")
+    assert {event["site"] for event in told} == {None}
+    assert {event["from"] for event in told} == {"127.0.0.1"}
+    reasons = " ".join(event["reason"] for event in told)
+    for reason in ("plain HTTP", "does not trust the centre's certificate", "an unknown key",
+                   "far too large"):  # fmt: skip
+        assert reason in reasons
+        assert reason in stage.said("serve")
+    assert same(checkpoint(stage.folder / "run"), simulated(config_of(folders, []), folders))
+    assert "Traceback" not in stage.said("serve") + stage.said("other") + stage.said("forged")
+    assert closed(port)
+
+
+@pytest.fixture
+def expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A keys folder whose certificates held until some years ago."""
+
+    class Past(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Past":
+            return cls(2015, 1, 1, tzinfo=UTC)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(keys, "datetime", Past)
+        keys.init(tmp_path / "expired", [])
+        keys.add(tmp_path / "expired", "aachen")
+    return tmp_path / "expired"
+
+
+def test_an_expired_certificate_is_refused_at_both_ends(folders: Path, expired: Path) -> None:
+    with pytest.raises(SsflError, match=r"from 2014-12-31 to 2019-12-30 and not today: make new keys"):
+        cli.app(["serve", "--data", str(folders / "labelled"), "--keys", str(expired)], standalone_mode=False)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(expired / "centre.crt", expired / "centre.key")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with pytest.raises(OSError, match="expired"):
+                server.wrap_socket(listening.accept()[0], server_side=True)
+
+        threading.Thread(target=accept, daemon=True).start()
+        place = f"127.0.0.1:{listening.getsockname()[1]}"
+        with (
+            pytest.raises(SsflError, match="has expired: ask"),
+            connection.connected(place, keys.read_site(expired / "aachen.site"), 5),
+        ):
+            pass
+
+
+def test_a_site_without_usable_images_stops_before_it_joins(tmp_path: Path, ring: Path) -> None:
+    asked = ["join", "127.0.0.1:9", "--key", str(ring / "aachen.site"), "--data", str(tmp_path)]
+    with pytest.raises(DataError, match="holds no images"):
+        cli.app(asked, standalone_mode=False)
+    (tmp_path / "scan.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 1 image files can be read"):
+        cli.app(asked, standalone_mode=False)
+
+
+@pytest.mark.slow
+def test_a_killed_centre_goes_on_to_the_same_bytes(folders: Path, ring: Path, stage: Stage) -> None:
+    port, out, long = free_port(), stage.folder / "run", ["federation.rounds=8"]
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    first = stage.serve(folders, ring, port, *sets(*long))
+    stage.until("serve", "round 3/8  accuracy")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert closed(port)  # Flower's process does not outlive it
+    last = max((out / "checkpoints").glob("round-*"))  # as if torch had been another
+    with safe_open(last, "pt") as opened:
+        tensors, header = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    header["conditions"] = json.dumps(json.loads(header["conditions"]) | {"torch": "2.0"})
+    save_file(tensors, last, header)
+    second = stage.ssfl("second", "serve", "--resume", out, "--keys", ring, "--port", port)
+    assert second.wait(200) == 0, stage.said("second")
+    assert "warning: torch 2.0 is now" in stage.said("second")
+    assert same(checkpoint(out), simulated(config_of(folders, long), folders))
+
+
+@pytest.mark.slow
+def test_a_killed_site_is_left_out_of_the_round_and_may_come_back(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out = free_port(), stage.folder / "run"
+    serve = stage.serve(folders, ring, port, "--sites", 2, "--deadline", 5, *sets("federation.rounds=60"))
+    joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
+    stage.until("serve", "3 of 3 sites")
+    joins["bonn"].send_signal(signal.SIGKILL)
+    joins["bonn"].wait()
+    stage.until("serve", "2 of 3 sites")
+    stage.join("bonn", port, folders, ring)
+    assert serve.wait(300) == 0, stage.said("serve")
+    came = [len(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
+    assert len(came) == 60
+    assert 2 in came
+    assert came[-1] == 3
+    assert refusals(out) == []
+    assert "Traceback" not in stage.said("serve")
+
+
+@pytest.mark.slow
+def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Path, stage: Stage) -> None:
+    port, out, place = free_port(), stage.folder / "run", ["--keys", ring]
+    serve = stage.serve(folders, ring, port, "--deadline", 5, "--patience", 5, *sets("federation.rounds=40"))
+    joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
+    stage.until("serve", "round 2/40")
+    for name in ("aachen", "calais"):
+        joins[name].send_signal(signal.SIGKILL)
+        joins[name].wait()
+    assert serve.wait(120) == 2, stage.said("serve")
+    assert "waiting: 1 of 3 sites are there, 2 missing (aachen, calais)" in stage.said("serve")
+    assert "1 of 3 sites are there, 2 missing (aachen, calais), after 5 s" in stage.said("serve")
+    assert f"ssfl serve --resume {out}" in stage.said("serve")
+    before = checkpoint(out).round
+    assert before >= 2
+    again = stage.ssfl(
+        "again", "serve", "--resume", out, "--port", port, *place, "--sites", 1, "--deadline", 30
+    )
+    stage.until("again", f"round {before + 2}/40")
+    again.send_signal(signal.SIGINT)
+    assert again.wait(60) == 130, stage.said("again")
+    assert checkpoint(out).round >= before + 2
+    assert closed(port)
