@@ -32,8 +32,8 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 docs: $(VENV)/dev.stamp  ## the documentation as pages, in build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
-	@echo "open build/site/index.html"
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html; its search works when served: $(BIN)/python -m http.server -d build/site"
 
 bench: $(VENV)/demo.stamp bench-venvs  ## the digits job on every runtime (a few minutes)
 	$(BIN)/python -m benchmarks digits --repeats 3

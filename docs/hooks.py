@@ -5,6 +5,7 @@ Nothing of it is kept in the repository.
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -79,7 +80,7 @@ def _command(command: Any, parent: Any, name: str) -> Iterator[str]:
         return
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     yield from ("", "```text", usage, "```", "")
-    yield from ("| | |", "|---|---|")
+    yield from ("| argument or option | |", "|---|---|")
     for parameter in command.get_params(context):
         if "--help" in parameter.opts:
             continue
@@ -88,8 +89,9 @@ def _command(command: Any, parent: Any, name: str) -> Iterator[str]:
         else:
             flags = ", ".join(parameter.opts)
             called = flags if parameter.is_flag else f"{flags} {parameter.make_metavar(context)}"
-        default = "" if parameter.default in (None, False) or parameter.multiple else f" [{parameter.default}]"
-        yield f"| `{_cell(called)}` | {_cell(parameter.help or '')}{_cell(default)} |"
+        default = parameter.default
+        told = "" if default in (None, False) or parameter.multiple else f" [{default}]"
+        yield f"| `{_cell(called)}` | {_cell(parameter.help or '')}{_cell(told)} |"
     if example:
         yield from ("", f"For example `{' '.join(example.split())}`.")
 
@@ -99,8 +101,8 @@ def config_page() -> str:
     lines = [
         "# Settings",
         "",
-        "A config is a TOML file with these sections; `--set section.key=value` overrides one key. What stands"
-        " as – is chosen when the data are known, and the `config.toml` of a run shows what it became."
+        "A config is a TOML file with these sections; `--set section.key=value` overrides one key."
+        " What stands as – is chosen when the data are known: the `config.toml` of a run shows it."
         " Some defaults come from the [method](methods.md); keys that you set win.",
     ]
     for section, kind in settings.SECTIONS.items():
@@ -111,12 +113,12 @@ def config_page() -> str:
         for field in fields(kind):
             key = f"{section}.{field.name}"
             default: Any = field.default
-            shown = "–" if default in (None, ()) else f"`{str(default).lower() if default in (True, False) else default}`"
+            shown = "–" if default in (None, ()) else f"`{json.dumps(default).strip(chr(34))}`"
             allowed = ""
             if key in limits.RANGES:
                 least, most, _ = limits.RANGES[key]
                 allowed = f" ({least:,} to {most:,})" if most <= 65536 else f" (at least {least:,})"
-            if key in limits.CHOICES and key != "method.name":
+            if not all(choice in told[field.name] for choice in limits.CHOICES.get(key, ())):
                 allowed = f" (one of {', '.join(limits.CHOICES[key])})"
             lines.append(f"| `{field.name}` | {shown} | {_cell(told[field.name] + allowed)} |")
     return "\n".join(lines) + "\n"
