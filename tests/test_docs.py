@@ -122,6 +122,7 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
     shutil.copytree(folders / "aachen", "scans/unlabelled")
     shutil.copy(next((folders / "bonn").iterdir()), "scan.png")
     Path("results").symlink_to(ROOT / "results")
+    Path("runs/paper").mkdir(parents=True)
     if page.name == "report.md":
         for name in ("mine", "other"):
             assert ssfl("run", "--set", "federation.rounds=5", "--out", f"runs/{name}")[0] == 0
