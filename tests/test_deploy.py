@@ -26,6 +26,7 @@ from ssfl.deploy import centre, fleet, keys, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.predict import load_model, predict
+from ssfl.report import page
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
@@ -338,6 +339,8 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
     assert parts["sizes"] == [len(files(folders, name)) for name in NAMES]
     assert summary["bytes_up"] == summary["bytes_down"] == 3 * 3 * 4 * state.average.numel()
     assert len(predict(out, [folders / "bonn"])) == parts["sizes"][1]
+    [page_file] = page.write([out])
+    assert page_file.stat().st_size > 10_000
     with pytest.raises(ConfigError, match="ssfl serve --resume"):
         assemble.make(runs.read_config(out))
     # what travelled is the models, and little else
