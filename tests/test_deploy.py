@@ -269,7 +269,9 @@ def test_sites_check_what_they_are_asked(folders: Path, hall: Open) -> None:
 
 
 @pytest.mark.parametrize("setting", ["method.name=supervised", "train.momentum_policy=user",
-                                     "train.precision=float64", "federation.dropout=0.5"])  # fmt: skip
+                                     "train.precision=float64", "federation.dropout=0.5",
+                                     "method.name=semifl", "method.name=fl2", "method.name=rscfed",
+                                     "method.name=cbafed"])  # fmt: skip
 def test_what_real_sites_cannot_do_is_refused(setting: str, folders: Path) -> None:
     with pytest.raises(ConfigError, match="does not go with real sites: use"):
         centre.prepare(config_of(folders, [setting]))
