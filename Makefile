@@ -18,10 +18,9 @@ test-slow: $(VENV)/dev.stamp browser
 	$(BIN)/python -m pytest -m slow
 
 browser:  ## Chromium and its driver for the tests of pages, where they are missing and may be installed
-	@if command -v chromedriver >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; \
-	else echo "no browser: its tests will be skipped; apt-get install chromium chromium-driver mends that"; fi
+	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } \
+		|| echo "NO BROWSER, pages will not be tested: apt-get install chromium chromium-driver mends that"
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

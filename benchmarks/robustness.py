@@ -9,6 +9,7 @@ images; with --validation on a part of the training images, to choose by.
 import argparse
 import multiprocessing
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def main() -> None:
     pairs = [(attack, defence) for attack in given.attacks for defence in given.defences]
     cases = [(*pair, seed, given.validation) for pair in pairs for seed in given.seeds]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        found = dict(zip(cases, pool.map(play, cases, chunksize=1), strict=True))
+        found = {}
+        for case, accuracy in zip(cases, pool.imap(play, cases), strict=True):
+            found[case] = accuracy
+            print(f"{case[0]}; {case[1]}; seed {case[2]}: {100 * accuracy:.2f}", file=sys.stderr)
     rows = []
     for pair in pairs:
         each = [found[(*pair, seed, given.validation)] for seed in given.seeds]

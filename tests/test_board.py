@@ -85,6 +85,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.truncate(200 << 20)  # one line without an end
     (root / "folders/events.jsonl").mkdir()
     (root / "folders/summary.json").mkdir()
+    shutil.copytree(root / "folders", root / "letters")
+    (root / "letters/failed.json").write_text(r'{"error": "\ud800\u0000\u001b[31m"}')
     number = '{"event": "eval", "round": %s, "accuracy": %s}\n'
     lines = [
         number % (1, "1e999"),
@@ -129,6 +131,7 @@ def test_the_list_tells_every_run_and_its_state(get: Get, root: Path) -> None:
     states = {name: run["state"] for name, run in found.items()}
     assert states == {
         "finished": "finished", "deep/er/stopped": "stopped", "failed": "failed", "running": "running",
+        "letters": "failed",
         **dict.fromkeys((EVIL, "fifo", "garbage", "nested", "long", "folders", "huge"), "stopped"),
     }  # fmt: skip
     assert found["finished"]["round"] == found["finished"]["rounds"] == 4

@@ -56,6 +56,8 @@ def test_help_shows_every_verb_in_order_with_an_example(ssfl: Call) -> None:
         (["run", "--out"], "option '--out' requires an argument"),
         (["serve", "--port", "x"], "see `ssfl serve --help`"),
         (["run", "empty"], "empty has no ssfl.toml: `ssfl new empty --images FOLDER` writes one"),
+        (["run", "--set", "users=3"], "such as split.users=3"),
+        (["resume", "runs/tow"], "is not a run folder: it has no config.toml; there are runs/two"),
         (["run", "sfl.toml"], "did you mean ssfl.toml?"),
         (["new", "mine"], "there is no folder mine: give the images' folder with --images FOLDER"),
         (["new", "empty"], "empty holds no images"),
@@ -69,6 +71,8 @@ def test_help_shows_every_verb_in_order_with_an_example(ssfl: Call) -> None:
 )
 def test_every_first_mistake_gets_one_clear_line(ssfl: Call, words: list[str], told: str) -> None:
     Path("empty").mkdir()
+    Path("runs/two").mkdir(parents=True)
+    Path("runs/two/config.toml").write_text("")
     Path("ssfl.toml").write_text("")
     for name in ("a", "b"):
         draw(f"broken/{name}", 3)
@@ -151,7 +155,7 @@ def test_doctor_says_what_is_here_and_what_to_run_first(ssfl: Call) -> None:
     code, out, _ = ssfl("doctor", "--json")
     told = json.loads(out)
     assert (code, told["broken"], told["folder"]["writable"]) == (0, [], True)
-    assert set(told["extras"]) == {"report", "board", "track", "flower"}
+    assert set(told["extras"]) == {"report", "board", "track", "privacy", "flower"}
 
 
 def test_doctor_tells_what_is_missing_or_broken(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ def _set(given: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not equals or not dot:
-        raise ConfigError(f"--set {override!r}: write section.key=value, such as split.users=20")
+        homes = [s for s, kind in SECTIONS.items() if equals and section in typing.get_type_hints(kind)]
+        meant = f"{homes[0]}.{override}" if homes else "split.users=20"
+        raise ConfigError(f"--set {override!r}: write section.key=value, such as {meant}")
     if section not in SECTIONS:
         raise ConfigError(f"unknown section {section!r} in --set {override}{_suggest(section, SECTIONS)}")
     values = given.setdefault(section, {})

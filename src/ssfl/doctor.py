@@ -12,6 +12,7 @@ EXTRAS = {
     "report": (("matplotlib",), "figures as PNG and SVG"),
     "board": (("starlette", "uvicorn"), "runs live in the browser: ssfl board"),
     "track": (("tensorboard",), "event files for TensorBoard: run.track"),
+    "privacy": (("dp_accounting",), "what differential privacy promises: privacy.clip"),
     "flower": (("flwr", "cryptography"), "a federation of several machines: ssfl serve, ssfl join"),
 }
 """Extra: the modules it brings, and what they are for."""

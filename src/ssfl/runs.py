@@ -167,7 +167,9 @@ def next_free(base: Path) -> Path:
 def read_config(path: Path) -> Config:
     """The resolved config of a run folder."""
     if not (path / "config.toml").is_file():
-        raise RunError(f"{path} is not a run folder: it has no config.toml")
+        known = [str(file.parent) for file in sorted(Path("runs").glob("*/config.toml"))]
+        hint = f"; there are {', '.join(known[:5])}" if known else ""
+        raise RunError(f"{path} is not a run folder: it has no config.toml{hint}")
     try:
         return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")))
     except (OSError, ValueError, ConfigError) as error:

@@ -98,7 +98,7 @@ def make_app(root: Path) -> Starlette:
                     found.append(known.run(run, name))
             except folder.NotThere:  # it has just gone
                 continue
-        return JSONResponse({"folder": str(root), "runs": found})
+        return JSONResponse({"folder": folder.text(root), "runs": found})
 
     def looked_at(request: Request) -> Response:
         name = request.query_params.get("name", "")

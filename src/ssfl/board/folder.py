@@ -129,8 +129,9 @@ def state(folder: int) -> tuple[str, str]:
 
 
 def text(value: Any) -> str:
-    """A value as a short line of text."""
-    return " ".join(str(value)[: 2 * LETTERS].split())[:LETTERS]
+    """A value as a short line of text that can be sent."""
+    line = " ".join(str(value)[: 2 * LETTERS].split())[:LETTERS]
+    return line.encode("utf-8", "replace").decode()
 
 
 def _printable(name: str) -> bool:

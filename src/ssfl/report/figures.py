@@ -65,6 +65,9 @@ def _line(plt: Any, block: Block) -> Any:
                       textcoords="offset points", fontsize=8)  # fmt: skip
     if block.get("log"):
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the usual one writes mathematics
+        axis.minorticks_off()
     if block.get("range"):
         axis.set_ylim(*(scale * end for end in block["range"]))
     if block.get("xRange"):
@@ -86,9 +89,11 @@ def _matrix(plt: Any, block: Block) -> Any:
     )
     kinds = bool(block.get("kinds"))
     most = block.get("most") or (np.nanmax(values) if np.isfinite(values).any() else 1)
-    axis.imshow(
-        values, cmap="tab20c" if kinds else "Blues", vmin=0, vmax=20 if kinds else most, aspect="auto"
-    )
+    if kinds:  # group 1 has the first colour, as on the page
+        shades = plt.matplotlib.colors.ListedColormap(COLOURS)
+        axis.imshow((values - 1) % len(COLOURS), cmap=shades, vmin=-0.5, vmax=7.5, alpha=0.4, aspect="auto")
+    else:
+        axis.imshow(values, cmap="Blues", vmin=0, vmax=most, aspect="auto")
     if columns <= 40 and rows <= 60:
         scale = 100 if block["format"] == "percent" else 1
         for (i, j), value in np.ndenumerate(values):
@@ -107,14 +112,14 @@ def _matrix(plt: Any, block: Block) -> Any:
 
 def _bars(plt: Any, block: Block) -> Any:
     names = [_cut(item["name"], 40) for item in block["items"]]
-    scale, unit = {"percent": (100, ", %"), "seconds": (1, ", seconds")}.get(block["format"], (1, ""))
+    scale, unit = {"percent": (100, "%"), "seconds": (1, "seconds")}.get(block["format"], (1, ""))
     figure, axis = plt.subplots(figsize=(7, 1 + 0.36 * len(names)), layout="constrained")
     bars = axis.barh(range(len(names)), [scale * item["value"] for item in block["items"]], color=COLOURS[0])
     axis.bar_label(bars, fmt=lambda value: f"{value:,.4g}", padding=3, fontsize=8)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.margins(x=0.12)
-    axis.set_xlabel((block.get("valueLabel") or "") + unit)
+    axis.set_xlabel(unit)
     return figure
 
 
