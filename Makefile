@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all test-slow browser lint format bench bench-venvs clean
+.PHONY: demo test test-all test-slow browser lint format docs bench bench-venvs clean
 
 demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture (about two minutes)
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ lint: $(VENV)/dev.stamp
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp  ## the documentation as pages, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html; its search works when served: $(BIN)/python -m http.server -d build/site"
 
 bench: $(VENV)/demo.stamp bench-venvs  ## the digits job on every runtime (a few minutes)
 	$(BIN)/python -m benchmarks digits --repeats 3
