@@ -26,6 +26,7 @@ from ssfl.deploy import centre, fleet, keys, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.predict import load_model, predict
+from ssfl.report import page
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
@@ -268,7 +269,9 @@ def test_sites_check_what_they_are_asked(folders: Path, hall: Open) -> None:
 
 
 @pytest.mark.parametrize("setting", ["method.name=supervised", "train.momentum_policy=user",
-                                     "train.precision=float64", "federation.dropout=0.5"])  # fmt: skip
+                                     "train.precision=float64", "federation.dropout=0.5",
+                                     "method.name=semifl", "method.name=fl2", "method.name=rscfed",
+                                     "method.name=cbafed"])  # fmt: skip
 def test_what_real_sites_cannot_do_is_refused(setting: str, folders: Path) -> None:
     with pytest.raises(ConfigError, match="does not go with real sites: use"):
         centre.prepare(config_of(folders, [setting]))
@@ -338,6 +341,8 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
     assert parts["sizes"] == [len(files(folders, name)) for name in NAMES]
     assert summary["bytes_up"] == summary["bytes_down"] == 3 * 3 * 4 * state.average.numel()
     assert len(predict(out, [folders / "bonn"])) == parts["sizes"][1]
+    [page_file] = page.write([out])
+    assert page_file.stat().st_size > 10_000
     with pytest.raises(ConfigError, match="ssfl serve --resume"):
         assemble.make(runs.read_config(out))
     # what travelled is the models, and little else

@@ -1,6 +1,7 @@
 """What goes wrong in a real federation: each fault is provoked by a real process, over TLS."""
 
 import json
+import re
 import signal
 import socket
 import ssl
@@ -225,8 +226,9 @@ def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Pa
         joins[name].send_signal(signal.SIGKILL)
         joins[name].wait()
     assert serve.wait(120) == 2, stage.said("serve")
-    assert "waiting: 1 of 3 sites are there, 2 missing (aachen, calais)" in stage.said("serve")
-    assert "1 of 3 sites are there, 2 missing (aachen, calais), after 5 s" in stage.said("serve")
+    there = r"[12] of 3 sites are there, [12] missing \((aachen|calais|aachen, calais)\)"  # one lapses first
+    assert re.search(f"waiting: {there}", stage.said("serve"))
+    assert re.search(f"{there}, after 5 s", stage.said("serve"))
     assert f"ssfl serve --resume {out}" in stage.said("serve")
     before = checkpoint(out).round
     assert before >= 2

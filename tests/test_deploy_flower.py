@@ -32,7 +32,7 @@ def test_flowers_own_commands_end_with_the_same_bytes(folders: Path, stage: Stag
         stage.start(name, programs / "flower-supernode", *alone, "--superlink", f"127.0.0.1:{port}", "--port",
                     free_port(), "--node-config", node, **around)  # fmt: skip
     settings = " ".join([*SHORT, "federation.rounds=2"])
-    asked = f'data="{folders / "labelled"}" out="{out}" sites=3 set="{settings}"'
+    asked = f'data="{folders / "labelled"}" out="{out}" sites=3 deadline=300.0 set="{settings}"'
     run = stage.start("run", programs / "flwr", "run", stage.folder / "app", "here", "--stream",
                       "--run-config", asked, **around)  # fmt: skip
     assert run.wait(500) == 0, stage.said("run")

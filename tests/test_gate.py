@@ -183,14 +183,14 @@ def test_what_does_not_go_together_is_refused(quick: Make) -> None:
 
 @pytest.mark.slow
 def test_a_fifth_of_the_users_sending_garbage_costs_less_than_two_points(tmp_path: Path) -> None:
-    """The quickstart in two groups, the mean of four seeds: with the gate, the trimmed mean and the check it
+    """The quickstart in two groups, the mean of three seeds: with the gate, the trimmed mean and the check it
     ends within two points of the plain, clean run, and without them it does not."""
     guard = ["method.gate=true", "method.combine=trimmed", "method.check=true"]
     flipped = ["federation.attack=sign", "federation.attack_scale=2"]
 
     def accuracy(*sets: str) -> float:
         found = []
-        for seed in (1, 2, 3, 4):
+        for seed in (1, 2, 3):
             given = ["method.averaging=grouping", "federation.groups=2", "federation.rounds=40", *sets]
             config = load_config("quickstart", [*given, f"run.seed={seed}", f"split.seed={seed}"])
             found.append(ssfl.run(config, runs.next_free(tmp_path / "run")).accuracy)

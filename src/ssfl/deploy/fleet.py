@@ -158,7 +158,7 @@ class Fleet:
 
     def gather(self) -> dict[int, int]:
         """Wait until enough sites are there."""
-        end, told = time.monotonic() + self.patience, 0.0
+        end, told, said = time.monotonic() + self.patience, 0.0, ""
         needed = min(self.needed, len(self.names) - len(self.left_out)) if self.names else self.needed
         if needed < 1:
             raise RunError("every site is left out after three refusals: look at the sites")
@@ -178,8 +178,8 @@ class Fleet:
                 raise RunError(
                     f"{line}, after {self.patience:.0f} s: get them to join, or ask for fewer with --sites"
                 )
-            if time.monotonic() - told > LINE_EVERY:
-                told = time.monotonic()
+            if line != said or time.monotonic() - told > LINE_EVERY:
+                told, said = time.monotonic(), line
                 self.tell(f"waiting: {line}")
             time.sleep(1)
 
