@@ -54,7 +54,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _copied(target: str) -> str:
     """Where a copy lies; code as text, which browsers show instead of saving it."""
-    return f"files/{target}" if target.endswith((".json", ".ipynb", ".png", ".svg")) else f"files/{target}.txt"
+    return (
+        f"files/{target}" if target.endswith((".json", ".ipynb", ".png", ".svg")) else f"files/{target}.txt"
+    )
 
 
 def cli_page() -> str:

@@ -17,6 +17,7 @@ from documents import FENCE, PAGES, ROOT, Command, commands, mentioned
 from ssfl import cli, verbs
 from ssfl.methods import METHODS
 from ssfl.settings import SECTIONS
+from stage import Stage
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -115,17 +116,21 @@ def test_not_run(command: Command) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: Path) -> None:
-    """In a scratch folder with a person's images: scans/, labelled/ and scan.png."""
+def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: Path, stage: Stage) -> None:
+    """In a scratch folder with images: scans/, labelled/, site-a/, site-b/ and scan.png. Centre and sites run
+    beside each other."""
     shutil.copytree(folders / "labelled", "labelled")
     shutil.copytree(folders / "labelled", "scans")
     shutil.copytree(folders / "aachen", "scans/unlabelled")
+    for site, name in (("site-a", "bonn"), ("site-b", "calais")):
+        shutil.copytree(folders / name, site)
     shutil.copy(next((folders / "bonn").iterdir()), "scan.png")
     Path("results").symlink_to(ROOT / "results")
     Path("runs/paper").mkdir(parents=True)
     if page.name == "report.md":
         for name in ("mine", "other"):
             assert ssfl("run", "--set", "federation.rounds=5", "--out", f"runs/{name}")[0] == 0
+    waiting: list[Command] = []
     for command in commands(page):
         if command.not_run:
             continue
@@ -136,6 +141,10 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         if words[:2] == ["ssfl", "board"]:
             opened(words)
             continue
+        if words[1] in ("serve", "join"):
+            stage.ssfl(str(command.line), *words[1:])
+            waiting.append(command)
+            continue
         target = None
         if ">" in words:
             words, target = words[: words.index(">")], words[-1]
@@ -143,6 +152,8 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         assert code == 0 or (words[1] == "compare" and code == 1), f"{command}: {err}"
         if target is not None:
             Path(target).write_text(out, "utf-8")
+    for command, process in zip(waiting, stage.started, strict=True):
+        assert process.wait(300) == 0, f"{command}: {stage.said(str(command.line))}"
 
 
 def opened(words: list[str]) -> None:
