@@ -45,6 +45,15 @@ def test_help_shows_every_verb_in_order_with_an_example(ssfl: Call) -> None:
     assert "ssfl paper ls" in ssfl("paper", "--help")[1]
 
 
+@pytest.mark.parametrize("verb", [["run"], ["board"], ["join"], ["keys", "add"], ["paper", "run"]])
+def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
+    code, out, _ = ssfl(*verb, "--help")
+    assert code == 0
+    assert out.count("rguments:") == 1
+    assert "\\[" not in out
+    assert "Example: " in out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -57,7 +66,11 @@ def test_help_shows_every_verb_in_order_with_an_example(ssfl: Call) -> None:
         (["serve", "--port", "x"], "see `ssfl serve --help`"),
         (["run", "empty"], "empty has no ssfl.toml: `ssfl new empty --images FOLDER` writes one"),
         (["run", "--set", "users=3"], "such as split.users=3"),
-        (["resume", "runs/tow"], "is not a run folder: it has no config.toml; there are runs/two"),
+        (["resume", "runs/tow"], "there is no folder runs/tow; there are runs/two"),
+        (["resume", "empty"], "empty is not a run folder: it has no config.toml; there are runs/two"),
+        (["run", "--rounds", "5"], "no option --rounds: write --set federation.rounds=VALUE"),
+        (["resume", "runs/two", "--set", "train.lr=1"], "settings are chosen when a run starts"),
+        (["contest", "--methods", "sever-only"], "no method 'sever-only': did you mean server-only?"),
         (["run", "sfl.toml"], "did you mean ssfl.toml?"),
         (["new", "mine"], "there is no folder mine: give the images' folder with --images FOLDER"),
         (["new", "empty"], "empty holds no images"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import compare, runs
+from ssfl import assemble, compare, runs
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.settings import Config
 
@@ -245,7 +245,9 @@ def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     if place == "empty":
         path.mkdir()
     for verb in (ssfl.resume, ssfl.load_model, lambda p: list(runs.read_events(p))):
-        with pytest.raises(RunError, match="is not a run folder"):
+        with pytest.raises(
+            RunError, match="is not a run folder" if place == "empty" else "there is no folder"
+        ):
             verb(path)
 
 
@@ -318,5 +320,17 @@ def test_an_npz_with_unlabelled_images_trains(tmp_path: Path, patterns: Path) ->
     parts = json.loads((path / "split.json").read_text())
     assert parts["server"] == [10] * 4
     assert parts["sizes"] == [40, 40, 40]
+    # however uneven the classes are: 25, 10, 10 and 10 labels, and none goes to the users without its label
+    more = np.concatenate([np.arange(40), np.arange(40, 100, 4)])
+    whole = dict(np.load(patterns))
+    np.savez(
+        tmp_path / "uneven.npz",
+        **arrays | {"x_train": whole["x_train"][more], "y_train": whole["y_train"][more]},
+    )
+    uneven = replace(config, data=replace(config.data, path=str(tmp_path / "uneven.npz")))
+    sim = assemble.make(uneven)
+    assert sim.config.split.server_labels == 55
+    assert [len(user) for user in sim.parts.users] == [40, 40, 40]
+    assert (sim.dataset.labels[torch.from_numpy(sim.parts.server)] >= 0).all()
     events = list(runs.read_events(path))
     assert events[0]["mask_rate"] >= 0

@@ -249,6 +249,7 @@ def test_a_split_is_a_function_of_its_seed() -> None:
     [
         (lambda y: split.skewed(y, 3, 1.5), "between 0"),
         (lambda y: split.skewed(y, 3, 0.4, 40), "class 0, which has 12: lower it to at most 20"),
+        (lambda y: split.skewed(y, 3, 0.4, 22), "class 1, which has 10: lower it to at most 20"),
         (lambda y: split.skewed(y, 0, 0.4), "at least 1"),
         (lambda y: split.iid(y, 0), "at least 1"),
         (lambda y: split.skewed(y, 3, 0.4, -4), "at least 0"),

@@ -81,8 +81,11 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     labels = wanted.server_labels
     if labels is None:
         smallest = int(counts.min() * (1 - config.data.validation))
-        without = bool((dataset.labels < 0).any())
-        labels = len(counts) * (smallest if without else min(100, max(smallest // 2, 1)))
+        labels = len(counts) * min(100, max(smallest // 2, 1))
+        if bool((dataset.labels < 0).any()):  # the others are the users'
+            _, kept = split.hold_out(dataset.labels.numpy(), config.data.validation, wanted.seed)
+            everything = int((dataset.labels[kept] >= 0).sum())
+            labels = everything if wanted.labels_at == "server" else len(counts) * smallest
     user_labels = wanted.user_labels
     if wanted.labels_at != "server" and user_labels is None:
         user_labels = labels
@@ -144,7 +147,9 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
     usable = kept[labels[kept] >= 0]
     given = (labels[usable], wanted.users)
     more = (wanted.server_labels or 0, wanted.seed)
-    if wanted.scheme == "skew":
+    if len(usable) < len(kept) and wanted.server_labels == len(usable):  # however uneven the classes are
+        parts = split.Parts(np.arange(len(usable)), [np.zeros(0, np.int64)] * wanted.users)
+    elif wanted.scheme == "skew":
         parts = split.skewed(*given, wanted.skew, *more)
     elif wanted.scheme == "iid":
         parts = split.iid(*given, *more)

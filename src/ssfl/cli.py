@@ -120,6 +120,8 @@ def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> Non
     def warn(message: str) -> None:
         print(f"ssfl: warning: {message}", file=sys.stderr)
 
+    if not json_only and not quiet and train.finished(run):
+        print(f"{run} is finished: all its rounds are played")
     _carry_out(lambda report: train.resume(run, report, warn), quiet or json_only, json_only)
 
 

@@ -6,6 +6,7 @@ so that users pass equally many images forward and backward. Choices are made on
 are set aside before the split and trained on by nobody; test accuracy is what the last round has.
 """
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -81,7 +82,9 @@ def entry(
 ) -> Entry:
     """A method's run: the config's own settings, the method's row, and equal user work."""
     if method not in METHODS:
-        raise ConfigError(f"no method {method!r}: there are {', '.join(METHODS)}")
+        close = difflib.get_close_matches(method, METHODS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
+        raise ConfigError(f"no method {method!r}: {hint}")
     bad = [one for one in sets if one.startswith(("method.", "run.seed"))]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")

@@ -154,7 +154,7 @@ def config(found: Found, users: int) -> str:
     network = f'# name = "small"  # {known}; by itself what suits the image size'
     if model := small_model(found):
         network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
-    labels = "all that each class has" if found.files.unlabelled else "at most half of each class"
+    labels = "all of them" if found.files.unlabelled else "at most half of each class"
     return f"""\
 {about}
 #

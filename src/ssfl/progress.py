@@ -28,7 +28,7 @@ class Reporter:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.started = self.shown = time.monotonic()
+        self.began = self.shown = time.monotonic()
         self.rounds = self.first = 0
         self.told, self.accuracy = "starting", ""
         self.bar = Progress(
@@ -56,18 +56,20 @@ class Reporter:
             return
         if event["event"] == "start":
             self.rounds, self.first = event["rounds"], event["round"]
+            self.began = time.monotonic()
             self.bar.update(self.task, total=self.rounds, completed=self.first)
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
             self.told = f"{mask}{event['seconds']:.2f} s/round"
         elif event["event"] == "eval":
             self.accuracy = f"accuracy {100 * event['accuracy']:.1f} %  "
-        told = self.accuracy + self.told
-        self.bar.update(self.task, completed=event["round"], told=told)
+        self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):
             self.shown = time.monotonic()
-            pace = (self.shown - self.started) / max(event["round"] - self.first, 1)
+            # the time before the first round, of loading and compiling, does not come again
+            pace = (self.shown - self.began) / max(event["round"] - self.first, 1)
             left = pace * (self.rounds - event["round"])
+            told = (self.accuracy if event["event"] == "eval" else "") + self.told
             line = f"round {event['round']}/{self.rounds}  {told}  {left:.0f} s left"
             self.console.print(line, soft_wrap=True, highlight=False)

@@ -164,12 +164,18 @@ def next_free(base: Path) -> Path:
     return path
 
 
+def _known() -> str:
+    """The runs that somebody may have meant."""
+    known = [str(file.parent) for file in sorted(Path("runs").glob("*/config.toml"))]
+    return f"; there are {', '.join(known[:5])}" if known else ""
+
+
 def read_config(path: Path) -> Config:
     """The resolved config of a run folder."""
+    if not path.is_dir():
+        raise RunError(f"there is no folder {path}{_known()}")
     if not (path / "config.toml").is_file():
-        known = [str(file.parent) for file in sorted(Path("runs").glob("*/config.toml"))]
-        hint = f"; there are {', '.join(known[:5])}" if known else ""
-        raise RunError(f"{path} is not a run folder: it has no config.toml{hint}")
+        raise RunError(f"{path} is not a run folder: it has no config.toml{_known()}")
     try:
         return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")))
     except (OSError, ValueError, ConfigError) as error:

@@ -72,7 +72,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
     leads = _leads(config)
     with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
         summary = runs.read_summary(path)
-        if summary is not None and _has_model(path):
+        if summary is not None and finished(path):
             return Result(summary["accuracy"], list(runs.read_events(path)), path)
         sim = assemble.make(_here(config, warn))
         with closing(sim.engine):
@@ -213,7 +213,10 @@ def _last(events: list[Event], kind: str) -> Event:
     return [event for event in events if event["event"] == kind][-1]
 
 
-def _has_model(path: Path) -> bool:
+def finished(path: Path) -> bool:
+    """Whether a run has played all its rounds and left its model."""
+    if runs.read_summary(path) is None:
+        return False
     try:
         runs.read_model(path / "model.safetensors")
     except RunError:

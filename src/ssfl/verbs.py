@@ -3,7 +3,7 @@ one line for every mistake in a command."""
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -35,13 +35,18 @@ class Verbs(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: order.get(name, len(order)))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
+        command: Any = super().get_command(ctx, cmd_name)
         for parameter in getattr(command, "params", ()):
             if parameter.param_type_name == "argument" and not parameter.help:
                 # typer below 0.21 loses it to click 8.5
                 hints = get_type_hints(getattr(command, "callback", None), include_extras=True)
                 hint = hints[parameter.name]
                 parameter.help = next((info.help for info in getattr(hint, "__metadata__", ())), None)
+        if command is not None and not hasattr(command, "plain"):
+            command.plain = command.get_help
+            # the same versions list arguments twice, and escape brackets for a terminal that they do not use
+            command.format_arguments = lambda ctx, formatter: None
+            command.get_help = lambda ctx: command.plain(ctx).replace("\\[", "[")
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -80,13 +85,27 @@ def explained(error: Any) -> str:
     what = " ".join(error.format_message().split()).rstrip(".")
     what = what[:1].lower() + what[1:]
     if hasattr(error, "possibilities"):
-        close = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
-        what = f"no option {error.option_name}{f', did you mean {close[0]}?' if close else ''}"
+        known = [one for parameter in context.command.params for one in parameter.opts] if context else []
+        what = f"no option {error.option_name}{_instead(error.option_name, known)}"
     if context is None:
         return f"{what}; see `ssfl --help`"
     _, example = told(context.command)
     written = f"write it like `{example}`, or " if example else ""
     return f"{what}; {written}see `{context.command_path} --help`"
+
+
+def _instead(option: str, known: Sequence[str]) -> str:
+    """What somebody who wrote an unknown option may have meant."""
+    from ssfl.settings import SECTIONS
+
+    key = option.lstrip("-").replace("-", "_")
+    homes = [section for section, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
+    if homes and "--set" in known:
+        return f": write --set {homes[0]}.{key}=VALUE"
+    if option == "--set":
+        return ": settings are chosen when a run starts"
+    close = difflib.get_close_matches(option, known, 1, 0.75)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:

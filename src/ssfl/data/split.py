@@ -235,13 +235,14 @@ def _take_server(
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0")
     share, more = divmod(count, len(pools))
+    most = len(pools) * min(map(len, pools))
     taken: list[Index] = []
     for label, pool in enumerate(pools):
         wanted = share + (label < more)
         if wanted > len(pool):
             raise ConfigError(
                 f"{key} = {count} asks for {wanted} images of class {label}, which has {len(pool)}: "
-                f"lower it to at most {len(pools) * min(len(p) for p in pools)}"
+                f"lower it to at most {most}"
             )
         taken.append(pool[:wanted])
         pools[label] = pool[wanted:]

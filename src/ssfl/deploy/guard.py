@@ -256,7 +256,7 @@ def _handshake(reason: str) -> str:
     if "HTTP" in reason:
         return "plain HTTP: this port speaks TLS"
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason):
-        return f"it does not trust the centre's certificate ({reason.lower().replace('_', ' ')})"
+        return f"an alert: it does not trust the centre's certificate ({reason.lower().replace('_', ' ')})"
     return f"no TLS that can be understood ({reason.lower().replace('_', ' ')})"
 
 
