@@ -173,6 +173,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
             f"--sites {needed} is more than the {count} sites that have keys: add keys, or lower it"
         )
     with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
+        view.tell(_labelled(sim))
         notes: Queue[dict[str, Any]] = Queue()
         size = sim.message_bytes()
         with link.running(
@@ -183,6 +184,17 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
             times = place.deadline, place.patience
             fleet = Fleet(grid, names, needed, *times, view.tell, notes, asked=place.keys is None)
             return conduct(sim, terms, fleet, path, again, place.share, view)
+
+
+def _labelled(sim: Simulation) -> str:
+    """What the centre trains and tests on, so that a wrong folder is seen before sites come."""
+    data = sim.dataset
+    without = int((data.labels < 0).sum())
+    ignored = f"; {without} images without a label are left out" if without else ""
+    return (
+        f"{len(data.classes)} classes ({', '.join(data.classes[:5])}{', ...' if data.classes[5:] else ''}): "
+        f"{len(sim.parts.server)} labelled images to train on, {len(data.test_labels)} to test on{ignored}"
+    )
 
 
 @contextmanager
