@@ -245,7 +245,7 @@ def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     if place == "empty":
         path.mkdir()
     for verb in (ssfl.resume, ssfl.load_model, lambda p: list(runs.read_events(p))):
-        with pytest.raises(RunError, match="is not a run folder|there is no folder"):
+        with pytest.raises(RunError, match=r"is not a run folder|there is no folder"):
             verb(path)
 
 
