@@ -285,7 +285,7 @@ def test_a_damaged_folder_gets_one_clear_line(folder: Path, tmp_path: Path) -> N
             page.contents([broken])
     shown = report(tmp_path / "nothing")
     assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
-    assert "not a run folder" in shown.stderr
+    assert "there is no folder" in shown.stderr
 
 
 def test_what_is_damaged_in_part_is_told_in_the_report(folder: Path, tmp_path: Path) -> None:
