@@ -60,6 +60,15 @@ def load_data(config: Config) -> Dataset:
     )  # fmt: skip
 
 
+def rounds(config: Config) -> float:
+    """How many rounds there will be, before rounding where they were given in epochs."""
+    federation = config.federation
+    if federation.rounds is not None:
+        return federation.rounds
+    steps = (federation.epochs or 0) * federation.epoch_images / config.train.batch_size
+    return steps / federation.period
+
+
 def resolve(config: Config, dataset: Dataset) -> Config:
     """The config with every choice made that depends on the data."""
     federation, wanted = config.federation, config.split
@@ -71,12 +80,9 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     if groups is None:
         grouped = config.method.averaging == "grouping"
         groups = min(participants, max(2, -(-participants // 10))) if grouped else 1
-    rounds = federation.rounds
-    if rounds is None:
-        steps = (federation.epochs or 0) * federation.epoch_images / config.train.batch_size
-        rounds = max(1, round(steps / federation.period))
-        if rounds > 10**9:
-            raise ConfigError(f"federation.epochs = {federation.epochs} makes {rounds:.0e} rounds: lower it")
+    count = max(1, round(rounds(config)))
+    if count > 10**9:
+        raise ConfigError(f"federation.epochs = {federation.epochs} makes {count:.0e} rounds: lower it")
     counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
     labels = wanted.server_labels
     if labels is None:
@@ -120,11 +126,11 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         method=replace(method, gate=bool(method.gate)),
         privacy=privacy,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
-        federation=replace(federation, participants=participants, groups=groups, rounds=rounds, epochs=None),
+        federation=replace(federation, participants=participants, groups=groups, rounds=count, epochs=None),
         run=replace(
             config.run,
-            eval_every=config.run.eval_every or max(5, rounds // 100),
-            checkpoint_every=config.run.checkpoint_every or max(10, rounds // 100),
+            eval_every=config.run.eval_every or max(5, count // 100),
+            checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
         ),
     )
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ssfl import assemble, progress, runs, train
 from ssfl import config as configs
-from ssfl import progress, runs, train
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.methods import METHODS
 from ssfl.report import text
@@ -36,7 +36,6 @@ class Entry:
     """One run of the contest."""
 
     method: str
-    seed: int
     options: tuple[str, ...]
     """The choices tried or taken, `section.key=value`."""
     config: Config
@@ -102,12 +101,10 @@ def entry(
     work = passes(config)
     if work > 1:
         federation = config.federation
-        images = (federation.epochs or 0) * federation.epoch_images
-        rounds = federation.rounds or images / (config.train.batch_size * federation.period)
-        fewer = replace(federation, rounds=max(1, round(rounds / work)), epochs=None)
+        fewer = replace(federation, rounds=max(1, round(assemble.rounds(config) / work)), epochs=None)
         config = replace(config, federation=fewer)
     name = "-".join([method, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
-    return Entry(method, seed, options, config, out / name)
+    return Entry(method, options, config, out / name)
 
 
 def play(
@@ -135,7 +132,7 @@ def play(
             taken = max(scores, key=lambda score: score[0])[1]
             tell(f"{method}: {' '.join(taken)}, by validation images")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
-        found.append(_standing(method, taken, [(one, _played(one, tell, quiet)) for one in entries]))
+        found.append(_standing(method, taken, [_played(one, tell, quiet) for one in entries]))
     return sorted(found, key=lambda one: -(one.mean or 0.0))
 
 
@@ -167,11 +164,8 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
         tell(f"{one.path.name}: done before")
         return one.path
     tell(one.path.name)
-    begun = (one.path / "config.toml").is_file()
     try:
-        progress.watched(
-            partial(train.resume, one.path) if begun else partial(train.run, one.config, one.path), quiet
-        )
+        progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
     except DivergedError as error:
         tell(f"{one.path.name}: {error}")
         return None
@@ -183,12 +177,10 @@ def _validation(path: Path | None) -> float:
     return float(summary["validation_accuracy"]) if summary else -1.0
 
 
-def _standing(method: str, options: tuple[str, ...], played: list[tuple[Entry, Path | None]]) -> Standing:
+def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
     accuracies, curves = [], []
     images, megabytes, rounds = 0, 0.0, 0
-    for _, path in played:
-        if path is None:
-            continue
+    for path in filter(None, played):
         summary, config = runs.read_summary(path), runs.read_config(path)
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])

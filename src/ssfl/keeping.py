@@ -23,6 +23,11 @@ def first(method: Method, row: Tensor, weights: Tensor, counts: Tensor) -> dict[
     return kept
 
 
+def evaluated(state: State) -> Tensor:
+    """The row that is evaluated and kept: the slow average where there is one."""
+    return state.memory.get("slow", state.average)
+
+
 def over_rounds(method: Method, state: State) -> State:
     """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
     memory = state.memory

@@ -13,6 +13,7 @@ from ssfl.data import formats, own
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.limits import CHOICES
+from ssfl.report.text import printable
 from ssfl.settings import Config, Data, Split
 
 GPU = torch.cuda.is_available()
@@ -137,7 +138,7 @@ def summary(found: Found, users: int) -> list[str]:
     ]
     if not files.unlabelled:
         told.append(f"  all are labelled: the server keeps some, {users} users get the others without labels")
-    return ["".join(sign if sign.isprintable() else "?" for sign in line) for line in told]
+    return [printable(line) for line in told]
 
 
 def config(found: Found, users: int) -> str:

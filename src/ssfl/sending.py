@@ -18,7 +18,8 @@ def sent_back(
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:
         return rows
-    attackers = attacks.who(config.split.users, federation.attackers, seed)
+    share = federation.attackers
+    attackers = attacks.who(config.split.users, share, seed) if share else frozenset[int]()
     rows = rows.clone()
     for place, user in enumerate(users):  # one at a time: the draws of a row are wider than the row
         if clip is not None and noise is not None:

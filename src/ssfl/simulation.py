@@ -210,7 +210,7 @@ class Simulation:
     def final_row(self, state: State) -> Tensor:
         """w_avg, or its slow average; statistics recomputed on the server's images where that was asked
         for."""
-        row = state.memory.get("slow", state.average)
+        row = keeping.evaluated(state)
         if self.config.model.norm_statistics != "recompute":
             return row
         write_row(self.model, self.layout, row)

@@ -101,6 +101,13 @@ def conditions(sim: Simulation) -> dict[str, str]:
     return {**runs.versions(), **settings, **ranks, "device": device_name(sim.device)}
 
 
+def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
+    """A new run, or the one that was begun in this folder, gone on with."""
+    if (path / "config.toml").is_file():
+        return resume(path, report)
+    return run(config, path, report)
+
+
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
     """In which conditions a run goes on that are not those of its last checkpoint."""
     found = [(key, value) for key, value in before.items() if key in now and value != now[key]]

@@ -144,7 +144,7 @@ class Left(SsflError):
 
 def tell(line: str) -> None:
     """A line at once, also into a file."""
-    from ssfl.deploy.view import printable
+    from ssfl.report.text import printable
 
     print(printable(line), flush=True)
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssfl import privacy
+from ssfl.report.text import printable
 from ssfl.runs import Event
 
 
@@ -90,8 +91,3 @@ class View:
                 cells = name, images, doing, self.told.get(name, ""), self.refusals.get(name, "")
                 table.add_row(*(Text(printable(str(cell))) for cell in cells))
         return table
-
-
-def printable(line: str) -> str:
-    """The line without anything that a terminal would take for an order."""
-    return "".join(sign if sign.isprintable() else "?" for sign in line)

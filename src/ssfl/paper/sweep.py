@@ -90,10 +90,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             "command": shlex.join(["ssfl", *sys.argv[1:]]),
             "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
         }  # fmt: skip
-        begun = (path / "config.toml").is_file()
-        play_one = partial(train.resume, path) if begun else partial(train.run, configs[path], path)
         try:
-            found = progress.watched(play_one, quiet)
+            found = progress.watched(partial(train.begin_or_resume, configs[path], path), quiet)
         except train.Interrupted as stopped:
             raise SweepInterrupted(stopped.round) from None
         except DivergedError as error:  # a result as well: the others go on

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, fedmatch, models, runs, train
+from ssfl import assemble, fedmatch, keeping, models, runs, train
 from ssfl.data import augment
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError
@@ -88,7 +88,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
     network = network_of(config, data)
-    row = saved.state.memory.get("slow", saved.state.average)
+    row = keeping.evaluated(saved.state)
     tensors = layout_of(network).unflatten(row)
     if isinstance(network, fedmatch.Decomposed):
         tensors = fedmatch.composed(tensors)

@@ -15,6 +15,11 @@ def histogram(counts: list[int]) -> str:
     return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
 
 
+def printable(line: str) -> str:
+    """The line without anything that a terminal would take for an order."""
+    return "".join(sign if sign.isprintable() else "?" for sign in line)
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of words as a Markdown table whose columns stand in line; the first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
