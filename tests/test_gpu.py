@@ -41,6 +41,20 @@ def test_float64_rounds_are_the_cpus(quick: Make, engine: str, norm: str) -> Non
     assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["semifl", "fl2", "cbafed", "fedprox", "rscfed", "freematch"])
+def test_methods_that_look_before_they_train_do_on_a_gpu_as_on_a_cpu(quick: Make, name: str) -> None:
+    settings = [f"method.name={name}", "run.engine=vmap", "train.precision=float64", "method.threshold=0.105"]
+    rows = []
+    for device in ("cpu", "cuda"):
+        sim = assemble.make(quick(f"run.device={device}", *settings))
+        state = sim.initial()
+        for _ in range(3):
+            state, events = sim.play(state)
+        assert events[0]["mask_rate"] > 0
+        rows.append(state.average.cpu())
+    assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
+
+
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_the_same_bytes_again_and_after_a_resume(quick: Make, tmp_path: Path, engine: str) -> None:
     config = quick(f"run.engine={engine}", "run.device=cuda", "run.checkpoint_every=2", "federation.rounds=6")

@@ -115,8 +115,16 @@ def labelled(work: Work, answers: Tensor, thresholds: Tensor, *, fill: bool = Fa
         partner_labels,
         shares,
         certain.to(answers.dtype).reshape(shape) if work.objective.sharpness else None,
+        tilted(answers, work.objective.calibrate)[:, None].repeat(1, steps, 1)
+        if work.objective.calibrate
+        else None,
     )
     return work.with_labels(images.reshape(shape), given), sure
+
+
+def tilted(answers: Tensor, share: float) -> Tensor:
+    """The logarithms of how often a user expects each class, [n, classes], from [n, m, classes]."""
+    return share * answers.mean(1).clamp(min=1 / answers.shape[1]).log()
 
 
 def doubt(answers: Tensor) -> Tensor:

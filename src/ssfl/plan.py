@@ -139,7 +139,7 @@ class Plan:
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
-        return self._work(round, Objective("supervised"), trainers, self.server, trainers * 0)
+        return self._work(round, Objective("supervised", hard=self.config.method.server_views == "both"), trainers, self.server, trainers * 0)
 
 
 def objective_of(config: Config) -> Objective:
@@ -153,4 +153,5 @@ def objective_of(config: Config) -> Objective:
         method.mix,
         method.sharpness,
         method.proximal,
+        method.calibrate,
     )

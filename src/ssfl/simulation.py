@@ -102,7 +102,8 @@ class Simulation:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
             with phases.during("users"):
-                looked = labelling.looked(self.engine, method, rows, work, state.memory.get("shares"))
+                by = rows if method.labeller == "received" else state.memory["slow"].expand_as(rows)
+                looked = labelling.looked(self.engine, method, by, work, state.memory.get("shares"))
                 trained = self.engine.train(rows, kept, looked.work)
             looks.append(looked.counts)
             back = sent_back(self.config, self.layout, state.round, cohort.users[part], rows, trained.rows)
