@@ -244,7 +244,7 @@ def _make_engine(
     spread_out = run.engine == "dist"
     participants = -(-(config.federation.participants or 1) // (engines.dist.ranks() if spread_out else 1))
     steps = (config.federation.rounds or 1) * config.federation.period
-    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay)
+    optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay, train.clip)
     network = (model, layout, pool, optimizer)
     rival = None
     if isinstance(model, fedmatch.Decomposed):

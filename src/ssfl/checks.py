@@ -91,7 +91,7 @@ def _check_round_labels(method: Method, norm: str) -> None:
             raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
         return
     plain = Method()
-    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
+    for key in ("thresholds", "fill", "mix", "sharpness", "weighting", "calibrate", "labeller"):
         if getattr(method, key) != getattr(plain, key):
             raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
 
@@ -104,6 +104,7 @@ def _check_fedmatch(config: Config) -> None:
         (method.averaging == "fedavg", f"method.averaging = {method.averaging!r}", "method.averaging=fedavg"),
         (method.views == "separate", f"method.views = {method.views!r}", "method.views=separate"),
         (train.momentum == 0, f"train.momentum = {train.momentum}", "train.momentum=0"),
+        (train.clip == 0, f"train.clip = {train.clip}", "train.clip=0"),
         (train.lr < 0.1, f"train.lr = {train.lr}, which draws ψ beyond σ", "train.lr below 0.1"),
         (config.run.diversity_every == 0, "gradient diversity", "run.diversity_every=0"),
     ]

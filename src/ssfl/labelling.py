@@ -123,8 +123,10 @@ def labelled(work: Work, answers: Tensor, thresholds: Tensor, *, fill: bool = Fa
 
 
 def tilted(answers: Tensor, share: float) -> Tensor:
-    """The logarithms of how often a user expects each class, [n, classes], from [n, m, classes]."""
-    return share * answers.mean(1).clamp(min=1 / answers.shape[1]).log()
+    """The logarithms of how much a user expects each class, [n, classes], from [n, m, classes]; as if it had
+    one image more of each."""
+    images, classes = answers.shape[1:]
+    return share * ((answers.sum(1) + 1) / (images + classes)).log()
 
 
 def doubt(answers: Tensor) -> Tensor:

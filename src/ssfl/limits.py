@@ -75,6 +75,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "train.lr": (0, 1000, "a learning rate"),
     "train.momentum": (0, 0.9999, "below 1"),
     "train.weight_decay": (0, 10, "a small number"),
+    "train.clip": (0, 1e6, "a length; 0 is any"),
     "train.warmup": (0, 10**9, "steps"),
     "train.cycles": (0, 1000, "half turns of the cosine"),
     "train.floor": (0, 1, "a fraction of train.lr"),

@@ -80,11 +80,11 @@ METHODS: dict[str, Settings] = {
     },
     # A rival, Diao, Ding and Tarokh 2022: labels once a round, fix and mix losses, the server last and with
     # momentum. Published with batch normalisation whose statistics are taken over every user's images,
-    # which no real federation could do, 5 local epochs of batches of 10 and gradients cut at 1: not here.
+    # which no real federation could do, and 5 local epochs of batches of 10: not here.
     "semifl": {
         "method": {**_ONCE, "fill": True, "mix": 1.0, "server_momentum": 0.5},
         "model": {"norm": "group"},
-        "train": {"weight_decay": 5e-4},
+        "train": {"weight_decay": 5e-4, "clip": 1.0},
     },
     # A rival, Lee et al. 2024, (FL)²: thresholds by class, flat minima, doubtful users weigh more. Published
     # on SemiFL's rounds, with the same statistics over every user's images: not here.
@@ -98,7 +98,7 @@ METHODS: dict[str, Settings] = {
             "server_momentum": 0.5,
         },
         "model": {"norm": "group"},
-        "train": {"weight_decay": 5e-4},
+        "train": {"weight_decay": 5e-4, "clip": 1.0},
     },
     # A rival, Liang et al. 2022: users far from the others weigh less, in three means of halves. Published
     # with a mean teacher and one labelled user; here users learn by consistency, the server has the labels.

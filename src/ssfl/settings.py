@@ -201,6 +201,8 @@ class Train:
     """Nesterov's form of momentum."""
     weight_decay: float = 1e-4
     """Weight decay on every parameter."""
+    clip: float = 0.0
+    """The most length of a step's gradient: a longer one is cut to it; 0 is any."""
     warmup: int = 0
     """Steps of linear warm-up from zero (the paper's e epochs are e · M / B steps)."""
     cycles: float = 7 / 16

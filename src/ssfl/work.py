@@ -70,6 +70,8 @@ class Optimizer:
     momentum: float
     nesterov: bool
     weight_decay: float
+    clip: float = 0.0
+    """The most length of a step's gradient, without weight decay; 0 is any."""
 
 
 class Given(NamedTuple):

@@ -63,6 +63,8 @@ class Loop:
                 self._look_around(weights, batch, work.objective)
             for weight, start in zip(weights, received, strict=False):
                 weight.grad = pull * (weight.detach() - start) + (0 if weight.grad is None else weight.grad)
+            if self.optimizer.clip:
+                nn.utils.clip_grad_norm_(weights, self.optimizer.clip)
             sgd.step()
             told.append(stats)
         if self.optimizer.momentum:

@@ -353,10 +353,14 @@ class Vmap:
 def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optimizer) -> None:
     """SGD on all weights at once, and the rest that a step leaves behind."""
     rate = place.rates.index_select(0, place.step)
+    slopes = {name: slopes[name].to(weight.dtype) for name, weight in place.weights.items()}
+    if place.received:
+        pull = place.work.objective.proximal
+        slopes = {n: slope + pull * (place.weights[n] - place.received[n]) for n, slope in slopes.items()}
+    if optimizer.clip:
+        slopes = _cut(slopes, optimizer.clip)
     for name, weight in place.weights.items():
-        slope = slopes[name].to(weight.dtype) + optimizer.weight_decay * weight
-        if place.received:
-            slope = slope + place.work.objective.proximal * (weight - place.received[name])
+        slope = slopes[name] + optimizer.weight_decay * weight
         if optimizer.momentum:
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
@@ -369,6 +373,13 @@ def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Opti
         value.copy_(moved[name])
     place.told.add_(torch.stack([told[name] for name in TOLD]))
     place.step.add_(1)
+
+
+def _cut(slopes: Named, most: float) -> Named:
+    """Each model's gradient, at most so long."""
+    lengths = torch.stack([slope.flatten(1).square().sum(1) for slope in slopes.values()]).sum(0).sqrt()
+    share = (most / (lengths + 1e-6)).clamp(max=1)
+    return {name: slope * share.view(-1, *[1] * (slope.dim() - 1)) for name, slope in slopes.items()}
 
 
 def _give_up_kernels(error: Exception) -> None:
