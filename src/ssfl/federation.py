@@ -25,6 +25,10 @@ Gate = Callable[[Tensor, Tensor], list[str]]
 """(what was sent, what came back) -> why each is refused, "" where it is not."""
 
 
+Guard = Callable[[Tensor], float]
+"""(a row) -> the share of the server's labelled images that it tells right."""
+
+
 class Crowd(Protocol):
     """Processes that share the users of a round."""
 
@@ -52,7 +56,8 @@ class State:
     """[K]: how often each user's model was refused; empty without a gate."""
     memory: dict[str, Tensor] = field(default_factory=dict)
     """What some methods keep besides: "velocity" [S, P] of the server's momentum, "slow" [P + Q] and "stored"
-    [P + Q], averages over rounds, and "shares" [classes], how often each class was a pseudo-label."""
+    [P + Q], averages over rounds, "shares" [classes], how often each class was a pseudo-label, and "best",
+    the guard's."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Outcome:
     server: Moved | None
     refused: dict[int, str] = field(default_factory=dict)
     """Why models were refused, by their users' places in the cohort."""
+    accepted: bool | None = None
+    """Whether the users' average was taken; None where nobody asked."""
 
 
 def play_round(
@@ -97,6 +104,7 @@ def play_round(
     gate: Gate | None = None,
     combine: Combine | None = None,
     server_momentum: float = 0.0,
+    guard: Guard | None = None,
 ) -> tuple[State, Outcome]:
     """Send, train, average.
 
@@ -109,6 +117,8 @@ def play_round(
     they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
     that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
     With `server_momentum` the users' average is a direction in which the streams go on as well as a place.
+    With a `guard`, a server that trains last does so without the users where it would otherwise end with less
+    than half of the best that it had on its own labels.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
@@ -116,6 +126,7 @@ def play_round(
     streams, average = state.streams, state.average
     users = own = server_sent = None
     refused: dict[int, str] = {}
+    accepted = None
     count, guarded = len(cohort.users), gate is not None or combine is not None
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
@@ -173,6 +184,14 @@ def play_round(
         # The server trains the users' average: its few labels have the last word.
         server_sent = average
         rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
+        if guard is not None:
+            share, best = guard(rows[0]), memory["best"]
+            accepted = matrix is None or 2 * share >= float(best)
+            if not accepted:
+                server_sent = state.average
+                rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
+                memory = memory | ({"velocity": torch.zeros_like(velocity)} if server_momentum else {})
+            memory = memory | {"best": best.clamp(min=share)}
         average = rows[0]
         streams = average.repeat(len(streams), 1)
 
@@ -184,7 +203,7 @@ def play_round(
         strikes = strikes.clone()
         strikes[[cohort.users[place] for place in refused]] += 1
     new = State(state.round + 1, streams, average, momentum, strikes, memory)
-    return new, Outcome(users, server_sent, own, refused)
+    return new, Outcome(users, server_sent, own, refused, accepted)
 
 
 def _passed(cohort: Cohort, passed: list[int]) -> list[list[int]]:

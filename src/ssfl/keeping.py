@@ -20,6 +20,8 @@ def first(method: Method, row: Tensor, weights: Tensor, counts: Tensor) -> dict[
         kept["stored"] = row.clone()
     if method.thresholds == "balanced":
         kept["shares"] = counts
+    if method.guard:
+        kept["best"] = row.new_zeros(1)
     return kept
 
 

@@ -139,7 +139,13 @@ class Plan:
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
-        return self._work(round, Objective("supervised", hard=self.config.method.server_views == "both"), trainers, self.server, trainers * 0)
+        return self._work(
+            round,
+            Objective("supervised", hard=self.config.method.server_views == "both"),
+            trainers,
+            self.server,
+            trainers * 0,
+        )
 
 
 def objective_of(config: Config) -> Objective:

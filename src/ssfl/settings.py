@@ -100,7 +100,7 @@ class Method:
     sharpness: float = 0.0
     """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
     calibrate: float = 0.0
-    """With labels once a round, how much of a user's own class mix is taken out of what it learns: 1 is all."""
+    """With labels once a round, how much of its own class mix is taken out of what a user learns: 1 is all."""
     labeller: str = "received"
     """Who makes labels once a round: the "received" model, or the "slow" average over rounds."""
     server_views: str = "weak"
@@ -118,6 +118,9 @@ class Method:
     times is left out. By itself with real sites alone."""
     check: bool = False
     """Of a group's average and its median take the one that does better on the server's labelled images."""
+    guard: bool = False
+    """With a server that trains last: play the round without the users where the server would end with less
+    than half of the best accuracy that it had on its own labelled images."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""

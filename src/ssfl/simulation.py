@@ -28,6 +28,8 @@ from ssfl.settings import Config
 from ssfl.work import Pool, Trained, Work
 
 Event = dict[str, Any]
+GUARDED = 1000
+"""About how many of the server's images its guard looks at."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ class Simulation:
             found = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[1]
             return found if math.isfinite(found) else math.inf
 
+        def guard(row: Tensor) -> float:
+            images = self.plan.server.images
+            images = images[:: -(-len(images) // GUARDED)]
+            return self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[0]
+
         def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
             if method.combine == "distance":
                 key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
@@ -181,6 +188,7 @@ class Simulation:
             gate=gate if method.gate else None,
             combine=None if plain and not method.check else combine,
             server_momentum=method.server_momentum,
+            guard=guard if method.guard else None,
             **more,
         )
         return keeping.over_rounds(method, new), outcome
@@ -280,6 +288,8 @@ class Simulation:
             for place, (user, *found) in enumerate(zip(cohort.users, stats["loss"], norms, strict=True)):
                 if place not in outcome.refused:
                     self._require_finite(round, f"user {user}", found)
+        if outcome.accepted is not None:
+            event["accepted"] = outcome.accepted
         if outcome.server is not None:
             found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = found
