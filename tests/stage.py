@@ -23,6 +23,7 @@ NAMES = ("aachen", "bonn", "calais")
 SHORT = ["federation.rounds=3", "federation.period=3", "train.batch_size=16", "train.warmup=0",
          "method.threshold=0.3", "run.threads=1", "run.device=cpu"]  # fmt: skip
 METHODS = {
+    "anchored": ["method.name=anchored"],
     "alternate": ["method.name=alternate"],
     "grouping": ["method.name=grouping", "federation.groups=2"],
     "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],

@@ -77,7 +77,7 @@ CASES = {
     "FreeMatch, FedProx": ["method.name=freematch", "method.proximal=0.5"],
     "RSCFed": ["method.name=rscfed", "method.slow=0.5"],
     "CBAFed": ["method.name=cbafed", "method.fill=false", "method.residual=2", "method.threshold=0.6"],
-    "calibrated": ["method.labels=round", "method.calibrate=1.0", "method.server_views=both"],
+    "anchored": ["method.name=anchored", "method.threshold=0.6"],
     "gradients cut": ["train.clip=0.5", "method.proximal=0.5"],
     "private": ["privacy.clip=0.5", "privacy.noise=0.01"],
     "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group",

@@ -183,24 +183,6 @@ def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(new.average[: sim.layout.weights], expected, atol=1e-12)
 
 
-def test_calibrated_step(quick: Make) -> None:
-    name = ["method.labels=round", "method.calibrate=0.5", "method.threshold=0.1", "federation.period=1"]
-    sim, start, new, looked = one_step(quick, *name)
-    batch = make_batch(sim.pool, looked, 0)
-    assert batch.strong is not None
-    assert batch.given is not None
-    said = sim.engine.answers(start.average[None], looked)[0]
-    share = (said.sum(0) + 1) / (len(said) + 10)
-    write_row(sim.model, sim.layout, start.average)
-    logits = sim.model.train()(batch.strong[0]) + 0.5 * share.log()
-    loss = functional.cross_entropy(logits, batch.given.labels[0], reduction="none") * batch.given.mask[0]
-    sim.model.zero_grad()
-    loss.mean().backward()
-    found = torch.cat([p.grad.flatten() for p in sim.model.parameters() if p.grad is not None])
-    expected = start.average[: sim.layout.weights] - looked.rates[0] * found
-    assert torch.allclose(new.average[: sim.layout.weights], expected, atol=1e-12)
-
-
 def test_fedprox_step(quick: Make) -> None:
     name = ["method.name=fedprox", "method.proximal=2", "federation.period=2"]
     sim, start, new, _ = one_step(quick, *name)

@@ -93,7 +93,7 @@ def _check_round_labels(method: Method, norm: str) -> None:
             raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
         return
     plain = Method()
-    for key in ("thresholds", "fill", "mix", "sharpness", "weighting", "calibrate", "labeller"):
+    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
         if getattr(method, key) != getattr(plain, key):
             raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
 

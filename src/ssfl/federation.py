@@ -185,13 +185,13 @@ def play_round(
         server_sent = average
         rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
         if guard is not None:
-            share, best = guard(rows[0]), memory["best"]
-            accepted = matrix is None or 2 * share >= float(best)
+            right, best = guard(rows[0]), memory["best"]
+            accepted = matrix is None or 2 * right >= float(best)
             if not accepted:
                 server_sent = state.average
                 rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
                 memory = memory | ({"velocity": torch.zeros_like(velocity)} if server_momentum else {})
-            memory = memory | {"best": best.clamp(min=share)}
+            memory = memory | {"best": best.clamp(min=right)}
         average = rows[0]
         streams = average.repeat(len(streams), 1)
 

@@ -115,18 +115,8 @@ def labelled(work: Work, answers: Tensor, thresholds: Tensor, *, fill: bool = Fa
         partner_labels,
         shares,
         certain.to(answers.dtype).reshape(shape) if work.objective.sharpness else None,
-        tilted(answers, work.objective.calibrate)[:, None].repeat(1, steps, 1)
-        if work.objective.calibrate
-        else None,
     )
     return work.with_labels(images.reshape(shape), given), sure
-
-
-def tilted(answers: Tensor, share: float) -> Tensor:
-    """The logarithms of how much a user expects each class, [n, classes], from [n, m, classes]; as if it had
-    one image more of each."""
-    images, classes = answers.shape[1:]
-    return share * ((answers.sum(1) + 1) / (images + classes)).log()
 
 
 def doubt(answers: Tensor) -> Tensor:

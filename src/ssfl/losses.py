@@ -77,10 +77,7 @@ def _with_labels(logits: Logits, batch: Batch, given: Given, objective: Objectiv
     """Of a step whose pseudo-labels were made before the round."""
     if batch.strong is None:
         raise ValueError("given labels are those of strong views")
-    said = logits(batch.strong, True, 1)
-    if given.tilt is not None:
-        said = said + given.tilt[:, None]
-    found = objectives.given(said, given.labels, given.mask)
+    found = objectives.given(logits(batch.strong, True, 1), given.labels, given.mask)
     if batch.partner is None:
         return found
     assert given.partner_labels is not None

@@ -12,8 +12,22 @@ _PAPER = {"server": "parallel", "teacher_mode": "train"}
 _ONCE = {"objective": "consistency", "labels": "round", "averaging": "fedavg", "server": "alternate"}
 
 METHODS: dict[str, Settings] = {
+    # Recommended: `alternate`, in which labels have the last word. Besides, users label once a round, the
+    # server also sees strong views of its images, the users' mean moves with momentum, a round that would
+    # undo the labels is played without users, and the model is a slow average over rounds.
+    "anchored": {
+        "method": {
+            **_ONCE,
+            "threshold": 0.8,
+            "server_views": "both",
+            "server_momentum": 0.5,
+            "guard": True,
+            "slow": 0.99,
+        },
+        "model": {"norm": "group"},
+    },
     # Users learn from the received model, their mean replaces it, and the server then trains that
-    # mean on its labels: the labelled signal has the last word in every round. Recommended.
+    # mean on its labels: the labelled signal has the last word in every round.
     "alternate": {
         "method": {"objective": "consistency", "averaging": "fedavg", "server": "alternate"},
         "model": {"norm": "group"},

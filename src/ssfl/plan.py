@@ -139,13 +139,8 @@ class Plan:
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
-        return self._work(
-            round,
-            Objective("supervised", hard=self.config.method.server_views == "both"),
-            trainers,
-            self.server,
-            trainers * 0,
-        )
+        objective = Objective("supervised", both=self.config.method.server_views == "both")
+        return self._work(round, objective, trainers, self.server, trainers * 0)
 
 
 def objective_of(config: Config) -> Objective:
@@ -159,5 +154,4 @@ def objective_of(config: Config) -> Objective:
         method.mix,
         method.sharpness,
         method.proximal,
-        method.calibrate,
     )

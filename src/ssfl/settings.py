@@ -99,10 +99,6 @@ class Method:
     """μ of FedProx: how strongly a user's weights are held to those received."""
     sharpness: float = 0.0
     """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
-    calibrate: float = 0.0
-    """With labels once a round, how much of its own class mix is taken out of what a user learns: 1 is all."""
-    labeller: str = "received"
-    """Who makes labels once a round: the "received" model, or the "slow" average over rounds."""
     server_views: str = "weak"
     """Views of the server's images: "weak" (paper), or "both", every second one strong."""
     averaging: str = "fedavg"

@@ -104,8 +104,7 @@ class Simulation:
                 near, half = helpers[part], state.momentum.shape[1] // 2
                 work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
             with phases.during("users"):
-                by = rows if method.labeller == "received" else state.memory["slow"].expand_as(rows)
-                looked = labelling.looked(self.engine, method, by, work, state.memory.get("shares"))
+                looked = labelling.looked(self.engine, method, rows, work, state.memory.get("shares"))
                 trained = self.engine.train(rows, kept, looked.work)
             looks.append(looked.counts)
             back = sent_back(self.config, self.layout, state.round, cohort.users[part], rows, trained.rows)
@@ -137,15 +136,19 @@ class Simulation:
         if "shares" in new.memory:
             shares = torch.stack([self._server_counts(), *(c for c in looks if c is not None)]).sum(0)
             new = replace(new, memory=new.memory | {"shares": shares})
-        if not last and self.device.type == "cuda":
-            self._ahead.clear()
-            self._ahead[new.round] = self.plan.prepare(new.round)  # while the device works
+        self._prepare(new.round)
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
             with phases.during("diversity"):
                 events.append(measuring.diversity_event(self, state, cohort, outcome))
         events[0]["phases"] = phases.seconds()
         return new, events
+
+    def _prepare(self, round: int) -> None:
+        """What the next round needs of this machine, while its device works."""
+        if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
+            self._ahead.clear()
+            self._ahead[round] = self.plan.prepare(round)
 
     def _averaged(
         self, state: State, cohort: Cohort, train_users: Train, train_server: Train, **more: Any
@@ -162,6 +165,7 @@ class Simulation:
             return found if math.isfinite(found) else math.inf
 
         def guard(row: Tensor) -> float:
+            self._prepare(state.round + 1)
             images = self.plan.server.images
             images = images[:: -(-len(images) // GUARDED)]
             return self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[0]

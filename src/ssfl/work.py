@@ -57,9 +57,7 @@ class Objective:
     """ρ: how far weights are moved uphill to ask for the same answers, where labels are given."""
     proximal: float = 0.0
     """μ: how strongly weights are held to those received, (μ / 2) · ‖w - w_received‖²."""
-    calibrate: float = 0.0
-    """How much of a user's expected class mix is taken out of its answers, where labels are given."""
-    hard: bool = False
+    both: bool = False
     """Whether every second labelled image is in a strong view."""
 
 
@@ -87,8 +85,6 @@ class Given(NamedTuple):
     """[n, T] or [n]: the share of the image itself in a batch's mixtures."""
     certain: Tensor | None
     """1 where the label is all but certain; None where nobody asks."""
-    tilt: Tensor | None = None
-    """[n, T, classes] or [n, classes]: added to the logits of strong views; None where nothing is."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Given":
         return Given(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
@@ -270,9 +266,9 @@ def _views(
         weak = strong
     else:
         weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
-    if objective.hard:
-        hard = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
-        weak = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), hard, weak)
+    if objective.both:
+        other = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
+        weak = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), other, weak)
     if given is not None and given.partners is not None:
         others = pool.images[given.partners.reshape(-1)]
         partner = views(augment.weak_views, others, draws.fold(weak_keys, size), augment.WEAK_DRAWS)

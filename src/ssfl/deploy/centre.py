@@ -97,6 +97,9 @@ class Centre(Simulation):
         }
         return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
 
+    def _prepare(self, round: int) -> None:
+        """Sites prepare their own work."""
+
     def initial(self) -> State:
         """As in a simulation; refusals are always counted, since not all depend on the gate."""
         strikes = torch.zeros(self.config.split.users, dtype=torch.int64)

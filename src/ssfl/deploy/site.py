@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, models, predict, privacy
+from ssfl import assemble, labelling, models, predict, privacy
 from ssfl.cohort import Cohort
 from ssfl.data import formats, sources, split
 from ssfl.data.dataset import Dataset
@@ -82,6 +82,7 @@ class Site:
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
+        work = labelling.looked(sim.engine, sim.config.method, row, work).work
         trained = sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
         clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
         if clip is None or noise is None:

@@ -79,7 +79,12 @@ def check(config: Config) -> None:
     settled = [
         (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
         (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
-        (method.labels == "step", f"method.labels = {method.labels!r}", "'step'"),
+        (not method.fill, "method.fill", "false: no site's word weighs"),
+        (
+            method.thresholds != "balanced",
+            "method.thresholds = 'balanced'",
+            "'flex': nobody's counts are told",
+        ),
         (
             method.weighting == "even",
             f"method.weighting = {method.weighting!r}",
