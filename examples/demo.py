@@ -23,7 +23,7 @@ METHODS = {
     "server alone": ["method.name=server-only"],
     "FedAvg": ["method.name=crl-gn", "method.threshold=0.95"],  # the paper's own threshold
     "grouping (paper)": ["method.name=grouping", "method.threshold=0.95"],
-    "alternate (recommended)": ["method.name=alternate"],
+    "anchored (recommended)": ["method.name=anchored"],
 }
 WHY = """\
 Once users are sure of themselves (mask rate), ten of them outvote the server's few labels: under FedAvg they

@@ -119,11 +119,14 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         library()
         delta = min(1e-5, 0.1 / wanted.users) if privacy.delta is None else privacy.delta
         privacy = replace(privacy, delta=delta)
+    views = method.server_views
+    if views == "suited":
+        views = "both" if min(dataset.shape[1:]) >= 16 else "weak"
     return replace(
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
-        method=replace(method, gate=bool(method.gate)),
+        method=replace(method, gate=bool(method.gate), server_views=views),
         privacy=privacy,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
         federation=replace(federation, participants=participants, groups=groups, rounds=count, epochs=None),

@@ -51,7 +51,10 @@ def check(config: Config) -> None:
             "run.engine = 'dist' or models of the users' own"
         )
     if method.guard and (method.server != "alternate" or method.averaging != "fedavg"):
-        raise ConfigError("method.guard needs method.server = 'alternate' and method.averaging = 'fedavg'")
+        raise ConfigError(
+            "method.guard needs method.server = 'alternate' and method.averaging = 'fedavg': "
+            "change them, or set method.guard=false"
+        )
     if method.check and method.server == "none":
         raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
     if config.run.engine == "dist" and (

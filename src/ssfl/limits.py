@@ -18,7 +18,7 @@ CHOICES = {
     "method.combine": ("mean", "trimmed", "median", "distance"),
     "method.labels": ("step", "round"),
     "method.thresholds": ("fixed", "flex", "free", "balanced"),
-    "method.server_views": ("weak", "both"),
+    "method.server_views": ("weak", "both", "suited"),
     "method.weighting": ("even", "doubt", "labelled"),
     "federation.attack": ("sign", "noise", "shift"),
     "federation.group_sizes": ("even", "filled"),

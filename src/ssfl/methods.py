@@ -19,7 +19,7 @@ METHODS: dict[str, Settings] = {
         "method": {
             **_ONCE,
             "threshold": 0.8,
-            "server_views": "both",
+            "server_views": "suited",
             "server_momentum": 0.5,
             "guard": True,
             "slow": 0.99,

@@ -181,7 +181,7 @@ skew = 0.4  # how different users are: 0 all alike, 1 one main class each
 norm = "group"
 
 [method]
-name = "alternate"  # users and server in turn; "server-only" trains on the labels alone: the line to beat
+name = "anchored"  # users and server in turn; "server-only" trains on the labels alone: the line to beat
 threshold = 0.95  # a pseudo-label counts when the model is so sure; lower it if the mask rate stays near 0
 
 [federation]

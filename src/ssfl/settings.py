@@ -76,8 +76,8 @@ class Model:
 class Method:
     """[method] How users learn and how models are averaged."""
 
-    name: str = "alternate"
-    """A row of the methods table: alternate, grouping, crl-gn, crl-bn, self-training, supervised,
+    name: str = "anchored"
+    """A row of the methods table: anchored, alternate, grouping, crl-gn, crl-bn, self-training, supervised,
     server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch, semifl, fl2, rscfed, cbafed, fedprox,
     flexmatch, freematch."""
     objective: str = "consistency"
@@ -100,7 +100,8 @@ class Method:
     sharpness: float = 0.0
     """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
     server_views: str = "weak"
-    """Views of the server's images: "weak" (paper), or "both", every second one strong."""
+    """Views of the server's images: "weak" (paper), "both", every second one strong, or "suited": both, but
+    weak alone where images have fewer than 16 pixels a side and strong views would leave little of them."""
     averaging: str = "fedavg"
     """"fedavg", "grouping" (federation.groups streams), "weighted" (method.server_weight), or every user
     keeps a model of its own that is drawn to a common one: "elastic" (EASGD) or "overlap" (OverlapSGD)."""

@@ -34,7 +34,7 @@ AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 def actual(run: Run, fidelity: str) -> Run:
     """What is trained for a run: we recommend one method where the paper compares FedAvg and grouping."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
-        return replace(run, method="alternate", groups=None, published=None, where="")
+        return replace(run, method="anchored", groups=None, published=None, where="")
     return run
 
 

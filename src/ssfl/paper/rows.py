@@ -18,6 +18,7 @@ NAMES = {
     "self-training": "Self-training",
     "supervised": "Supervised FedAvg", "supervised-grouping": "Supervised grouping", "fixmatch": "FixMatch",
     "data-sharing": "DataSharing", "easgd": "EASGD", "overlap-sgd": "OverlapSGD", "fedmatch": "FedMatch",
+    "anchored": "Anchored",
     "alternate": "Alternate",
 }  # fmt: skip
 """What the paper calls our methods."""
