@@ -141,7 +141,7 @@ def test_the_list_tells_every_run_and_its_state(get: Get, root: Path) -> None:
     assert found["running"]["accuracy"] == found["finished"]["accuracy"]
     assert found["running"]["left"] == 0
     assert "training broke down" in found["failed"]["error"]
-    assert (found["finished"]["method"], found["finished"]["data"]) == ("alternate", "digits")
+    assert (found["finished"]["method"], found["finished"]["data"]) == ("anchored", "digits")
 
 
 def test_a_run_gives_its_curves_and_settings(get: Get, root: Path) -> None:

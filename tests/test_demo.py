@@ -17,12 +17,12 @@ def test_the_demo_ends_with_a_table_a_picture_and_run_folders(tmp_path: Path) ->
         [sys.executable, ROOT / "examples" / "demo.py", "--rounds", "2", "--out", tmp_path / "demo"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    for method in ("server alone", "FedAvg", "grouping", "alternate"):
+    for method in ("server alone", "FedAvg", "grouping", "anchored"):
         assert method in shown.stdout
     assert shown.stdout.count(" %") >= 4
     with Image.open(tmp_path / "demo" / "curves.png") as picture:
         assert picture.size[0] > 600
-    for method in ("server-only", "crl-gn", "grouping", "alternate"):
+    for method in ("server-only", "crl-gn", "grouping", "anchored"):
         assert (tmp_path / "demo" / method / "summary.json").is_file()
 
 
@@ -37,7 +37,7 @@ def test_the_recommended_method_beats_the_server_alone_by_three_points(tmp_path:
                 ),
                 tmp_path / f"{method}-{seed}",
             ).accuracy
-            for method in ("alternate", "server-only")
+            for method in ("anchored", "server-only")
         ]
         gains.append(accuracies[0] - accuracies[1])
     assert sum(gains) / 3 >= 0.03

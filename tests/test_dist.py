@@ -48,7 +48,7 @@ def alike(one: Path, two: Path) -> None:
         pytest.param(2, GROUPED, id="2"),
         pytest.param(1, GROUPED, id="1", marks=pytest.mark.slow),
         pytest.param(3, GROUPED, id="3", marks=pytest.mark.slow),
-        pytest.param(3, ["model.norm=batch"], id="alternate, 3", marks=pytest.mark.slow),
+        pytest.param(3, ["model.norm=batch"], id="anchored, 3", marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_ranks_trains_as_the_loop_does(ranks: int, settings: list[str], tmp_path: Path) -> None:

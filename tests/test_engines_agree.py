@@ -87,7 +87,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_float64_over_five_rounds(quick: Make, case: str) -> None:
-    config = quick("train.precision=float64", "federation.rounds=30", "method.threshold=0.6", *CASES[case])
+    start_from = ["method.name=alternate", "train.precision=float64", "federation.rounds=30"]
+    config = quick(*start_from, "method.threshold=0.6", *CASES[case])
     sims = both(config)
     start = warmed(sims[0]) if sims[0].config.method.server != "none" else sims[0].initial()
     states, masks = [start, start], []

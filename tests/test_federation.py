@@ -1,5 +1,7 @@
 """A round, with trainers simple enough to follow by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,6 +83,24 @@ def test_alternate_averages_users_and_then_trains_the_average() -> None:
     assert outcome.server_sent.item() == 13
     assert new.average.item() == 113
     assert new.streams.tolist() == [[113]]
+
+
+@pytest.mark.parametrize(("best", "average", "accepted"), [(0.9, 113, True), (0.91, 110, False)])
+def test_a_guarded_server_goes_on_without_users_who_would_undo_its_labels(
+    best: float, average: float, accepted: bool
+) -> None:
+    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
+    start = replace(
+        state([10]), memory={"best": torch.tensor([best]), "velocity": torch.zeros(1, 1, dtype=torch.float64)}
+    )
+    new, outcome = play_round(
+        start, cohort, train_users=add([2, 4]), train_server=add([100]), server="alternate",
+        guard=lambda row: 0.45 if row.item() == 113 else 0.5, server_momentum=0.5,
+    )  # fmt: skip
+    assert outcome.accepted is accepted
+    assert new.average.item() == average
+    assert new.memory["best"].item() == pytest.approx(best)
+    assert new.memory["velocity"].item() == (3 if accepted else 0)
 
 
 def test_without_a_server_the_mean_is_over_users_alone() -> None:

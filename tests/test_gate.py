@@ -178,7 +178,7 @@ def test_what_does_not_go_together_is_refused(quick: Make) -> None:
     with pytest.raises(ConfigError, match=r"do not go with run.engine = 'dist'"):
         quick("method.gate=true", "run.engine=dist")
     with pytest.raises(ConfigError, match=r"method.check needs the server's labels"):
-        quick("method.check=true", "method.server=none")
+        quick("method.name=alternate", "method.check=true", "method.server=none")
 
 
 FLIPPED = ["federation.attackers=0.2", "federation.attack=sign", "federation.attack_scale=2"]

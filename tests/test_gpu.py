@@ -41,7 +41,7 @@ def test_float64_rounds_are_the_cpus(quick: Make, engine: str, norm: str) -> Non
     assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["semifl", "fl2", "cbafed", "fedprox", "rscfed", "freematch"])
+@pytest.mark.parametrize("name", ["anchored", "semifl", "fl2", "cbafed", "fedprox", "rscfed", "freematch"])
 def test_methods_that_look_before_they_train_do_on_a_gpu_as_on_a_cpu(quick: Make, name: str) -> None:
     settings = [f"method.name={name}", "run.engine=vmap", "train.precision=float64", "method.threshold=0.105"]
     rows = []

@@ -1,16 +1,19 @@
 """The rivals, each rule by numbers computed by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+import ssfl
 from ssfl import assemble, averaging, labelling
 from ssfl.cohort import Cohort
-from ssfl.config import from_dict
-from ssfl.errors import ConfigError
+from ssfl.config import from_dict, load_config
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import State, play_round
 from ssfl.methods import METHODS
 from ssfl.rows import write_row
@@ -323,4 +326,30 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
 )
 def test_what_does_not_go_together(quick: Make, changes: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        assemble.make(quick(*changes))
+        assemble.make(quick("method.name=alternate", *changes))
+
+
+def test_strong_views_at_the_server_where_images_are_large_enough(quick: Make, patterns: Path) -> None:
+    small, large = (assemble.make(quick(*more)) for more in ([], [f"data.path={patterns}"]))
+    assert (small.config.method.server_views, large.config.method.server_views) == ("weak", "both")
+    work = large.plan.server_work(0)
+    seen = make_batch(large.pool, work, 1).weak
+    weak = make_batch(large.pool, replace(work, objective=Objective("supervised")), 1).weak
+    strong = make_batch(large.pool, replace(work, objective=Objective("consistency")), 1).strong
+    assert strong is not None
+    assert torch.equal(seen[:, ::2], weak[:, ::2])
+    assert torch.equal(seen[:, 1::2], strong[:, 1::2])
+    assert not torch.equal(weak, strong)
+
+
+def test_a_guard_leaves_out_rounds_that_destroy_what_the_labels_taught(tmp_path: Path) -> None:
+    hostile = ["federation.attackers=0.3", "federation.attack=noise", "federation.attack_scale=100"]
+    plain, guarded = (
+        load_config("quickstart", [*hostile, "federation.rounds=12", f"method.guard={guard}"])
+        for guard in ("false", "true")
+    )
+    with pytest.raises(DivergedError):
+        ssfl.run(plain, tmp_path / "plain")
+    result = ssfl.run(guarded, tmp_path / "guarded")
+    assert result.accuracy > 0.75
+    assert [event["accepted"] for event in result.history if "accepted" in event].count(False) > 6

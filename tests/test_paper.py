@@ -125,7 +125,7 @@ def test_what_we_recommend_is_one_run_for_fedavg_and_grouping(tmp_path: Path) ->
     options = sweep.Options(fidelity="recommended")
     fedavg, grouping = rows.row("21").runs
     assert sweep.folder(fedavg, options, 1) == sweep.folder(grouping, options, 1)
-    assert settings(grouping, "recommended").method.name == "alternate"
+    assert settings(grouping, "recommended").method.name == "anchored"
     (tmp_path / "ours.json").write_text(
         json.dumps(fake(actual(grouping, "recommended"), 1, fidelity="recommended"))
     )

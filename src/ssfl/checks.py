@@ -50,10 +50,10 @@ def check(config: Config) -> None:
             "method.gate, check, combine, weighting and fill and federation.attackers do not go with "
             "run.engine = 'dist' or models of the users' own"
         )
-    if method.guard and (method.server != "alternate" or method.averaging != "fedavg"):
+    if method.guard and method.server != "alternate":
         raise ConfigError(
-            "method.guard needs method.server = 'alternate' and method.averaging = 'fedavg': "
-            "change them, or set method.guard=false"
+            f"method.guard needs method.server = 'alternate', not {method.server!r}: begin from another "
+            "method, such as method.name=alternate, or set method.guard=false"
         )
     if method.check and method.server == "none":
         raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
