@@ -22,7 +22,7 @@ USERS = (100, 1_000, 10_000, 100_000)
 ROUNDS = 8
 SETTINGS = [
     f"federation.rounds={ROUNDS}", "federation.period=4", "train.batch_size=16", "train.warmup=0",
-    "run.eval_every=1000000", "run.checkpoint_every=1", "run.device=cpu",
+    "run.eval_every=1000000", "run.checkpoint_every=1", "run.device=cpu", "method.name=alternate",
 ]  # fmt: skip
 Row = dict[str, float]
 

@@ -1,0 +1,123 @@
+"""Whether a method holds from one user to many, from even to skewed, from few participants to all, and with
+users whose images are of another kind; nothing but the federation changes.
+
+python -m benchmarks.stability [--config NAME] [--methods A ...] [--cases N ...] [--seeds N ...] [--json FILE]
+
+Accuracy is on the test images after the last round. "users" are the least, mean and most accuracy on the
+users' own training images, whose labels a simulation knows.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import ssfl
+from benchmarks import report
+from ssfl import assemble
+from ssfl.errors import DivergedError
+from ssfl.report import text
+from ssfl.runs import versions
+from ssfl.simulation import Simulation
+from ssfl.train import reproducible
+
+CASES: dict[str, list[str]] = {
+    "K = 1": ["split.users=1"],
+    "K = 3": ["split.users=3"],
+    "K = C = 10": ["split.users=10"],
+    "K = 47, C = 10": ["split.users=47", "federation.participants=10"],
+    "K = 470, C = 30": ["split.users=470", "federation.participants=30"],
+    "K = 10, C = 3": ["split.users=10", "federation.participants=3"],
+    "R = 0": ["split.users=10", "split.skew=0"],
+    "R = 1": ["split.users=10", "split.skew=1"],
+    "R = 1, C = 3": ["split.users=10", "split.skew=1", "federation.participants=3"],
+    "Dirichlet 0.1": ["split.users=10", "split.scheme=dirichlet", "split.alpha=0.1"],
+    "one user in negative": ["split.users=10"],
+    "half of the users in negative": ["split.users=10"],
+}
+NEGATIVE = {"one user in negative": 1, "half of the users in negative": 5}
+"""How many users hold negatives of their images."""
+
+
+def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dict[str, Any]:
+    """One run, and how it ended."""
+    names = [f"method.name={method}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
+    sim = assemble.make(ssfl.load_config(config, [*CASES[case], *names, *sets]))
+    for user in range(NEGATIVE.get(case, 0)):
+        images = sim.parts.users[user]
+        sim.pool.images[images] = 255 - sim.pool.images[images]
+    state, masks, left_out = sim.initial(), [], 0
+    try:
+        with reproducible():
+            for _ in range(sim.rounds):
+                state, events = sim.play(state)
+                masks.append(events[0].get("mask_rate", 0.0))
+                left_out += events[0].get("accepted") is False
+            found = sim.evaluate(state)["accuracy"]
+    except DivergedError as error:
+        return {"ended": str(error)}
+    finally:
+        sim.engine.close()
+    row = sim.final_row(state)
+    users = [_on(sim, row, sim.parts.users[user]) for user in range(len(sim.parts.users))]
+    return {"accuracy": found, "users": users, "mask_rate": masks[-1], "rounds_without_users": left_out}
+
+
+def _on(sim: Simulation, row: Tensor, images: Any) -> float:
+    """The accuracy on some training images."""
+    return sim._score(row, sim.pool.images[images], sim.pool.labels[images].cpu())[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whether a method holds, whatever the federation.")
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--methods", nargs="+", default=["anchored", "alternate", "server-only"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for case in given.cases:
+        for method in given.methods:
+            for seed in given.seeds:
+                told = play(given.config, method, case, seed, given.sets)
+                rows.append({"case": case, "method": method, "seed": seed} | told)
+                print(f"{case}; {method}; seed {seed}: {told.get('accuracy', 'broke down')}", file=sys.stderr)
+    print(
+        text.table(
+            [["", *given.methods, "users (first method)"], *(_line(c, given, rows) for c in given.cases)]
+        )
+    )
+    if given.json:
+        told = report.circumstances("benchmarks.stability") | {"versions": versions(), "config": given.config}
+        report.save(given.json, told | {"settings": CASES, "negative": NEGATIVE, "rows": rows})
+
+
+def _line(case: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
+    cells = [case]
+    for method in given.methods:
+        ends = [
+            100 * r["accuracy"]
+            for r in rows
+            if (r["case"], r["method"]) == (case, method) and "accuracy" in r
+        ]
+        lost = len(given.seeds) - len(ends)
+        told = f"{statistics.mean(ends):.1f}" if ends else ""
+        told += f" ± {statistics.stdev(ends):.1f}" if len(ends) > 1 else ""
+        cells.append(told + (f" ({lost} broke down)" if lost else ""))
+    users = [
+        100 * u
+        for r in rows
+        if (r["case"], r["method"]) == (case, given.methods[0])
+        for u in r.get("users", [])
+    ]
+    cells.append(f"{min(users):.0f} / {statistics.mean(users):.0f} / {max(users):.0f}" if users else "")
+    return cells
+
+
+if __name__ == "__main__":
+    main()
