@@ -667,6 +667,18 @@ def powerless() -> Iterator[None]:
         os.seteuid(before)
 
 
+def test_every_broken_image_of_a_folder_is_named(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        for number in range(6):
+            file = tmp_path / label / f"{number}.png"
+            file.parent.mkdir(exist_ok=True)
+            Image.new("L", (8, 8), 20 * number).save(file)
+    for name in ("cat/0", "cat/4", "dog/2"):
+        (tmp_path / f"{name}.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"0\.png.*; and 2 more like it: .*4\.png, .*2\.png"):
+        load(path=tmp_path, root=tmp_path)
+
+
 def test_forbidden_files() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

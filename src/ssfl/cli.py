@@ -196,7 +196,7 @@ def contest(
     ] = "quickstart",
     methods: Annotated[
         str, typer.Option(help="Names of the methods table, with commas.")
-    ] = "alternate,grouping,crl-gn,semifl,server-only",
+    ] = "anchored,grouping,crl-gn,semifl,server-only",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 3,
     choose: Annotated[
         list[str] | None,

@@ -75,7 +75,7 @@ def inspect(folder: Path, by_itself: bool) -> Found:
     if not formats.list_images(folder):
         raise DataError(f"{folder} holds no images ({', '.join(sorted(formats.IMAGE_SUFFIXES))}): {layout}")
     files = own.sort_files(folder, Data.test_fraction, Split.seed)
-    headers = [formats.header(file) for file in files.everything]
+    headers = [found for _, found in formats.each(files.everything, formats.header)]
     sizes = Counter((width, height) for width, height, _ in headers)
     return Found(folder, files, sizes, all(grey for *_, grey in headers))
 

@@ -6,11 +6,11 @@ import struct
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ SMALLEST, LARGEST = 4, 1024  # pixels on a side
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 )
+Read = TypeVar("Read")
+TOLD = 20
+"""How many broken files are named besides the first."""
 _BATCH = 2_000  # images that are handled at once where a copy is needed
 _GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
 _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
@@ -291,19 +294,38 @@ def join(parts: list[Tensor]) -> Tensor:
     return whole
 
 
+def each(files: Sequence[Path], read: Callable[[Path], Read]) -> Iterator[tuple[Path, Read]]:
+    """Every file and what is read of it; those that cannot be read are named together, at the end."""
+    broken: list[tuple[Path, DataError]] = []
+    for file in files:
+        try:
+            found = read(file)
+        except DataError as error:
+            broken.append((file, error))
+            continue
+        yield file, found
+    if broken:
+        more = [str(file) for file, _ in broken[1:]]
+        named = ", ".join(more[:TOLD]) + (", ..." if len(more) > TOLD else "")
+        also = f"; and {len(more):,} more like it: {named}" if more else ""
+        raise DataError(f"{broken[0][1]}{also}")
+
+
 def decode_all(files: Sequence[Path], channels: int, size: int | None) -> Tensor:
     """Image files of one size, or resized to size x size, as uint8 [N, channels, height, width]."""
     target = None if size is None else (size, size)
-    first = decode(files[0], channels, target)
-    _, height, width = first.shape
-    check_side(height, width, files[0])
-    images = np.empty((len(files), *first.shape), np.uint8)
-    for index, file in enumerate(files):
-        pixels = first if index == 0 else decode(file, channels, target)
-        if pixels.shape != first.shape:
+    images, first = np.empty((len(files), channels, 0, 0), np.uint8), files[0]
+    read = each(files, lambda file: decode(file, channels, target))
+    for index, (file, pixels) in enumerate(read):
+        _, height, width = pixels.shape
+        if index == 0:
+            first = file
+            check_side(height, width, first)
+            images = np.empty((len(files), *pixels.shape), np.uint8)
+        elif pixels.shape != images.shape[1:]:
             raise DataError(
-                f"{file}: {pixels.shape[2]}x{pixels.shape[1]} pixels where {files[0]} has "
-                f"{width}x{height}; --set data.size=N resizes all images to NxN"
+                f"{file}: {width}x{height} pixels where {first} has {images.shape[3]}x{images.shape[2]}; "
+                "--set data.size=N resizes all images to NxN"
             )
         images[index] = pixels
     return torch.from_numpy(images)

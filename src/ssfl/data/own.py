@@ -254,7 +254,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int)
     """The images of a folder, sorted as `sort_files` says; they are grey if all of them are."""
     files = sort_files(folder, test_fraction, seed)
     everything = files.everything
-    channels = 1 if all(formats.is_grey(file) for file in everything) else 3
+    channels = 1 if all(grey for _, grey in formats.each(everything, formats.is_grey)) else 3
     images = formats.decode_all(everything, channels, size)
     test_labels = torch.tensor(files.labels(files.test))
     images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]

@@ -75,6 +75,13 @@ def setting(run: Run) -> list[str]:
         ]
     if method.labels == "round" and method.objective == "consistency":
         sentences.append("Pseudo-labels are made once a round, by the model that was received.")
+    if method.server_views == "both":
+        sentences.append("Every second image that the server trains on is in a strong view.")
+    if method.guard:
+        alone = sum(event.get("accepted") is False for event in run.rounds)
+        sentences.append(f"A guard played {count(alone, 'round')} without the users.")
+    if method.slow:
+        sentences.append("What is evaluated and kept is a slow average of the model over the rounds.")
     sentences += _privacy(run)
     if method.gate:
         sentences.append("A gate refuses models that are not finite or far too long.")
