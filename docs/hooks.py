@@ -3,12 +3,9 @@
 Nothing of it is kept in the repository.
 """
 
-import ast
 import inspect
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ssfl import cli, limits, settings
+from ssfl import cli, explain, settings
 from ssfl.verbs import GROUPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,36 +104,13 @@ def config_page() -> str:
         " What stands as – is chosen when the data are known: the `config.toml` of a run shows it."
         " Some defaults come from the [method](methods.md); keys that you set win.",
     ]
-    for section, kind in settings.SECTIONS.items():
-        about = inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{section}] ")
-        lines += ["", f"## [{section}]", "", " ".join(about.split()), ""]
-        lines += ["| key | default | what it is |", "|---|---|---|"]
-        told = docstrings(kind)
-        for field in fields(kind):
-            key = f"{section}.{field.name}"
-            default: Any = field.default
-            shown = "–" if default in (None, ()) else f"`{json.dumps(default).strip(chr(34))}`"
-            allowed = ""
-            if key in limits.RANGES:
-                least, most, _ = limits.RANGES[key]
-                allowed = f" ({least:,} to {most:,})" if most <= 65536 else f" (at least {least:,})"
-            if not all(choice in told[field.name] for choice in limits.CHOICES.get(key, ())):
-                allowed = f" (one of {', '.join(limits.CHOICES[key])})"
-            lines.append(f"| `{field.name}` | {shown} | {_cell(told[field.name] + allowed)} |")
+    for section in settings.SECTIONS:
+        about, found = explain.section(section)
+        lines += ["", f"## [{section}]", "", about, "", "| key | default | what it is |", "|---|---|---|"]
+        for one in found:
+            default = one.default if one.default == "–" else f"`{one.default}`"
+            lines.append(f"| `{one.key.partition('.')[2]}` | {default} | {_cell(one.about)} |")
     return "\n".join(lines) + "\n"
-
-
-def docstrings(kind: type) -> dict[str, str]:
-    """The string under each field of a class."""
-    found = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
-    assert isinstance(found, ast.ClassDef)
-    told = {}
-    for before, after in zip(found.body, found.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
-            assert isinstance(after, ast.Expr)
-            assert isinstance(after.value, ast.Constant)
-            told[before.target.id] = " ".join(str(after.value.value).split())
-    return told
 
 
 def _cell(text: str) -> str:

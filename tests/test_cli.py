@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from conftest import Call
+from ssfl.settings import SECTIONS
 
 SHORT = [
     "--set", "federation.rounds=2", "--set", "federation.period=2", "--set", "train.batch_size=8",
@@ -174,3 +176,17 @@ def test_help_is_quick_and_lists_the_verbs() -> None:
     for verb in ("run", "resume", "split", "predict", "export", "compare"):
         assert verb in shown.stdout
     assert " torch\n" not in shown.stderr
+
+
+def test_settings_are_explained(ssfl: Call) -> None:
+    code, out, _ = ssfl("settings", "threshold")
+    assert code == 0
+    assert "method.threshold = 0.8 with anchored, else 0.95" in out
+    assert "train.lr" not in out
+    everything = ssfl("settings")[1]
+    assert all(
+        f"  {name}.{field.name} = " in everything for name, kind in SECTIONS.items() for field in fields(kind)
+    )
+    code, _, err = ssfl("settings", "nothing-like-it")
+    assert code == 2
+    assert err.count("\n") == 1

@@ -190,6 +190,16 @@ def compare(first: RunFolder, second: RunFolder) -> None:
 
 
 @app.command()
+def settings(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only those that speak of it.")] = "",
+) -> None:
+    """List every setting, its default and what it does.  Example: ssfl settings threshold"""
+    from ssfl import explain
+
+    print("\n".join(explain.lines(word)))
+
+
+@app.command()
 def contest(
     config: Annotated[
         str, typer.Argument(help="A preset's name or a TOML file: the protocol.")

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from ssfl.errors import SsflError
 
 GROUPS = {
-    "Start": ("doctor", "new"),
+    "Start": ("doctor", "new", "settings"),
     "Train": ("split", "run", "resume"),
     "Look": ("report", "board", "compare"),
     "Use the model": ("predict", "export"),
