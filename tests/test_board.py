@@ -29,7 +29,8 @@ Get = Callable[..., tuple[int, dict[str, str], bytes]]
 
 def play(path: Path, *more: str) -> None:
     short = ["federation.rounds=4", "federation.period=2", "train.batch_size=8", "run.threads=1",
-             "run.device=cpu", "run.eval_every=1", "run.diversity_every=2"]  # fmt: skip
+             "run.device=cpu", "run.eval_every=1", "run.diversity_every=2",
+             "method.threshold=0.3"]  # fmt: skip
     library.run(load_config("quickstart", [*short, *more]), path)
 
 

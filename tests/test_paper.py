@@ -131,7 +131,7 @@ def test_what_we_recommend_is_one_run_for_fedavg_and_grouping(tmp_path: Path) ->
     )
     lines = tables.lines(rows.table("2"), results.read([tmp_path]))
     found = [line for line in lines if line["accuracy"] is not None]
-    assert [line["setting"].partition(",")[0] for line in found] == ["Alternate"]
+    assert [line["setting"].partition(",")[0] for line in found] == ["Anchored"]
     assert sum(line["accuracy"] is None for line in lines) == 6
 
 
