@@ -18,7 +18,8 @@ from benchmarks import report
 from ssfl.report import text
 from ssfl.runs import versions
 
-SETTINGS = ["method.averaging=grouping", "federation.groups=2", "federation.rounds=40", "run.threads=1"]
+SETTINGS = ["method.name=alternate", "method.threshold=0.6", "method.averaging=grouping",
+            "federation.groups=2", "federation.rounds=40", "run.threads=1"]  # fmt: skip
 ATTACKS: dict[str, list[str]] = {
     "none": [],
     "sign": ["federation.attack=sign"],

@@ -45,17 +45,20 @@ NEGATIVE = {"one user in negative": 1, "half of the users in negative": 5}
 def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dict[str, Any]:
     """One run, and how it ended."""
     names = [f"method.name={method}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
-    sim = assemble.make(ssfl.load_config(config, [*CASES[case], *names, *sets]))
+    wanted = ssfl.load_config(config, [*CASES[case], *names, *sets])
+    data = assemble.load_data(wanted)
+    resolved = assemble.resolve(wanted, data)
+    parts, held = assemble.make_parts(resolved, data)
     for user in range(NEGATIVE.get(case, 0)):
-        images = sim.parts.users[user]
-        sim.pool.images[images] = 255 - sim.pool.images[images]
+        data.images[parts.users[user]] = 255 - data.images[parts.users[user]]
+    sim = assemble.build(resolved, data, parts, held, assemble.choose_device(wanted.run.device))
     state, masks, left_out = sim.initial(), [], 0
     try:
         with reproducible():
             for _ in range(sim.rounds):
                 state, events = sim.play(state)
                 masks.append(events[0].get("mask_rate", 0.0))
-                left_out += events[0].get("accepted") is False
+                left_out += events[0].get("alone", 0)
             found = sim.evaluate(state)["accuracy"]
     except DivergedError as error:
         return {"ended": str(error)}

@@ -245,5 +245,5 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert not any(cell.get("outputs") for cell in notebook.cells)
     NotebookClient(notebook, timeout=540, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
-    assert "alternate" in printed
+    assert "anchored" in printed
     assert "tour.html" in printed

@@ -124,8 +124,8 @@ def test_float32_over_one_step(quick: Make, norm: str) -> None:
 def test_dropout_masks_are_the_same(quick: Make, patterns: Path) -> None:
     config = quick(
         f"data.path={patterns}", "split.users=4", "split.server_labels=16", "train.precision=float64",
-        "model.name=cnn", "federation.period=2", "method.teacher_mode=train", "method.threshold=0.6",
-        "train.lr=0.02", "run.users_at_once=4",
+        "model.name=cnn", "federation.period=2", "method.name=alternate", "method.teacher_mode=train",
+        "method.threshold=0.6", "train.lr=0.02", "run.users_at_once=4",
     )  # fmt: skip
     sims = [
         assemble.make(replace(config, run=replace(config.run, engine=engine))) for engine in ("loop", "vmap")

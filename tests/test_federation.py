@@ -85,22 +85,26 @@ def test_alternate_averages_users_and_then_trains_the_average() -> None:
     assert new.streams.tolist() == [[113]]
 
 
-@pytest.mark.parametrize(("best", "average", "accepted"), [(0.9, 113, True), (0.91, 110, False)])
+@pytest.mark.parametrize(("best", "average", "alone"), [(0.9, 113, False), (0.91, 110, True)])
 def test_a_guarded_server_goes_on_without_users_who_would_undo_its_labels(
-    best: float, average: float, accepted: bool
+    best: float, average: float, alone: bool
 ) -> None:
     cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
     start = replace(
-        state([10]), memory={"best": torch.tensor([best]), "velocity": torch.zeros(1, 1, dtype=torch.float64)}
+        state([10], momentum=3),
+        memory={"best": torch.tensor([best]), "velocity": torch.zeros(1, 1, dtype=torch.float64)},
     )
     new, outcome = play_round(
         start, cohort, train_users=add([2, 4]), train_server=add([100]), server="alternate",
-        guard=lambda row: 0.45 if row.item() == 113 else 0.5, server_momentum=0.5,
+        guard=lambda row: 0.45, server_momentum=0.5, slots=[0, 1],
     )  # fmt: skip
-    assert outcome.accepted is accepted
+    assert outcome.alone is alone
+    assert new.momentum.flatten().tolist() == (
+        [0, 0, 1] if alone else [1, 1, 1]
+    )  # nobody trained but the server
     assert new.average.item() == average
     assert new.memory["best"].item() == pytest.approx(best)
-    assert new.memory["velocity"].item() == (3 if accepted else 0)
+    assert new.memory["velocity"].item() == (0 if alone else 3)
 
 
 def test_without_a_server_the_mean_is_over_users_alone() -> None:

@@ -188,7 +188,14 @@ def accuracy(folder: Path, *sets: str) -> float:
     """The quickstart in two groups, the mean of three seeds."""
     found = []
     for seed in (1, 2, 3):
-        given = ["method.averaging=grouping", "federation.groups=2", "federation.rounds=40", *sets]
+        given = [
+            "method.name=alternate",
+            "method.threshold=0.6",
+            "method.averaging=grouping",
+            "federation.groups=2",
+            "federation.rounds=40",
+            *sets,
+        ]
         config = load_config("quickstart", [*given, f"run.seed={seed}", f"split.seed={seed}"])
         found.append(ssfl.run(config, runs.next_free(folder / "run")).accuracy)
     return sum(found) / len(found)

@@ -100,7 +100,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     elif labels == 0 and config.method.server != "none":
         raise ConfigError(
             "split.server_labels = 0 leaves the server nothing to train on: raise it, or set "
-            "method.server = 'none'"
+            "method.server = 'none'" + (" and begin from method.name=alternate" if method.guard else "")
         )
     if config.model.norm_statistics != "average" and (labels == 0 or config.method.server == "none"):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """What must hold between settings."""
 
 from ssfl.errors import ConfigError
+from ssfl.methods import METHODS
 from ssfl.settings import Config, Method, Privacy
 
 
@@ -42,18 +43,18 @@ def check(config: Config) -> None:
         )
     _check_round_labels(method, config.model.norm)
     if method.server_momentum and method.server == "parallel":
-        raise ConfigError("method.server_momentum needs method.server = 'alternate' or 'none'")
+        comes = _comes(method, "server_momentum")
+        raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
     guarded = method.gate or method.check or method.combine != "mean" or federation.attackers > 0
-    guarded = guarded or method.weighting != "even" or method.fill
+    guarded = guarded or method.weighting != "even" or method.fill or method.thresholds == "balanced"
     if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
         raise ConfigError(
-            "method.gate, check, combine, weighting and fill and federation.attackers do not go with "
-            "run.engine = 'dist' or models of the users' own"
+            "method.gate, check, combine, weighting, fill, balanced thresholds and federation.attackers "
+            "do not go with run.engine = 'dist' or models of the users' own"
         )
     if method.guard and method.server != "alternate":
         raise ConfigError(
-            f"method.guard needs method.server = 'alternate', not {method.server!r}: begin from another "
-            "method, such as method.name=alternate, or set method.guard=false"
+            f"method.guard needs method.server = 'alternate', not {method.server!r}{_comes(method, 'guard')}"
         )
     if method.check and method.server == "none":
         raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
@@ -72,7 +73,10 @@ def check(config: Config) -> None:
     if method.objective == "none" and method.server == "none":
         raise ConfigError("nobody would train: set method.objective or method.server")
     if split.labels_at == "users" and method.server != "none":
-        raise ConfigError("split.labels_at = 'users' leaves the server no data: add method.server = 'none'")
+        begin = " and begin from method.name=alternate" if method.guard else ""
+        raise ConfigError(
+            f"split.labels_at = 'users' leaves the server no data: add method.server = 'none'{begin}"
+        )
     if split.labels_at != "server" and method.objective == "none":
         raise ConfigError(
             f"method.name = {method.name!r} does not train users: use split.labels_at = 'server'"
@@ -83,12 +87,24 @@ def check(config: Config) -> None:
         raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
 
 
+def _comes(method: Method, key: str) -> str:
+    """A hint, where a setting came with the method's name."""
+    if METHODS[method.name]["method"].get(key) != getattr(method, key):
+        return ""
+    return f"; it comes with method.name = {method.name!r}: begin from another, such as method.name=alternate"
+
+
 def _check_round_labels(method: Method, norm: str) -> None:
     """What goes with labels once a round alone, and what they do not go with."""
     if method.labels == "round":
         if method.objective != "consistency" or method.views != "separate":
             raise ConfigError(
-                "method.labels = 'round' needs method.objective = 'consistency' and method.views = 'separate'"
+                "method.labels = 'round' needs method.objective = 'consistency' and method.views = "
+                f"'separate'{_comes(method, 'labels')}"
+            )
+        if method.teacher_mode != "eval":
+            raise ConfigError(
+                "method.labels = 'round' needs method.teacher_mode = 'eval': labels are made before training"
             )
         if method.sharpness and norm == "batch":
             raise ConfigError("method.sharpness needs model.norm = 'group' or 'none'")
@@ -134,6 +150,12 @@ def _check_privacy(config: Config) -> None:
         (method.objective == "fedmatch", "method.objective = 'fedmatch' shows users' weights to others"),
         (method.objective == "none", f"method.name = {method.name!r} does not train users"),
         (method.averaging in ("elastic", "overlap"), f"method.averaging = {method.averaging!r} keeps models"),
+        (
+            method.weighting != "even",
+            f"method.weighting = {method.weighting!r} tells what users do not noise",
+        ),
+        (method.fill, "method.fill tells which users are sure of nothing"),
+        (method.thresholds == "balanced", "method.thresholds = 'balanced' tells users' counts"),
         (config.train.momentum_policy == "slot", "train.momentum_policy = 'slot' hands momentum on"),
     ]
     for true, why in broken:

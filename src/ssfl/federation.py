@@ -26,7 +26,7 @@ Gate = Callable[[Tensor, Tensor], list[str]]
 
 
 Guard = Callable[[Tensor], float]
-"""(a row) -> the share of the server's labelled images that it tells right."""
+"""(a row) -> how much better than chance it tells the server's labelled images apart."""
 
 
 class Crowd(Protocol):
@@ -83,8 +83,8 @@ class Outcome:
     server: Moved | None
     refused: dict[int, str] = field(default_factory=dict)
     """Why models were refused, by their users' places in the cohort."""
-    accepted: bool | None = None
-    """Whether the users' average was taken; None where nobody asked."""
+    alone: bool = False
+    """Whether the guard played the round without the users."""
 
 
 def play_round(
@@ -117,8 +117,8 @@ def play_round(
     they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
     that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
     With `server_momentum` the users' average is a direction in which the streams go on as well as a place.
-    With a `guard`, a server that trains last does so without the users where it would otherwise end with less
-    than half of the best that it had on its own labels.
+    With a `guard`, a server that trains last does so without the users where it would otherwise end less than
+    half as far above chance, on its own labels, as it ever was.
     """
     momentum = state.momentum.clone()
     weights = momentum.shape[1]
@@ -126,7 +126,7 @@ def play_round(
     streams, average = state.streams, state.average
     users = own = server_sent = None
     refused: dict[int, str] = {}
-    accepted = None
+    alone = False
     count, guarded = len(cohort.users), gate is not None or combine is not None
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
@@ -185,13 +185,14 @@ def play_round(
         server_sent = average
         rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
         if guard is not None:
-            right, best = guard(rows[0]), memory["best"]
-            accepted = matrix is None or 2 * right >= float(best)
-            if not accepted:
+            good, best = guard(rows[0]), memory["best"]
+            alone = matrix is not None and 2 * good < float(best)
+            if alone:
                 server_sent = state.average
+                momentum.copy_(state.momentum)
                 rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
                 memory = memory | ({"velocity": torch.zeros_like(velocity)} if server_momentum else {})
-            memory = memory | {"best": best.clamp(min=right)}
+            memory = memory | {"best": best.clamp(min=good)}
         average = rows[0]
         streams = average.repeat(len(streams), 1)
 
@@ -203,7 +204,7 @@ def play_round(
         strikes = strikes.clone()
         strikes[[cohort.users[place] for place in refused]] += 1
     new = State(state.round + 1, streams, average, momentum, strikes, memory)
-    return new, Outcome(users, server_sent, own, refused, accepted)
+    return new, Outcome(users, server_sent, own, refused, alone)
 
 
 def _passed(cohort: Cohort, passed: list[int]) -> list[list[int]]:

@@ -162,7 +162,7 @@ def config(found: Found, users: int) -> str:
 #   ssfl split {PROJECT}    who would get which images
 #   ssfl run {PROJECT}      train; `--set section.key=value` changes a setting for one run
 #
-# Lines that begin with # are what happens by itself. All settings: docs/, or src/ssfl/settings.py.
+# Lines that begin with # are what happens by itself. All settings: `ssfl settings`.
 
 [data]
 path = {json.dumps(str(found.folder.absolute()), ensure_ascii=False)}
@@ -182,7 +182,7 @@ norm = "group"
 
 [method]
 name = "anchored"  # users and server in turn; "server-only" trains on the labels alone: the line to beat
-threshold = 0.95  # a pseudo-label counts when the model is so sure; lower it if the mask rate stays near 0
+# threshold = 0.8  # a pseudo-label counts when the model is so sure; lower it if the mask rate stays near 0
 
 [federation]
 rounds = 100  # how long: accuracy that still rises at the end asks for more

@@ -60,7 +60,8 @@ class Reporter:
             self.bar.update(self.task, total=self.rounds, completed=self.first)
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
-            self.told = f"{mask}{event['seconds']:.2f} s/round"
+            alone = "without users  " if event.get("alone") else ""
+            self.told = f"{alone}{mask}{event['seconds']:.2f} s/round"
         elif event["event"] == "eval":
             self.accuracy = f"accuracy {100 * event['accuracy']:.1f} %  "
         self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told)

@@ -116,8 +116,8 @@ class Method:
     check: bool = False
     """Of a group's average and its median take the one that does better on the server's labelled images."""
     guard: bool = False
-    """With a server that trains last: play the round without the users where the server would end with less
-    than half of the best accuracy that it had on its own labelled images."""
+    """With a server that trains last: play the round without the users where the server would end less than
+    half as far above chance, on its own labelled images, as it ever was."""
     combine: str = "mean"
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""

@@ -167,8 +167,11 @@ class Simulation:
         def guard(row: Tensor) -> float:
             self._prepare(state.round + 1)
             images = self.plan.server.images
+            images = images[self.pool.labels[images].argsort(stable=True)]  # some of every class
             images = images[:: -(-len(images) // GUARDED)]
-            return self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[0]
+            score = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())
+            each = [share for share in score.per_class if share is not None]
+            return sum(each) / len(each) - 1 / len(each)
 
         def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
             if method.combine == "distance":
@@ -278,7 +281,7 @@ class Simulation:
         if outcome.users is not None:
             count, names = len(cohort.users), list(outcome.users.stats)
             numbers = torch.stack([*outcome.users.stats.values(), outcome.users.norms])
-            *told, norms = numbers.tolist()  # the one wait for the device in a round
+            *told, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
             stats = dict(zip(names, told, strict=True))
             event |= {
                 "loss": sum(stats["loss"]) / count,
@@ -292,8 +295,8 @@ class Simulation:
             for place, (user, *found) in enumerate(zip(cohort.users, stats["loss"], norms, strict=True)):
                 if place not in outcome.refused:
                     self._require_finite(round, f"user {user}", found)
-        if outcome.accepted is not None:
-            event["accepted"] = outcome.accepted
+        if self.config.method.guard:
+            event["alone"] = int(outcome.alone)
         if outcome.server is not None:
             found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = found

@@ -79,7 +79,7 @@ def check(config: Config) -> None:
     settled = [
         (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
         (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
-        (not method.fill, "method.fill", "false: no site's word weighs"),
+        (not method.fill, "method.fill = true", "false: no site's word weighs"),
         (
             method.thresholds != "balanced",
             "method.thresholds = 'balanced'",

@@ -78,7 +78,7 @@ def setting(run: Run) -> list[str]:
     if method.server_views == "both":
         sentences.append("Every second image that the server trains on is in a strong view.")
     if method.guard:
-        alone = sum(event.get("accepted") is False for event in run.rounds)
+        alone = sum(bool(event.get("alone")) for event in run.rounds)
         sentences.append(f"A guard played {count(alone, 'round')} without the users.")
     if method.slow:
         sentences.append("What is evaluated and kept is a slow average of the model over the rounds.")
