@@ -58,6 +58,8 @@ class Standing:
     rounds: int
     curve: list[tuple[float, float, float]] = field(default_factory=list)
     """(images, megabytes, validation accuracy), the mean over seeds."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Of each run that did not break down: test accuracy, seconds, device, commit."""
 
     @property
     def mean(self) -> float | None:
@@ -178,12 +180,13 @@ def _validation(path: Path | None) -> float:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    accuracies, curves = [], []
+    accuracies, curves, told = [], [], []
     images, megabytes, rounds = 0, 0.0, 0
     for path in filter(None, played):
         summary, config = runs.read_summary(path), runs.read_config(path)
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
+        told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
         rounds = summary["rounds"]
         seen, sent, curve = 0, 0, []
         each = passes(config) * config.federation.period * config.train.batch_size
@@ -200,7 +203,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         for points in zip(*curves, strict=True)
     ]
     return Standing(
-        method, options, accuracies, len(played) - len(accuracies), images, megabytes, rounds, means
+        method, options, accuracies, len(played) - len(accuracies), images, megabytes, rounds, means, told
     )
 
 
@@ -230,7 +233,7 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
         {
             "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
-            "megabytes": one.megabytes, "validation_curve": one.curve,
+            "megabytes": one.megabytes, "runs": one.runs, "validation_curve": one.curve,
         }
         for one in standings
     ]  # fmt: skip
