@@ -222,9 +222,10 @@ def test_a_hundred_thousand_users_of_a_million_images(tmp_path: Path) -> None:
     rounds = [event for event in events if event["event"] == "round"]
     assert [len(set(event["participants"])) for event in rounds] == [100, 100]
     assert max(max(event["participants"]) for event in rounds) > 10_000
-    # nothing is stored for users that did not take part: momentum has 101 rows of 10,026 numbers
+    # nothing is stored for users that did not take part: momentum has 101 rows of 10,026 numbers, and there
+    # are the stream, the average, the slow one and the movement
     for file in (out / "checkpoints").iterdir():
-        assert file.stat().st_size < 103.5 * 10_026 * 4
+        assert file.stat().st_size < 105.5 * 10_026 * 4
     assert sum(file.stat().st_size for file in out.iterdir()) < 1_000_000
     model = (out / "model.safetensors").read_bytes()
     for name in ("summary.json", "model.safetensors", "checkpoints/round-0000002.safetensors"):
