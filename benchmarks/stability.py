@@ -20,6 +20,7 @@ from benchmarks import report
 from ssfl import assemble
 from ssfl.errors import DivergedError
 from ssfl.report import text
+from ssfl.report.several import spread
 from ssfl.runs import versions
 from ssfl.simulation import Simulation
 from ssfl.train import reproducible
@@ -52,12 +53,12 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
     for user in range(NEGATIVE.get(case, 0)):
         data.images[parts.users[user]] = 255 - data.images[parts.users[user]]
     sim = assemble.build(resolved, data, parts, held, assemble.choose_device(wanted.run.device))
-    state, masks, left_out = sim.initial(), [], 0
+    state, mask, left_out = sim.initial(), 0.0, 0
     try:
         with reproducible():
             for _ in range(sim.rounds):
                 state, events = sim.play(state)
-                masks.append(events[0].get("mask_rate", 0.0))
+                mask = events[0].get("mask_rate", 0.0)
                 left_out += events[0].get("alone", 0)
             found = sim.evaluate(state)["accuracy"]
     except DivergedError as error:
@@ -66,7 +67,7 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
         sim.engine.close()
     row = sim.final_row(state)
     users = [_on(sim, row, sim.parts.users[user]) for user in range(len(sim.parts.users))]
-    return {"accuracy": found, "users": users, "mask_rate": masks[-1], "rounds_without_users": left_out}
+    return {"accuracy": found, "users": users, "mask_rate": mask, "rounds_without_users": left_out}
 
 
 def _on(sim: Simulation, row: Tensor, images: Any) -> float:
@@ -90,34 +91,22 @@ def main() -> None:
                 told = play(given.config, method, case, seed, given.sets)
                 rows.append({"case": case, "method": method, "seed": seed} | told)
                 print(f"{case}; {method}; seed {seed}: {told.get('accuracy', 'broke down')}", file=sys.stderr)
-    print(
-        text.table(
-            [["", *given.methods, "users (first method)"], *(_line(c, given, rows) for c in given.cases)]
-        )
-    )
+    head = ["", *given.methods, "users (first method)"]
+    print(text.table([head, *(_line(case, given, rows) for case in given.cases)]))
     if given.json:
         told = report.circumstances("benchmarks.stability") | {"versions": versions(), "config": given.config}
         report.save(given.json, told | {"settings": CASES, "negative": NEGATIVE, "rows": rows})
 
 
 def _line(case: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
-    cells = [case]
+    """A case's row of the table."""
+    cells, here = [case], [row for row in rows if row["case"] == case]
     for method in given.methods:
-        ends = [
-            100 * r["accuracy"]
-            for r in rows
-            if (r["case"], r["method"]) == (case, method) and "accuracy" in r
-        ]
+        ends = [row["accuracy"] for row in here if row["method"] == method and "accuracy" in row]
         lost = len(given.seeds) - len(ends)
-        told = f"{statistics.mean(ends):.1f}" if ends else ""
-        told += f" ± {statistics.stdev(ends):.1f}" if len(ends) > 1 else ""
-        cells.append(told + (f" ({lost} broke down)" if lost else ""))
-    users = [
-        100 * u
-        for r in rows
-        if (r["case"], r["method"]) == (case, given.methods[0])
-        for u in r.get("users", [])
-    ]
+        cells.append(spread(ends) + (f" ({lost} broke down)" if lost else ""))
+    first = [row.get("users", []) for row in here if row["method"] == given.methods[0]]
+    users = [100 * share for shares in first for share in shares]
     cells.append(f"{min(users):.0f} / {statistics.mean(users):.0f} / {max(users):.0f}" if users else "")
     return cells
 

@@ -23,8 +23,6 @@ Combine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(a group's rows, its users' numbers, their weights if they have some) -> one row."""
 Gate = Callable[[Tensor, Tensor], list[str]]
 """(what was sent, what came back) -> why each is refused, "" where it is not."""
-
-
 Guard = Callable[[Tensor], float]
 """(a row) -> how much better than chance it tells the server's labelled images apart."""
 
@@ -191,7 +189,8 @@ def play_round(
                 server_sent = state.average
                 momentum.copy_(state.momentum)
                 rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
-                memory = memory | ({"velocity": torch.zeros_like(velocity)} if server_momentum else {})
+                if server_momentum:
+                    memory = memory | {"velocity": torch.zeros_like(memory["velocity"])}
             memory = memory | {"best": best.clamp(min=good)}
         average = rows[0]
         streams = average.repeat(len(streams), 1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ssfl import draws, objectives
 from ssfl.objectives import Losses
+from ssfl.rows import lengths
 from ssfl.work import Batch, Given, Objective
 
 Forward = Callable[[Tensor, bool, Tensor], Tensor]
@@ -113,8 +114,7 @@ def disagreement(here: Forward, moved: Forward, batch: Batch) -> Tensor:
 def uphill(weights: list[Tensor], slopes: Sequence[Tensor], distance: float) -> list[Tensor]:
     """ASAM's step of n models, tensors [n, ...]: so far uphill, larger weights further."""
     scaled = [weight.abs() * slope for weight, slope in zip(weights, slopes, strict=True)]
-    length = torch.stack([part.flatten(1).square().sum(1) for part in scaled]).sum(0).sqrt()
-    rate = distance / length.clamp(min=1e-12)
+    rate = distance / lengths(scaled).clamp(min=1e-12)
     return [
         (weight.abs() * part * rate.reshape(-1, *[1] * (part.dim() - 1))).to(weight.dtype)
         for weight, part in zip(weights, scaled, strict=True)

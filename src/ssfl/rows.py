@@ -52,6 +52,11 @@ class Layout:
         )
 
 
+def lengths(parts: Sequence[Tensor]) -> Tensor:
+    """How long each of n models' tensors [n, ...] are together, [n]."""
+    return torch.stack([part.flatten(1).square().sum(1) for part in parts]).sum(0).sqrt()
+
+
 def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
     """Numbers on a device, without waiting until it has done what it was told before."""
     made = torch.as_tensor(values)

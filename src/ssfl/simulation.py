@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -150,6 +151,14 @@ class Simulation:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
 
+    @cached_property
+    def _guarded(self) -> tuple[Tensor, Tensor]:
+        """The images that a guard looks at, some of every class, and their labels."""
+        images = self.plan.server.images
+        images = images[self.pool.labels[images].argsort(stable=True)]
+        images = images[:: -(-len(images) // GUARDED)]
+        return self.pool.images[images], self.pool.labels[images].cpu()
+
     def _averaged(
         self, state: State, cohort: Cohort, train_users: Train, train_server: Train, **more: Any
     ) -> tuple[State, Outcome]:
@@ -166,10 +175,7 @@ class Simulation:
 
         def guard(row: Tensor) -> float:
             self._prepare(state.round + 1)
-            images = self.plan.server.images
-            images = images[self.pool.labels[images].argsort(stable=True)]  # some of every class
-            images = images[:: -(-len(images) // GUARDED)]
-            score = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())
+            score = self._score(row, *self._guarded)
             each = [share for share in score.per_class if share is not None]
             return sum(each) / len(each) - 1 / len(each)
 

@@ -20,7 +20,7 @@ from ssfl.engines.loop import full_batch
 from ssfl.errors import SsflWarning
 from ssfl.kernels import convolution
 from ssfl.losses import answered, certain, disagreement, local_loss, uphill
-from ssfl.rows import Layout, placed
+from ssfl.rows import Layout, lengths, placed
 from ssfl.work import (
     TOLD,
     Batch,
@@ -377,8 +377,7 @@ def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Opti
 
 def _cut(slopes: Named, most: float) -> Named:
     """Each model's gradient, at most so long."""
-    lengths = torch.stack([slope.flatten(1).square().sum(1) for slope in slopes.values()]).sum(0).sqrt()
-    share = (most / (lengths + 1e-6)).clamp(max=1)
+    share = (most / (lengths(list(slopes.values())) + 1e-6)).clamp(max=1)
     return {name: slope * share.view(-1, *[1] * (slope.dim() - 1)) for name, slope in slopes.items()}
 
 
