@@ -72,7 +72,7 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
 
 def _on(sim: Simulation, row: Tensor, images: Any) -> float:
     """The accuracy on some training images."""
-    return sim._score(row, sim.pool.images[images], sim.pool.labels[images].cpu())[0]
+    return sim.score(row, sim.pool.images[images], sim.pool.labels[images].cpu())[0]
 
 
 def main() -> None:

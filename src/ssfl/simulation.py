@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import averaging, draws, engines, fedmatch, keeping, labelling, layers, measuring, models, scoring
+from ssfl import accepting, draws, engines, fedmatch, keeping, labelling, layers, measuring, models, scoring
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
@@ -20,7 +20,6 @@ from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
 from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
-from ssfl.gate import judge
 from ssfl.memory import peak
 from ssfl.plan import Plan
 from ssfl.rows import Layout, row_of, write_row
@@ -29,8 +28,6 @@ from ssfl.settings import Config
 from ssfl.work import Pool, Trained, Work
 
 Event = dict[str, Any]
-GUARDED = 1000
-"""About how many of the server's images its guard looks at."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class Simulation:
         if "shares" in new.memory:
             shares = torch.stack([self._server_counts(), *(c for c in looks if c is not None)]).sum(0)
             new = replace(new, memory=new.memory | {"shares": shares})
-        self._prepare(new.round)
+        self.prepare(new.round)
         events = [self._round_event(new.round, cohort, outcome)]
         if diverse:
             with phases.during("diversity"):
@@ -145,50 +142,22 @@ class Simulation:
         events[0]["phases"] = phases.seconds()
         return new, events
 
-    def _prepare(self, round: int) -> None:
+    def prepare(self, round: int) -> None:
         """What the next round needs of this machine, while its device works."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
 
     @cached_property
-    def _guarded(self) -> tuple[Tensor, Tensor]:
-        """The images that a guard looks at, some of every class, and their labels."""
-        images = self.plan.server.images
-        images = images[self.pool.labels[images].argsort(stable=True)]
-        images = images[:: -(-len(images) // GUARDED)]
-        return self.pool.images[images], self.pool.labels[images].cpu()
+    def guarded(self) -> tuple[Tensor, Tensor]:
+        """What `accepting` judges averages by, found once."""
+        return accepting.guarded(self)
 
     def _averaged(
         self, state: State, cohort: Cohort, train_users: Train, train_server: Train, **more: Any
     ) -> tuple[State, Outcome]:
         """A round as this experiment's settings want it, whoever trains."""
         method = self.config.method
-
-        def gate(sent: Tensor, rows: Tensor) -> list[str]:
-            return judge(sent, rows, state.strikes[list(cohort.users)])
-
-        def loss(row: Tensor) -> float:
-            images = self.plan.server.images
-            found = self._score(row, self.pool.images[images], self.pool.labels[images].cpu())[1]
-            return found if math.isfinite(found) else math.inf
-
-        def guard(row: Tensor) -> float:
-            self._prepare(state.round + 1)
-            score = self._score(row, *self._guarded)
-            each = [share for share in score.per_class if share is not None]
-            return sum(each) / len(each) - 1 / len(each)
-
-        def combine(rows: Tensor, users: Tensor, weights: Tensor | None) -> Tensor:
-            if method.combine == "distance":
-                key = torch.tensor(draws.key(self.config.run.seed, "consensus", state.round))
-                sizes = self.plan.users.sizes[users]
-                found = averaging.sub_consensus(rows, sizes, self.layout.sizes, key)
-            else:
-                found = averaging.combined(method.combine, rows, weights)
-            return averaging.checked(found, rows, loss) if method.check else found
-
-        plain = method.combine == "mean" and method.weighting == "even" and not method.fill
         new, outcome = play_round(
             state,
             cohort,
@@ -198,10 +167,8 @@ class Simulation:
             server_weight=method.server_weight,
             replicas=self.plan.replicas,
             statistics_from_server=self.config.model.norm_statistics == "server",
-            gate=gate if method.gate else None,
-            combine=None if plain and not method.check else combine,
             server_momentum=method.server_momentum,
-            guard=guard if method.guard else None,
+            **accepting.rules(self, state, cohort),
             **more,
         )
         return keeping.over_rounds(method, new), outcome
@@ -210,7 +177,7 @@ class Simulation:
         """The averaged model on the test images (and on the validation images, if any)."""
         row = self.final_row(state)
         test = self.dataset.test_images.to(self.device), self.dataset.test_labels
-        accuracy, loss, per_class = self._score(row, *test)
+        accuracy, loss, per_class = self.score(row, *test)
         self._require_finite(state.round, "the averaged model on the test images", [loss])
         event: Event = {
             "event": "eval",
@@ -222,11 +189,11 @@ class Simulation:
         }
         # a good average can hide streams that have collapsed
         if len(state.streams) > 1 and not self.plan.own_streams:
-            event["stream_accuracy"] = [self._score(stream, *test)[0] for stream in state.streams]
+            event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
             images = self.pool.images[held.to(self.device)]
-            event["validation_accuracy"] = self._score(row, images, self.dataset.labels[held])[0]
+            event["validation_accuracy"] = self.score(row, images, self.dataset.labels[held])[0]
         return event
 
     def final_row(self, state: State) -> Tensor:
@@ -255,7 +222,8 @@ class Simulation:
         tensors = self.layout.unflatten(self.final_row(state))
         return fedmatch.composed(tensors) if isinstance(self.model, fedmatch.Decomposed) else tensors
 
-    def _score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
+        """How well a model does on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 

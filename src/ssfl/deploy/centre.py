@@ -97,7 +97,7 @@ class Centre(Simulation):
         }
         return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
 
-    def _prepare(self, round: int) -> None:
+    def prepare(self, round: int) -> None:
         """Sites prepare their own work."""
 
     def initial(self) -> State:
