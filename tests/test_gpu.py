@@ -43,7 +43,8 @@ def test_float64_rounds_are_the_cpus(quick: Make, engine: str, norm: str) -> Non
 
 @pytest.mark.parametrize("name", ["anchored", "semifl", "fl2", "cbafed", "fedprox", "rscfed", "freematch"])
 def test_methods_that_look_before_they_train_do_on_a_gpu_as_on_a_cpu(quick: Make, name: str) -> None:
-    settings = [f"method.name={name}", "run.engine=vmap", "train.precision=float64", "method.threshold=0.105"]
+    settings = [f"method.name={name}", "run.engine=vmap", "train.precision=float64", "method.threshold=0.105",
+                "federation.dropout=0.3"]  # fmt: skip
     rows = []
     for device in ("cpu", "cuda"):
         sim = assemble.make(quick(f"run.device={device}", *settings))

@@ -266,6 +266,8 @@ def _make_engine(
     if run.users_at_once is None:
         if name != "vmap":
             needed = engine.memory(objective, train.batch_size)
+        elif config.method.labels == "round":  # and the place where models look at images before they train
+            needed += 3 * layout.length * pool.wide.itemsize
         if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
             needed += 8 * layout.length * pool.wide.itemsize
         at_once = memory.share(participants, needed, device, kept)

@@ -160,13 +160,15 @@ class Vmap:
     def answers(self, rows: Tensor, work: Work) -> Tensor:
         """What each row says of weak views of its batches' images, in probabilities."""
         work = looking(work)
-        place = self._place(len(rows), rows, work)
+        models = max(len(rows), work.seats) if rows.is_cuda else len(rows)  # whoever returns
+        place = self._place(models, rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
-        batches = each_batch(self.pool, work)
+        batches = each_batch(self.pool, place.work)
         if rows.is_cuda:
             steps = torch.arange(work.steps, device=rows.device)
-            batches = (self._views(self.pool, work, step) for step in steps.split(1))
-        return torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
+            batches = (self._views(self.pool, place.work, step) for step in steps.split(1))
+        found = torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
+        return found[: len(rows)]
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""
