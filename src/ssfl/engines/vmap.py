@@ -8,7 +8,7 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.engines.loop import full_batch
+from ssfl.engines.place import Named, Place, make_place, sgd
 from ssfl.errors import SsflWarning
 from ssfl.kernels import convolution
 from ssfl.losses import answered, certain, disagreement, local_loss, uphill
-from ssfl.rows import Layout, lengths, placed
+from ssfl.rows import Layout, placed
 from ssfl.work import (
     TOLD,
     Batch,
@@ -34,61 +35,6 @@ from ssfl.work import (
     make_batch,
     positions,
 )
-
-Named = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a step of n trainers finds and leaves its numbers: every tensor [n, ...]."""
-
-    weights: Named
-    """float32 or wider."""
-    velocity: Named
-    received: Named
-    """The weights that the round began with, where they hold the others back; else nothing."""
-    narrow: Named
-    """The weights as networks compute with them: copies in bfloat16 where `rounded`, else `weights`."""
-    rounded: bool
-    statistics: Named
-    work: Work
-    rates: Tensor
-    step: Tensor
-    """[1]: which step is next."""
-    told: Tensor
-    """[4, n]: sums over the steps so far."""
-
-    @property
-    def models(self) -> int:
-        return self.told.shape[1]
-
-    def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Put a round's rows and work into place; where there are fewer, the first trainers come twice."""
-        who = torch.arange(self.models, device=rows.device) % len(rows)
-        if self.models > len(rows):
-            rows, momentum = rows[who], momentum[who]
-        values = layout.unflatten(rows)
-        for places, given in (
-            (self.weights, values),
-            (self.received, values),
-            (self.narrow, values),
-            (self.statistics, values),
-            (self.velocity, layout.unflatten(momentum)),
-        ):
-            for name, place in places.items():
-                place.copy_(given[name])
-        self.work.keys.copy_(work.keys[:, who])
-        self.work.batches.copy_(work.batches[who])
-        if self.work.labelled is not None and work.labelled is not None:
-            self.work.labelled.copy_(work.labelled[who])
-        if self.work.given is not None and work.given is not None:
-            for here, value in zip(self.work.given, work.given, strict=True):
-                if here is not None and value is not None:
-                    here.copy_(value[who])
-        rates = torch.tensor(work.rates, dtype=self.rates.dtype)
-        self.rates.copy_(placed(rates, rows.device))
-        self.step.zero_()
-        self.told.zero_()
 
 
 class Vmap:
@@ -121,7 +67,7 @@ class Vmap:
         self._views: Callable[..., Batch] = made(make_batch)
         self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
         self._answers: Callable[..., Tensor] = made(self._eager_answers)
-        self._update: Callable[..., None] = made(_sgd)
+        self._update: Callable[..., None] = made(sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
 
     def _give_up_compiling(self, error: Exception) -> None:
@@ -147,7 +93,7 @@ class Vmap:
             for _ in work.rates:
                 self._step(place) if graph is None else graph.replay()
         else:
-            place = self._place(len(rows), rows, work)
+            place = make_place(self.layout, self.pool, len(rows), rows, work)
             place.load(self.layout, rows, momentum, work)
             for batch in each_batch(self.pool, work):
                 self._step_on(place, batch)
@@ -161,7 +107,7 @@ class Vmap:
         """What each row says of weak views of its batches' images, in probabilities."""
         work = looking(work)
         models = max(len(rows), work.seats) if rows.is_cuda else len(rows)  # whoever returns
-        place = self._place(models, rows, work)
+        place = make_place(self.layout, self.pool, models, rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
         batches = each_batch(self.pool, place.work)
         if rows.is_cuda:
@@ -172,7 +118,7 @@ class Vmap:
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""
-        place = self._place(len(rows), rows, work)
+        place = make_place(self.layout, self.pool, len(rows), rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in place.weights.items()}
 
@@ -216,46 +162,13 @@ class Vmap:
         work = Work(objective, nothing, nothing[:1, :, None].expand(1, 1, batch_size), None, (0.0,))
         if objective.name == "none":
             work = replace(work, objective=Objective("supervised"))
-        place = self._place(1, rows, work)
+        place = make_place(self.layout, self.pool, 1, rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
             weights = {name: value.detach().requires_grad_() for name, value in place.narrow.items()}
             batch = make_batch(self.pool, work, 0)
             self._eager_losses(weights, place.statistics, batch, work.objective)
         return 2 * sum(kept.values()) + 10 * self.layout.length * self.pool.wide.itemsize
-
-    def _place(self, models: int, rows: Tensor, work: Work) -> Place:
-        def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-            """[models, ...], filters in the order of images with channels last on a GPU."""
-            shape = (models, *like.shape[1:])
-            if like.dim() == 5 and like.is_cuda:
-                order = (shape[0], shape[1], shape[3], shape[4], shape[2])
-                return like.new_empty(order, dtype=dtype).movedim(-1, 2)
-            return like.new_empty(shape, dtype=dtype)
-
-        tensors = list(self.layout.unflatten(rows).items())
-        trained, statistics = tensors[: self.layout.trained], tensors[self.layout.trained :]
-        weights = {name: empty(value) for name, value in trained}
-        rounded = self.pool.dtype != rows.dtype
-        return Place(
-            weights,
-            {name: empty(value) for name, value in trained},
-            {name: empty(value) for name, value in trained} if work.objective.proximal else {},
-            {name: empty(value, self.pool.dtype) for name, value in trained} if rounded else weights,
-            rounded,
-            {name: empty(value) for name, value in statistics},
-            Work(
-                work.objective,
-                work.keys.new_zeros(len(work.keys), models),
-                empty(work.batches),
-                None if work.labelled is None else empty(work.labelled),
-                (),
-                given=None if work.given is None else work.given.map(empty),
-            ),
-            rows.new_zeros(len(work.rates)),
-            work.keys.new_zeros(1),
-            rows.new_zeros(len(TOLD), models),
-        )
 
     def _step(self, place: Place) -> None:
         """One step of all trainers, in place, from the choice of images on."""
@@ -317,7 +230,7 @@ class Vmap:
         self, rows: Tensor, momentum: Tensor, work: Work, models: int
     ) -> tuple[Place, torch.cuda.CUDAGraph | None]:
         """A place for this kind of work, and the step recorded on it."""
-        place = self._place(models, rows, work)
+        place = make_place(self.layout, self.pool, models, rows, work)
         place.load(self.layout, rows, momentum, work)
 
         def warm_up() -> None:
@@ -350,37 +263,6 @@ class Vmap:
             return place, None
         self._memory = self._memory or graph.pool()
         return place, graph
-
-
-def _sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optimizer) -> None:
-    """SGD on all weights at once, and the rest that a step leaves behind."""
-    rate = place.rates.index_select(0, place.step)
-    slopes = {name: slopes[name].to(weight.dtype) for name, weight in place.weights.items()}
-    if place.received:
-        pull = place.work.objective.proximal
-        slopes = {n: slope + pull * (place.weights[n] - place.received[n]) for n, slope in slopes.items()}
-    if optimizer.clip:
-        slopes = _cut(slopes, optimizer.clip)
-    for name, weight in place.weights.items():
-        slope = slopes[name] + optimizer.weight_decay * weight
-        if optimizer.momentum:
-            velocity = optimizer.momentum * place.velocity[name] + slope
-            slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            place.velocity[name].copy_(velocity)
-        new = weight - rate * slope
-        weight.copy_(new)
-        if place.rounded:
-            place.narrow[name].copy_(new)
-    for name, value in place.statistics.items():
-        value.copy_(moved[name])
-    place.told.add_(torch.stack([told[name] for name in TOLD]))
-    place.step.add_(1)
-
-
-def _cut(slopes: Named, most: float) -> Named:
-    """Each model's gradient, at most so long."""
-    share = (most / (lengths(list(slopes.values())) + 1e-6)).clamp(max=1)
-    return {name: slope * share.view(-1, *[1] * (slope.dim() - 1)) for name, slope in slopes.items()}
 
 
 def _give_up_kernels(error: Exception) -> None:
