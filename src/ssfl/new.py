@@ -9,7 +9,7 @@ import torch
 
 from ssfl import assemble, models
 from ssfl.config import PROJECT, load_config
-from ssfl.data import formats, own
+from ssfl.data import own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.limits import CHOICES
@@ -70,12 +70,12 @@ def inspect(folder: Path, by_itself: bool) -> Found:
             raise DataError(f"{folder} is a file: give the folder that holds the images; {layout}")
         option = "give the images' folder with --images FOLDER" if by_itself else "check its name"
         raise DataError(f"there is no folder {folder}: {option}; {layout}")
-    if by_itself and not formats.list_images(folder):
+    if by_itself and not pictures.list_images(folder):
         raise DataError(f"{folder} holds no images: give their folder with --images FOLDER; {layout}")
-    if not formats.list_images(folder):
-        raise DataError(f"{folder} holds no images ({', '.join(sorted(formats.IMAGE_SUFFIXES))}): {layout}")
+    if not pictures.list_images(folder):
+        raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")
     files = own.sort_files(folder, Data.test_fraction, Split.seed)
-    headers = [found for _, found in formats.each(files.everything, formats.header)]
+    headers = [found for _, found in pictures.each(files.everything, pictures.header)]
     sizes = Counter((width, height) for width, height, _ in headers)
     return Found(folder, files, sizes, all(grey for *_, grey in headers))
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl.data import formats
+from ssfl.data import formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.errors import DataError
@@ -207,8 +207,8 @@ def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
     class is held out.
     """
-    inner = {entry.name: entry for entry in formats.list_folders(folder)}
-    split = "train" in inner and ("test" in inner or bool(formats.list_folders(inner["train"])))
+    inner = {entry.name: entry for entry in pictures.list_folders(folder)}
+    split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
     places = [inner["train"], folder] if split else [folder]
     if split:
         for name in inner:
@@ -217,16 +217,16 @@ def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
                     f"{inner[name]}: beside train there may be only test and unlabelled; "
                     "rename it or move it away"
                 )
-    classes = [entry for entry in formats.list_folders(places[0]) if entry.name not in UNLABELLED]
+    classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
     if not classes:
         raise DataError(f"{places[0]}: holds no folders; put the images of each class in a folder")
-    train = {entry.name: formats.list_images(entry) for entry in classes}
+    train = {entry.name: pictures.list_images(entry) for entry in classes}
     for entry in classes:
         if not train[entry.name]:
             raise DataError(f"{entry}: holds no images; add some or remove the folder")
     if split and "test" in inner:
-        test = {entry.name: formats.list_images(entry) for entry in formats.list_folders(inner["test"])}
-        for loose in formats.list_images(inner["test"], nested=False):
+        test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
+        for loose in pictures.list_images(inner["test"], nested=False):
             raise DataError(f"{loose}: a test image needs a label; move it into a class folder")
         for name in test:
             if name not in train:
@@ -241,8 +241,8 @@ def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
         file
         for place in places
         for file in (
-            *formats.list_images(place, nested=False),
-            *(file for name in UNLABELLED for file in formats.list_images(place / name)),
+            *pictures.list_images(place, nested=False),
+            *(file for name in UNLABELLED for file in pictures.list_images(place / name)),
         )
     ]
     if not any(test.values()):
@@ -254,8 +254,8 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int)
     """The images of a folder, sorted as `sort_files` says; they are grey if all of them are."""
     files = sort_files(folder, test_fraction, seed)
     everything = files.everything
-    channels = 1 if all(grey for _, grey in formats.each(everything, formats.is_grey)) else 3
-    images = formats.decode_all(everything, channels, size)
+    channels = 1 if all(grey for _, grey in pictures.each(everything, pictures.is_grey)) else 3
+    images = pictures.decode_all(everything, channels, size)
     test_labels = torch.tensor(files.labels(files.test))
     images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]
     return Dataset(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl.data import formats
+from ssfl.data import formats, pictures
 from ssfl.data.dataset import Dataset, checked, statistics
 from ssfl.data.download import OFFICIAL, obtain
 from ssfl.data.formats import LARGEST, SMALLEST, reading
@@ -74,7 +74,7 @@ def image_files(paths: Iterable[str | Path]) -> list[Path]:
     """The image files among paths, where a folder stands for the images in it."""
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = formats.list_images(path) if path.is_dir() else [path]
+        inside = pictures.list_images(path) if path.is_dir() else [path]
         if not inside:
             raise DataError(f"{path}: holds no images")
         found += inside
@@ -83,7 +83,7 @@ def image_files(paths: Iterable[str | Path]) -> list[Path]:
 
 def read_image_files(paths: Iterable[str | Path], channels: int, height: int, width: int) -> Tensor:
     """Image files as uint8 [N, channels, height, width]: grey or RGB, resized if needed."""
-    images = [formats.decode(Path(path), channels, (height, width)) for path in paths]
+    images = [pictures.decode(Path(path), channels, (height, width)) for path in paths]
     if not images:
         return torch.empty((0, channels, height, width), dtype=torch.uint8)
     return torch.from_numpy(np.stack(images))

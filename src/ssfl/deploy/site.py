@@ -20,7 +20,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 
 from ssfl import assemble, labelling, models, predict, privacy
 from ssfl.cohort import Cohort
-from ssfl.data import formats, sources, split
+from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
@@ -121,7 +121,7 @@ def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
     good = []
     for file in files:
         try:
-            formats.decode(file, 1)
+            pictures.decode(file, 1)
             good.append(file)
         except DataError as error:
             tell(f"left out: {error}")
