@@ -17,7 +17,7 @@ from benchmarks.jobs import Job, draw_images
 from ssfl import assemble, engines
 from ssfl.config import load_config
 from ssfl.plan import objective_of
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 
 NETWORKS = (
     ("small", "group", (8, 8)), ("small", "group", (28, 28)), ("small", "group", (32, 32, 3)),

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks import jobs
 from ssfl import assemble
 from ssfl.engines.spread import Spread
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 from ssfl.work import Trained, Work
 
 

@@ -23,7 +23,7 @@ from ssfl.report import text
 from ssfl.report.several import spread
 from ssfl.runs import versions
 from ssfl.simulation import Simulation
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 
 CASES: dict[str, list[str]] = {
     "K = 1": ["split.users=1"],

@@ -23,7 +23,8 @@ from ssfl import assemble
 from ssfl.config import load_config
 from ssfl.models import build
 from ssfl.simulation import Simulation
-from ssfl.train import device_name, reproducible
+from ssfl.surroundings import reproducible
+from ssfl.train import device_name
 
 
 @dataclass(frozen=True)

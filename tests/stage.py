@@ -17,7 +17,7 @@ from ssfl.config import load_config
 from ssfl.data import sources, split
 from ssfl.federation import State
 from ssfl.settings import Config
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 
 NAMES = ("aachen", "bonn", "calais")
 SHORT = ["federation.rounds=3", "federation.period=3", "train.batch_size=16", "train.warmup=0",

@@ -29,7 +29,7 @@ from ssfl.predict import load_model, predict
 from ssfl.report import page
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 from stage import METHODS, NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
 
 

@@ -1,12 +1,9 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
 import json
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from ssfl.federation import State
 from ssfl.runs import Checkpoint, Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
+from ssfl.surroundings import enough_memory, interruptible, reproducible
 
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
@@ -148,7 +146,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         elif report is not None:
             report(plan)
     try:
-        with _interruptible(report) as interrupted:
+        with interruptible(report is not None) as interrupted:
             while state.round < sim.rounds:
                 began = time.perf_counter()
                 state, events = sim.play(state)
@@ -270,64 +268,3 @@ def _here(config: Config, warn: Warn) -> Config:
     except ConfigError:
         warn(f"this machine has no {config.run.device}: going on with what it has")
         return replace(config, run=replace(config.run, device="auto"))
-
-
-@contextmanager
-def enough_memory() -> Iterator[None]:
-    """Running out of memory is a matter of settings."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not out:
-            raise
-        raise SsflError(
-            "not enough memory: lower train.batch_size, run.users_at_once, federation.period or data.size"
-        ) from error
-
-
-@contextmanager
-def reproducible() -> Iterator[None]:
-    """The same bits every time, where torch can; its global settings are put back afterwards."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    threads = torch.get_num_threads()
-    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    products = torch.backends.cuda.matmul.allow_tf32
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # nothing here reads what it did not write
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
-        torch.backends.cuda.matmul.allow_tf32 = products
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _interruptible(report: Report | None) -> Iterator[threading.Event]:
-    """The first Ctrl-C is noted, so that the round ends and is saved; a second one stops at once."""
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(*_: object) -> None:
-        noted.set()
-        if report is not None:  # a plain write: whatever the signal interrupted may hold the stream
-            os.write(2, b"\nfinishing the round, then saving; Ctrl-C again stops at once\n")
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)

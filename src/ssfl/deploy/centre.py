@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl import assemble, runs, train
+from ssfl import assemble, runs, surroundings, train
 from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
@@ -217,7 +217,7 @@ def opened(
     assert config is not None
     config = replace(config, split=replace(config.split, users=count))
     check(config)
-    with train.reproducible(), train.enough_memory():
+    with surroundings.reproducible(), surroundings.enough_memory():
         sim, terms = prepare(config)
         if not again:
             runs.create(path, sim.config, _described(sim) | {"sites": known})

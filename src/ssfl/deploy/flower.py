@@ -20,7 +20,7 @@ from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.site import Site, client_app, usable
 from ssfl.deploy.view import View
 from ssfl.errors import ConfigError
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 
 
 @cache

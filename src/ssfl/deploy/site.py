@@ -28,7 +28,7 @@ from ssfl.deploy.keys import SiteKey
 from ssfl.errors import DataError, SsflError
 from ssfl.rows import layout_of
 from ssfl.simulation import Simulation
-from ssfl.train import reproducible
+from ssfl.surroundings import reproducible
 from ssfl.work import Trained
 
 POLL = 0.5

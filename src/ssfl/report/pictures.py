@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, fedmatch, keeping, models, runs, train
+from ssfl import assemble, fedmatch, keeping, models, runs, surroundings
 from ssfl.data import augment
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError
@@ -100,7 +100,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
     seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
-    with torch.no_grad(), train.enough_memory():
+    with torch.no_grad(), surroundings.enough_memory():
         total = len(data.test_labels)
         chosen = torch.randperm(total, generator=seed)[:MOST_TESTED].sort().values
         images, labels = data.test_images[chosen], data.test_labels[chosen]
