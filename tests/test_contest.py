@@ -1,17 +1,21 @@
 """The contest: one protocol for all methods, and what it tells."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ssfl import contest, runs
-from ssfl.errors import ConfigError
+from ssfl import contest, runs, train
+from ssfl.config import load_config
+from ssfl.errors import ConfigError, RunError
+from ssfl.methods import METHODS
+from ssfl.standings import Standing, draw, table, write
 
 SHORT = ["federation.rounds=6", "federation.period=2", "train.batch_size=8"]
 
 
-def played(out: Path, *methods: str, seeds: int = 2, choose: tuple[str, ...] = ()) -> list[contest.Standing]:
+def played(out: Path, *methods: str, seeds: int = 2, choose: tuple[str, ...] = ()) -> list[Standing]:
     told: list[str] = []
     found = contest.play(
         "quickstart", methods, seeds, sets=SHORT, choose=choose, out=out, tell=told.append, quiet=True
@@ -24,12 +28,27 @@ def entry(method: str, *sets: str) -> contest.Entry:
     return contest.entry("emnist-47", method, 3, sets, (), Path("nowhere"))
 
 
-def test_everything_but_the_method_is_the_same() -> None:
+def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_own() -> None:
     one, two = entry("alternate").config, entry("semifl").config
-    assert (one.split, one.model, one.train, one.data) == (two.split, two.model, two.train, two.data)
+    assert (one.split, one.model, one.data) == (two.split, two.model, two.data)
     assert one.data.validation == 0.05
     assert one.run.seed == two.run.seed == 3
-    assert entry("supervised").config.model.norm == "none"  # the protocol's, not the row's
+    assert entry("supervised").config.model.norm == "none"  # the preset's, not the row's
+    assert (one.train.clip, two.train.clip, two.train.weight_decay) == (0, 1, 5e-4)
+    assert replace(two.train, clip=0, weight_decay=one.train.weight_decay) == one.train
+    norms = [
+        contest.entry("quickstart", name, 1, [], (), Path()).config.model.norm
+        for name in ("crl-gn", "crl-bn")
+    ]
+    assert norms == ["group", "batch"]
+    for name in METHODS:  # every row as `ssfl run` has it, but for the seed and what is set aside
+        if name in ("fixmatch", "fedmatch"):
+            continue
+        sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3"]
+        config = entry(name).config
+        rounds, epochs = config.federation.rounds, config.federation.epochs
+        federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)
+        assert config == replace(load_config("emnist-47", sets), federation=federation)
 
 
 def test_users_pass_equally_many_images(tmp_path: Path) -> None:
@@ -42,6 +61,7 @@ def test_users_pass_equally_many_images(tmp_path: Path) -> None:
     assert found["alternate"].images == found["semifl"].images == 6 * 2 * 8 * 10
     assert found["semifl"].rounds == 3
     assert found["semifl"].megabytes == pytest.approx(found["alternate"].megabytes / 2)
+    assert found["semifl"].server_images == found["alternate"].server_images / 2 == 3 * 2 * 8
     assert found["server-only"].images == found["server-only"].megabytes == 0
     assert found["alternate"].curve[-1][0] == found["alternate"].images
 
@@ -49,13 +69,13 @@ def test_users_pass_equally_many_images(tmp_path: Path) -> None:
 def test_table_file_and_picture(tmp_path: Path) -> None:
     found = played(tmp_path, "alternate", "server-only")
     assert (found[0].mean or 0) >= (found[1].mean or 0)
-    told = contest.table(found)
+    told = table(found)
     assert "± " in told
     assert told.count("\n") == 3
-    file = contest.write(found, tmp_path, {"command": "ssfl contest"})
+    file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]
-    for picture in contest.draw(found, tmp_path):
+    for picture in draw(found, tmp_path):
         assert picture.stat().st_size > 5000
     # the last round's accuracy is the one that counts
     for one in whole["standings"]:
@@ -70,7 +90,9 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert (tmp_path / "alternate-lr0.000001-seed0").is_dir()
     assert (tmp_path / "alternate-lr0.05-seed1").is_dir()
     assert not (tmp_path / "alternate-lr0.000001-seed1").exists()
-    assert "train.lr=0.05, by validation images" in (tmp_path / "told.txt").read_text()
+    assert "of 70 validation images against" in (tmp_path / "told.txt").read_text()
+    assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
+    assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
 
 
 def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
@@ -83,8 +105,30 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
 
 def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     played(tmp_path, "server-only", seeds=1)
-    with pytest.raises(ConfigError, match="choose another --out"):
+    with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, not 16: choose"):
         contest.play("quickstart", ["server-only"], 1, out=tmp_path, tell=print)
+    how = ["run.threads=1", "run.eval_every=3"]  # how it is carried out is none of the protocol
+    contest.play("quickstart", ["server-only"], 1, sets=[*SHORT, *how], out=tmp_path, tell=print, quiet=True)
+    with pytest.raises(ConfigError, match="the folder of a run"):
+        contest.play("quickstart", ["server-only"], 1, out=tmp_path / "server-only-seed1", tell=print)
+    (tmp_path / "protocol.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        played(tmp_path, "server-only", seeds=1)
+
+
+def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise train.Interrupted(tmp_path, 3, "ssfl resume")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "begin_or_resume", stop)
+        with pytest.raises(train.SweepInterrupted, match="the same command goes on"):
+            played(tmp_path, "server-only", seeds=1)
+    played(tmp_path, "server-only", "server-only", seeds=1)
+    folder = tmp_path / "server-only-seed1"
+    (folder / "summary.json").unlink()
+    with runs.locked(folder), pytest.raises(RunError, match="by another process; when it is done, the same"):
+        played(tmp_path, "server-only", seeds=1)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +137,10 @@ def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
         (["semifi"], [], [], "no method 'semifi'"),
         (["semifl"], ["method.threshold=0.5"], [], "try values with --choose"),
         (["semifl"], [], ["threshold"], "write section.key=one,two"),
+        (["semifl"], [], ["method.name=grouping,semifl"], "part of the protocol"),
+        (["semifl"], [], ["run.seed=7,8"], "part of the protocol"),
+        (["semifl"], [], ["federation.rounds=2,8"], "part of the protocol"),
+        (["fixmatch"], [], [], "fixmatch cannot be played under this protocol: .* one model"),
     ],
 )
 def test_bad_input_is_told_before_anything_runs(

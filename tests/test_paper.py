@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssfl import cli, runs
+from ssfl import cli, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import State
@@ -160,7 +160,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return played(self, state)
 
     monkeypatch.setattr(Simulation, "play", stopped)
-    with pytest.raises(sweep.SweepInterrupted, match="after round 3 and saved; the same command goes on"):
+    with pytest.raises(train.SweepInterrupted, match="after round 3 and saved; the same command goes on"):
         sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
     monkeypatch.setattr(Simulation, "play", played)
     (path,) = sweep.play([rows.row("21")], options, lambda line: None, quiet=True)

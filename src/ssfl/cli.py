@@ -220,6 +220,8 @@ def contest(
     import shlex
 
     from ssfl import contest as contests
+    from ssfl import standings
+    from ssfl.errors import DivergedError
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr)
@@ -229,9 +231,11 @@ def contest(
     found = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], out=target, tell=tell, quiet=quiet
     )
-    print(contests.table(found))
-    contests.write(found, target, {"command": shlex.join(["ssfl", *sys.argv[1:]])})
-    print(f"in {target}: contest.json, {', '.join(file.name for file in contests.draw(found, target))}")
+    print(standings.table(found))
+    standings.write(found, target, {"command": shlex.join(["ssfl", *sys.argv[1:]])})
+    print(f"in {target}: contest.json, {', '.join(file.name for file in standings.draw(found, target))}")
+    if all(one.mean is None for one in found):
+        raise DivergedError("every method broke down: lower train.lr, or see contest.json")
 
 
 @app.command()

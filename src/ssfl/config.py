@@ -22,7 +22,7 @@ from ssfl.settings import SECTIONS, Config, Method
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
-__all__ = ["CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "to_toml"]
+__all__ = ["CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml"]
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -31,13 +31,18 @@ def load_config(source: str | Path | None = None, overrides: Iterable[str] = ())
     The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
     are for the digits.
     """
+    return from_dict(read(source, overrides))
+
+
+def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What a person said, section by section; the rest is open."""
     overrides = list(overrides)
     if source is None:
         other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
         source = "own" if other else "quickstart"
     given = _read(source)
     apply(given, overrides)
-    return from_dict(given)
+    return given
 
 
 def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:

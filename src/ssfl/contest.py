@@ -1,28 +1,26 @@
 """Methods side by side under one protocol: the same split, network, views and user work.
 
-Every method starts from the same config and takes its own row of settings from `methods.py`; what the config
-says about [method] does not count, and its network, normalisation and images hold for all. Rounds are chosen
-so that users pass equally many images forward and backward. Choices are made on validation images, which
-are set aside before the split and trained on by nobody; test accuracy is what the last round has.
+What the config and --set say holds for all, [method] aside; what they leave open is as in each method's row
+in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward. Choices are
+made on validation images, which are set aside before the split and trained on by nobody; test accuracy is
+what the last round has.
 """
 
 import difflib
-import hashlib
 import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ssfl import assemble, progress, runs, train
 from ssfl import config as configs
-from ssfl.errors import ConfigError, DivergedError
+from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
-from ssfl.report import text
 from ssfl.settings import Config
+from ssfl.standings import Standing
 
 VALIDATION = 0.05
 """The part of the training images that choices are made by, where the config sets none aside."""
@@ -40,34 +38,6 @@ class Entry:
     """The choices tried or taken, `section.key=value`."""
     config: Config
     path: Path
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What became of a method."""
-
-    method: str
-    options: tuple[str, ...]
-    accuracies: list[float]
-    """On test images after the last round, a number for each seed that did not break down."""
-    diverged: int
-    images: int
-    """Forward and backward passes of user images in one run."""
-    megabytes: float
-    """Sent to and from users in one run."""
-    rounds: int
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
-    """(images, megabytes, validation accuracy), the mean over seeds."""
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    """Of each run that did not break down: test accuracy, seconds, device, commit."""
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.mean(self.accuracies) if self.accuracies else None
-
-    @property
-    def deviation(self) -> float | None:
-        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
 def passes(config: Config) -> int:
@@ -89,17 +59,15 @@ def entry(
     bad = [one for one in sets if one.startswith(("method.", "run.seed"))]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
-    base = configs.load_config(source, sets)
-    shared = {
-        name: {key: value for key, value in values.items() if value is not None}
-        for name, values in asdict(base).items()
-        if name != "method"
-    }
-    shared["data"]["validation"] = base.data.validation or VALIDATION
-    shared["run"]["seed"] = seed
+    base, shared = configs.load_config(source, sets), configs.read(source, sets)
     shared["method"] = {"name": method}
+    shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
+    shared.setdefault("run", {})["seed"] = seed
     configs.apply(shared, options)
-    config = configs.from_dict(shared)
+    try:
+        config = configs.from_dict(shared)
+    except ConfigError as error:
+        raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
     work = passes(config)
     if work > 1:
         federation = config.federation
@@ -121,6 +89,7 @@ def play(
     quiet: bool = False,
 ) -> list[Standing]:
     """Every method with every seed, best first; finished runs are not run again."""
+    methods = list(dict.fromkeys(methods))
     grid = [_values(one) for one in choose]
     tries = [tuple(options) for options in itertools.product(*grid)]
     wanted = [entry(source, method, CHOOSING, sets, options, out) for method in methods for options in tries]
@@ -128,13 +97,17 @@ def play(
     found = []
     for method in methods:
         mine = [one for one in wanted if one.method == method]
-        taken = mine[0].options
+        taken, scores = mine[0].options, []
         if len(mine) > 1:
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
-            taken = max(scores, key=lambda score: score[0])[1]
-            tell(f"{method}: {' '.join(taken)}, by validation images")
+            best, taken = max(scores, key=lambda score: score[0])
+            others = ", ".join(f"{100 * score:.1f}" for score, options in scores if options != taken)
+            said = f"{100 * best:.1f} % of {_validation_images(mine[0].path):,} validation images"
+            tell(f"{method}: {' '.join(taken)}, {said} against {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
-        found.append(_standing(method, taken, [_played(one, tell, quiet) for one in entries]))
+        standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
+        tried = [{"options": options, "validation_accuracy": score} for score, options in scores]
+        found.append(replace(standing, tries=tried))
     return sorted(found, key=lambda one: -(one.mean or 0.0))
 
 
@@ -144,20 +117,41 @@ def _values(choice: str) -> list[str]:
         raise ConfigError(
             f"--choose {choice!r}: write section.key=one,two, such as method.threshold=0.8,0.95"
         )
+    if key in ("method.name", "train.batch_size") or not key.startswith(("method.", "train.")):
+        raise ConfigError(
+            f"--choose {key}: that is part of the protocol, which is the same for all; methods may choose "
+            "among values of method.* and train.*, but for method.name and train.batch_size"
+        )
     return [f"{key}={value.strip()}" for value in values.split(",")]
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
-    """Runs under other settings must not be taken for this contest's."""
-    told = configs.to_toml(configs.load_config(source, sets))
-    digest = hashlib.sha256(told.encode()).hexdigest()
+    """Runs under other settings must not be taken for this contest's; how a run is carried out is none."""
+    config = asdict(configs.load_config(source, sets))
+    told = {
+        f"{section}.{key}": value
+        for section, values in config.items()
+        if section not in ("method", "run")
+        for key, value in values.items()
+    }
+    told = json.loads(json.dumps(told))
     file = out / "protocol.json"
+    if (out / "config.toml").exists():
+        raise ConfigError(f"{out} is the folder of a run: choose another --out")
     if file.is_file():
-        if json.loads(file.read_text("utf-8")).get("config") != digest:
-            raise ConfigError(f"{out} holds a contest under other settings: choose another --out")
+        try:
+            before = dict(json.loads(file.read_text("utf-8"))["settings"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} cannot be read: choose another --out") from None
+        changed = [key for key in told if told[key] != before.get(key)]
+        if changed:
+            key = changed[0]
+            raise ConfigError(
+                f"{out} holds a contest with {key} = {before.get(key)}, not {told[key]}: choose another --out"
+            )
         return
     out.mkdir(parents=True, exist_ok=True)
-    runs.write_atomic(file, json.dumps({"source": source, "sets": list(sets), "config": digest}).encode())
+    runs.write_atomic(file, json.dumps({"source": source, "settings": told}, indent=1).encode())
 
 
 def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
@@ -168,9 +162,17 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     tell(one.path.name)
     try:
         progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
+    except train.Interrupted as stopped:
+        raise train.SweepInterrupted(stopped.round) from None
     except DivergedError as error:
         tell(f"{one.path.name}: {error}")
         return None
+    except RunError as error:
+        if not runs.is_busy(one.path):
+            raise
+        raise RunError(
+            f"{one.path} is being played by another process; when it is done, the same command goes on"
+        ) from error
     return one.path
 
 
@@ -179,14 +181,19 @@ def _validation(path: Path | None) -> float:
     return float(summary["validation_accuracy"]) if summary else -1.0
 
 
+def _validation_images(path: Path) -> int:
+    return int(json.loads((path / "split.json").read_text())["validation"])
+
+
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
     accuracies, curves, told = [], [], []
-    images, megabytes, rounds = 0, 0.0, 0
+    images, megabytes, rounds, own = 0, 0.0, 0, 0
     for path in filter(None, played):
         summary, config = runs.read_summary(path), runs.read_config(path)
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
         told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
+        told[-1]["validation_images"] = _validation_images(path)
         rounds = summary["rounds"]
         seen, sent, curve = 0, 0, []
         each = passes(config) * config.federation.period * config.train.batch_size
@@ -197,70 +204,22 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
             elif event["event"] == "eval":
                 curve.append((float(seen), sent / 1e6, 100 * event["validation_accuracy"]))
         images, megabytes = seen, sent / 1e6
+        if config.method.server != "none":
+            own = rounds * config.federation.period * config.train.batch_size
         curves.append(curve)
     means = [
         (points[0][0], points[0][1], statistics.mean(p[2] for p in points))
         for points in zip(*curves, strict=True)
     ]
     return Standing(
-        method, options, accuracies, len(played) - len(accuracies), images, megabytes, rounds, means, told
+        method,
+        options,
+        accuracies,
+        len(played) - len(accuracies),
+        images,
+        megabytes,
+        rounds,
+        means,
+        told,
+        own,
     )
-
-
-def table(standings: Sequence[Standing]) -> str:
-    """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "seeds", "rounds", "user images, million", "sent, MB",
-            "% per million images", "% per MB", "chosen"]  # fmt: skip
-    rows = [head]
-    for one in standings:
-        mean, deviation = one.mean, one.deviation
-        told = "broke down" if mean is None else f"{mean:.2f}"
-        told += "" if deviation is None else f" ± {deviation:.2f}"
-        told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
-        millions = one.images / 1e6
-        per = [
-            "–" if mean is None or not cost else f"{mean / cost:.3g}" for cost in (millions, one.megabytes)
-        ]
-        counts = [str(len(one.accuracies) + one.diverged), str(one.rounds), f"{millions:.3g}"]
-        chosen = " ".join(one.options) or "–"
-        rows.append([one.method, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
-    return text.table(rows)
-
-
-def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
-    """contest.json: the standings and how they came about."""
-    entries = [
-        {
-            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
-            "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
-            "megabytes": one.megabytes, "runs": one.runs, "validation_curve": one.curve,
-        }
-        for one in standings
-    ]  # fmt: skip
-    file = out / "contest.json"
-    runs.write_atomic(file, (json.dumps(told | {"standings": entries}, indent=1) + "\n").encode())
-    return file
-
-
-def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Validation accuracy against user images and against megabytes, PNG and SVG."""
-    from ssfl.report import plots
-
-    plt = plots.pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    for number, one in enumerate(standings):
-        style = {"linestyle": plots.STYLES[number % len(plots.STYLES)], "marker": "osD^vP*X"[number % 8]}
-        for axis, cost, unit in zip(axes, (0, 1), (1e6, 1.0), strict=True):
-            points = [(point[cost] / unit, point[2]) for point in one.curve]
-            if points and points[-1][0]:
-                axis.plot(*zip(*points, strict=True), label=one.method, markevery=0.2, markersize=4, **style)
-    axes[0].set(xlabel="user images, million", ylabel="validation accuracy, %")
-    axes[1].set(xlabel="megabytes sent")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    files = [out / "contest.png", out / "contest.svg"]
-    for file in files:
-        figure.savefig(file, dpi=150)
-    plt.close(figure)
-    return files

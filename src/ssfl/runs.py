@@ -141,6 +141,18 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
     return False
 
 
+def is_busy(path: Path) -> bool:
+    """Whether another process trains in this run folder."""
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return is_locked(folder)
+    finally:
+        os.close(folder)
+
+
 @contextmanager
 def told_failures(path: Path) -> Iterator[None]:
     """Keep the error that ends a training, for those who look at the folder afterwards; Ctrl-C is none."""

@@ -45,6 +45,15 @@ class Interrupted(SsflError):
         self.path, self.round = path, round
 
 
+class SweepInterrupted(SsflError):
+    """One of many runs was stopped by Ctrl-C and saved."""
+
+    exit_code = 130
+
+    def __init__(self, round: int) -> None:
+        super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
+
+
 def run(config: Config, out: str | Path | None = None, report: Report | None = None) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD)."""
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)

@@ -9,20 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from ssfl import progress, train
-from ssfl.errors import ConfigError, DivergedError, SsflError
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
 
 Tell = Callable[[str], None]
-
-
-class SweepInterrupted(SsflError):
-    """Stopped by Ctrl-C and saved."""
-
-    exit_code = 130
-
-    def __init__(self, round: int) -> None:
-        super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         try:
             found = progress.watched(partial(train.begin_or_resume, configs[path], path), quiet)
         except train.Interrupted as stopped:
-            raise SweepInterrupted(stopped.round) from None
+            raise train.SweepInterrupted(stopped.round) from None
         except DivergedError as error:  # a result as well: the others go on
             failed = error
             results.write(path, run, told | {"diverged": str(error)})

@@ -1,0 +1,109 @@
+"""What came of a contest: a table, a JSON file and a picture."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssfl import runs
+from ssfl.report import text
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What became of a method."""
+
+    method: str
+    options: tuple[str, ...]
+    accuracies: list[float]
+    """On test images after the last round, a number for each seed that did not break down."""
+    diverged: int
+    images: int
+    """Forward and backward passes of user images in one run."""
+    megabytes: float
+    """Sent to and from users in one run."""
+    rounds: int
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    """(images, megabytes, validation accuracy), the mean over seeds."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Of each run that did not break down: test accuracy, seconds, device, commit."""
+    server_images: int = 0
+    """Forward and backward passes of the server's images in one run; nothing makes them equal."""
+    tries: list[dict[str, Any]] = field(default_factory=list)
+    """What was to choose from, and the accuracy on validation images that it had."""
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+def table(standings: Sequence[Standing]) -> str:
+    """Best first, with what it cost."""
+    head = ["method", "test accuracy, %", "seeds", "rounds", "user images, million", "server's, million",
+            "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+    rows = [head]
+    for one in standings:
+        mean, deviation = one.mean, one.deviation
+        told = "broke down" if mean is None else f"{mean:.2f}"
+        told += "" if deviation is None else f" ± {deviation:.2f}"
+        told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
+        millions = one.images / 1e6
+        per = [
+            "–" if mean is None or not cost else f"{mean / cost:.3g}" for cost in (millions, one.megabytes)
+        ]
+        counts = [str(len(one.accuracies) + one.diverged), str(one.rounds), f"{millions:.3g}"]
+        counts.append(f"{one.server_images / 1e6:.3g}")
+        chosen = " ".join(one.options) or "–"
+        rows.append([one.method, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
+    return text.table(rows)
+
+
+def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
+    """contest.json: the standings and how they came about."""
+    entries = [
+        {
+            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
+            "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
+            "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
+            "tries": one.tries, "validation_curve": one.curve,
+        }
+        for one in standings
+    ]  # fmt: skip
+    file = out / "contest.json"
+    runs.write_atomic(file, (json.dumps(told | {"standings": entries}, indent=1) + "\n").encode())
+    return file
+
+
+def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
+    """Validation accuracy against user images and against megabytes, PNG and SVG."""
+    from ssfl.report import plots
+
+    plt = plots.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    for number, one in enumerate(standings):
+        style = {"linestyle": plots.STYLES[number % len(plots.STYLES)], "marker": "osD^vP*X"[number % 8]}
+        for axis, cost, unit in zip(axes, (0, 1), (1e6, 1.0), strict=True):
+            points = [(point[cost] / unit, point[2]) for point in one.curve]
+            if points and points[-1][0]:
+                every = 0.2 if len(points) > 8 else 1
+                axis.plot(
+                    *zip(*points, strict=True), label=one.method, markevery=every, markersize=4, **style
+                )
+            elif points:  # no user takes part: where it ends is a line to beat
+                axis.axhline(points[-1][1], label=f"{one.method}, at the end", color="0.4", linestyle=":")
+    axes[0].set(xlabel="user images, million", ylabel="validation accuracy, %")
+    axes[1].set(xlabel="megabytes sent")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    files = [out / "contest.png", out / "contest.svg"]
+    for file in files:
+        figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return files
