@@ -163,7 +163,12 @@ def test_the_version_and_a_split_of_images_that_nobody_labelled(ssfl: Call, patt
     code, out, _ = ssfl("split", "--set", "data.path=mine.npz", "--set", "split.users=3")
     assert code == 0
     assert "240 labelled images" in out
+    assert "3 users with equal shares (nobody knows their images' classes" in out
     assert "not known" in out
+    code, out, _ = ssfl(
+        "split", "--set", "data.path=mine.npz", "--set", "split.users=3", "--set", "split.server_labels=40"
+    )
+    assert "by skew R = 0.4 (images without labels in equal shares)" in out
 
 
 def test_help_is_quick_and_lists_the_verbs() -> None:
@@ -181,7 +186,7 @@ def test_help_is_quick_and_lists_the_verbs() -> None:
 def test_settings_are_explained(ssfl: Call) -> None:
     code, out, _ = ssfl("settings", "threshold")
     assert code == 0
-    assert "method.threshold = 0.8 with anchored, else 0.95" in out
+    assert "method.threshold = 0.8 with anchored; 0.75 with fedmatch; 0.84 with cbafed; else 0.95" in out
     assert "train.lr" not in out
     everything = ssfl("settings")[1]
     assert all(

@@ -18,7 +18,7 @@ from benchmarks.users import generate
 from ssfl import assemble
 from ssfl.cohort import draw_cohort
 from ssfl.config import Config, load_config
-from ssfl.data import apportion, split
+from ssfl.data import apportion, inventory, split
 from ssfl.data.hands import Hands, gather
 from ssfl.errors import ConfigError
 from ssfl.report import text
@@ -185,13 +185,13 @@ def test_split_json_lists_some_users_and_tells_of_all(many: Callable[..., Config
     dataset = assemble.load_data(config)
     config = assemble.resolve(config, dataset)
     parts, held = assemble.make_parts(config, dataset)
-    told = assemble.describe_split(dataset, parts, held)
+    told = inventory.describe_split(dataset, parts, held)
     counts = split.class_counts(dataset.labels.numpy(), parts.users)
     assert told["users"] == MANY
-    assert told["listed"] == len(told["sizes"]) == len(told["user_classes"]) == assemble.LISTED
-    assert len(told["user_labelled"]) == assemble.LISTED
+    assert told["listed"] == len(told["sizes"]) == len(told["user_classes"]) == inventory.LISTED
+    assert len(told["user_labelled"]) == inventory.LISTED
     assert told["user_labelled_total"] == 200
-    assert told["user_classes"] == counts[: assemble.LISTED].tolist()
+    assert told["user_classes"] == counts[: inventory.LISTED].tolist()
     assert told["class_totals"] == counts.sum(0).tolist()
     assert told["size_quartiles"][0] == min(len(user) for user in parts.users)
     assert told["size_quartiles"][4] == max(len(user) for user in parts.users)
@@ -214,7 +214,7 @@ def test_a_hundred_thousand_users_of_a_million_images(tmp_path: Path) -> None:
     done = subprocess.run([*ssfl, "run", *sets, "--out", out, "--quiet"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     parts = json.loads((out / "split.json").read_text())
-    assert (parts["users"], parts["listed"]) == (100_000, assemble.LISTED)
+    assert (parts["users"], parts["listed"]) == (100_000, inventory.LISTED)
     assert sum(parts["class_totals"]) + sum(parts["server"]) == 1_000_000
     assert parts["size_quartiles"][0] >= 9
     assert parts["size_quartiles"][4] <= 11

@@ -11,7 +11,7 @@ import torch
 
 import ssfl
 from ssfl import assemble, compare, runs
-from ssfl.errors import ConfigError, DivergedError, RunError
+from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
 from ssfl.settings import Config
 
 Make = Callable[..., Config]
@@ -69,8 +69,13 @@ def test_the_model_of_a_run_predicts_what_was_evaluated(done: Path) -> None:
         whole = model(digits.test_images.float() / 255)
     assert float(right.double().mean()) == json.loads((done / "summary.json").read_text())["accuracy"]
     torch.testing.assert_close(whole, model(digits.test_images), atol=1e-4, rtol=1e-4)
+    arrays = [model(digits.test_images.numpy()), model(digits.test_images[:, 0].numpy())]
+    for found in arrays:
+        torch.testing.assert_close(found, model(digits.test_images))
     with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\]"):
         model(digits.test_images[0])
+    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\], not \[360, 5, 5, 1\]"):
+        model(np.zeros((360, 5, 5, 1), np.uint8))
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -332,3 +337,14 @@ def test_an_npz_with_unlabelled_images_trains(tmp_path: Path, patterns: Path) ->
     assert (sim.dataset.labels[torch.from_numpy(sim.parts.server)] >= 0).all()
     events = list(runs.read_events(path))
     assert events[0]["mask_rate"] >= 0
+
+
+def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no preset 'quickstrat'"):
+        ssfl.run("quickstrat", tmp_path / "run")
+    config = quick("split.server_labels=7", "train.warmup=1000")
+    with pytest.warns(SsflWarning) as told:
+        assemble.make(config)
+    first, second = (str(warning.message) for warning in told)
+    assert first.startswith("the server has no label of 3 of 10 classes (7, 8, 9): nobody can learn them")
+    assert second.startswith("train.warmup = 1000 is as long as the run")

@@ -3,10 +3,9 @@
 Every mistake in the input shows here, before anything is written.
 """
 
-import hashlib
+import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, SsflWarning
 from ssfl.kernels import convolution
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.privacy import library
@@ -28,8 +27,6 @@ from ssfl.work import Optimizer, Pool
 
 CORES = torch.get_num_threads()
 """What torch would use: all of the machine's cores, or what the environment says."""
-LISTED = 5000
-"""split.json lists the users one by one up to here: more would be slow to write and to read."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -194,7 +191,31 @@ def make(config: Config) -> Simulation:
         device = engines.dist.local_device(device)
     dataset = load_data(config)
     config = resolve(config, dataset)
-    return build(config, dataset, *make_parts(config, dataset), device)
+    parts, held = make_parts(config, dataset)
+    if config.run.engine != "dist" or engines.dist.rank() == 0:
+        for doubt in _doubts(config, dataset, parts):
+            warnings.warn(doubt, SsflWarning, stacklevel=2)
+    return build(config, dataset, parts, held, device)
+
+
+def _doubts(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
+    """What can be done and is hardly meant."""
+    doubts = []
+    counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
+    missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
+    if missing and len(parts.server) and config.split.labels_at == "server":
+        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        doubts.append(
+            f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
+            "them; raise split.server_labels"
+        )
+    steps = (config.federation.rounds or 0) * config.federation.period
+    if config.train.warmup >= steps:
+        doubts.append(
+            f"train.warmup = {config.train.warmup} is as long as the run ({steps} steps): the learning rate "
+            "never gets to train.lr"
+        )
+    return doubts
 
 
 def build(
@@ -280,37 +301,3 @@ def _make_engine(
         run, device=str(device), threads=threads, engine=name, compile=compiled, users_at_once=at_once
     )
     return engine, run
-
-
-def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:
-    """split.json: who holds how much of what; lists are of the first `listed` users, the rest of all."""
-    labels = dataset.labels.numpy()
-    sizes = Hands.of(parts.users).sizes
-    known = split.class_counts(labels, parts.users)
-    described: dict[str, Any] = {
-        "classes": list(dataset.classes),
-        "users": len(sizes),
-        "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
-        "class_totals": known.sum(0).tolist(),
-        "listed": min(len(sizes), LISTED),
-        "sizes": sizes[:LISTED].tolist(),
-        "server": split.class_counts(labels, [parts.server])[0].tolist(),
-        "user_classes": known[:LISTED].tolist(),
-        "measured_skew": split.skew_of(known) if known.any() else None,
-        "validation": len(held),
-        "test": len(dataset.test_labels),
-        "fingerprint": fingerprint(dataset),
-    }
-    if parts.labelled is not None:
-        marked = Hands.of(parts.labelled).sizes
-        described["user_labelled"] = marked[:LISTED].tolist()
-        described["user_labelled_total"] = int(marked.sum())
-    return described
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A checksum of the images and labels, to know them again."""
-    digest = hashlib.sha256()
-    for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()

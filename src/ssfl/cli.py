@@ -130,8 +130,9 @@ def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False)
     """Show who would get which images.
 
     Example: ssfl split --set split.skew=1"""
-    from ssfl.assemble import describe_split, load_data, make_parts, resolve
+    from ssfl.assemble import load_data, make_parts, resolve
     from ssfl.config import load_config
+    from ssfl.data.inventory import describe_split
     from ssfl.report import text
 
     loaded = load_config(config, sets or [])

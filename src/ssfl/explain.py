@@ -29,14 +29,11 @@ def section(name: str) -> tuple[str, list[Explained]]:
     kind = settings.SECTIONS[name]
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{name}] ").split())
     told, found = docstrings(kind), []
-    usual = settings.Method().name
-    chosen = METHODS[usual].get(name, {})
     for field in fields(kind):
         key = f"{name}.{field.name}"
         default: Any = field.default
         shown = "–" if default in (None, ()) else _written(default)
-        if chosen.get(field.name, default) != default:
-            shown = f"{_written(chosen[field.name])} with {usual}, else {shown}"
+        shown = _by_method(name, field.name, default, shown)
         allowed = ""
         if key in limits.RANGES:
             least, most, _ = limits.RANGES[key]
@@ -45,6 +42,17 @@ def section(name: str) -> tuple[str, list[Explained]]:
             allowed = f" (one of {', '.join(limits.CHOICES[key])})"
         found.append(Explained(key, shown, told[field.name] + allowed))
     return about, found
+
+
+def _by_method(section: str, name: str, default: Any, shown: str) -> str:
+    """The default, and which methods have another in their rows; the recommended one's first."""
+    others: dict[str, list[str]] = {}
+    for method, rows in METHODS.items():
+        value = rows.get(section, {}).get(name, default)
+        if value != default:
+            others.setdefault(_written(value), []).append(method)
+    parts = [f"{value} with {', '.join(methods)}" for value, methods in others.items()]
+    return "; ".join([*parts, f"else {shown}"] if parts else [shown])
 
 
 def _written(value: Any) -> str:

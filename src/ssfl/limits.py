@@ -63,7 +63,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "federation.rounds": (1, 10**9, "rounds"),
     "federation.epochs": (1, 10**6, "epochs"),
     "federation.epoch_images": (1, 10**12, "images"),
-    "federation.dropout": (0, 1, "a probability"),
+    "federation.dropout": (0, 0.999, "a probability below 1: somebody must come back"),
     "federation.attackers": (0, 1, "a share of the users"),
     "federation.attack_scale": (0, 1e6, "times the update"),
     "privacy.clip": (1e-6, 1e6, "a length"),

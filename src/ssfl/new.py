@@ -155,6 +155,9 @@ def config(found: Found, users: int) -> str:
     network = f'# name = "small"  # {known}; by itself what suits the image size'
     if model := small_model(found):
         network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
+    differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
+    if found.files.unlabelled:
+        differ = "# images without labels are dealt in equal shares: scheme and skew need their classes"
     labels = "all of them" if found.files.unlabelled else "at most half of each class"
     return f"""\
 {about}
@@ -173,7 +176,7 @@ path = {json.dumps(str(found.folder.absolute()), ensure_ascii=False)}
 
 [split]
 users = {users}  # how many users the images without labels are dealt to
-skew = 0.4  # how different users are: 0 all alike, 1 one main class each
+{differ}
 # server_labels = 100  # labelled images at the server, by itself {labels}
 
 [model]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +30,14 @@ class Classifier(nn.Module):
         self.register_buffer("mean", torch.tensor(card["mean"]))
         self.register_buffer("std", torch.tensor(card["std"]))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] of images [N, C, H, W]: uint8, or floats from 0 to 1."""
+    def forward(self, images: Tensor | np.ndarray) -> Tensor:
+        """Logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an array as
+        .npz files have it, [N, H, W] or [N, H, W, 3]."""
+        if not isinstance(images, Tensor):
+            images = torch.from_numpy(np.ascontiguousarray(images))
+            images = images.unsqueeze(-1) if images.dim() == 3 else images
+            if images.dim() == 4 and tuple(images.shape[1:]) != self.shape:
+                images = images.movedim(-1, 1)
         if tuple(images.shape[1:]) != self.shape:
             raise ValueError(
                 f"images must be [N, {', '.join(map(str, self.shape))}], not {list(images.shape)}"

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ssfl import assemble, privacy, provenance, runs, track
+from ssfl.config import load_config
+from ssfl.data import inventory
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
@@ -54,8 +56,13 @@ class SweepInterrupted(SsflError):
         super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
 
 
-def run(config: Config, out: str | Path | None = None, report: Report | None = None) -> Result:
-    """Train from the start into a new run folder (by itself the next free runs/METHOD)."""
+def run(config: Config | str | Path, out: str | Path | None = None, report: Report | None = None) -> Result:
+    """Train from the start into a new run folder (by itself the next free runs/METHOD).
+
+    A preset's name or a TOML file will do for a config.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config)
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
     leads = _leads(config)
     if leads:
@@ -65,7 +72,7 @@ def run(config: Config, out: str | Path | None = None, report: Report | None = N
         sim = assemble.make(config)
         with closing(sim.engine):
             if leads:
-                parts = assemble.describe_split(sim.dataset, sim.parts, sim.validation)
+                parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
                 runs.create(path, sim.config, parts)
             with runs.locked(path) if leads else nullcontext():
                 return rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
@@ -265,7 +272,7 @@ def check_unchanged(sim: Simulation, path: Path) -> None:
         before = json.loads((path / "split.json").read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
-    if before != assemble.fingerprint(sim.dataset):
+    if before != inventory.fingerprint(sim.dataset):
         raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
 
 

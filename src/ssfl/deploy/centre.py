@@ -20,7 +20,7 @@ from ssfl import assemble, runs, surroundings, train
 from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
-from ssfl.data import split
+from ssfl.data import inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Fleet
@@ -264,7 +264,7 @@ def conduct(
 
 
 def _described(sim: Simulation) -> dict[str, Any]:
-    return assemble.describe_split(sim.dataset, sim.parts, sim.validation)
+    return inventory.describe_split(sim.dataset, sim.parts, sim.validation)
 
 
 def _begun_with(path: Path, names: list[str], count: int) -> list[str]:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from ssfl import assemble, fedmatch, keeping, models, runs, surroundings
-from ssfl.data import augment
+from ssfl.data import augment, inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError
 from ssfl.predict import Classifier, load_model
@@ -59,7 +59,7 @@ class Loader:
         if name not in self._held:
             self._held[name] = assemble.load_data(config)
         found = self._held[name]
-        if run.split.get("fingerprint") != assemble.fingerprint(found):
+        if run.split.get("fingerprint") != inventory.fingerprint(found):
             raise RunError(f"the images of {found.name} are not those of the run")
         return found
 

@@ -38,8 +38,13 @@ def split(config: Config, described: dict[str, Any]) -> str:
         "dirichlet": f"Dirichlet({wanted.alpha})",
         "shards": f"{wanted.classes_per_user} classes per user",
     }.get(wanted.scheme, wanted.scheme)
+    how = f"by {scheme}"
+    if described["measured_skew"] is None:
+        how = "with equal shares (nobody knows their images' classes: split.scheme and skew do nothing)"
+    elif sum(map(sum, rows)) < sum(sizes):
+        how += " (images without labels in equal shares)"
     lines = [
-        f"{users} users by {scheme}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
+        f"{users} users {how}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
         f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
     ]
     for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):

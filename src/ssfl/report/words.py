@@ -57,6 +57,8 @@ def setting(run: Run) -> list[str]:
             "shards": f"so that each holds {count(split.classes_per_user, 'class')}",
             "mixture": "by given mixtures of classes",
         }[split.scheme]
+        if "measured_skew" in run.split and run.split["measured_skew"] is None:
+            scheme = "in equal shares: nobody knows the classes of their images"
         dealt = f"The images of {data_name(run)} were dealt to {count(split.users, 'user')} {scheme}"
     sentences = [dealt + "."]
     skew = finite(run.split.get("measured_skew"))

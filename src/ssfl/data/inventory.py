@@ -1,0 +1,47 @@
+"""Who holds what, as split.json tells it."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from ssfl.data import split
+from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Hands, Index
+
+LISTED = 5000
+"""split.json lists the users one by one up to here: more would be slow to write and to read."""
+
+
+def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:
+    """split.json: who holds how much of what; lists are of the first `listed` users, the rest of all."""
+    labels = dataset.labels.numpy()
+    sizes = Hands.of(parts.users).sizes
+    known = split.class_counts(labels, parts.users)
+    described: dict[str, Any] = {
+        "classes": list(dataset.classes),
+        "users": len(sizes),
+        "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        "class_totals": known.sum(0).tolist(),
+        "listed": min(len(sizes), LISTED),
+        "sizes": sizes[:LISTED].tolist(),
+        "server": split.class_counts(labels, [parts.server])[0].tolist(),
+        "user_classes": known[:LISTED].tolist(),
+        "measured_skew": split.skew_of(known) if known.any() else None,
+        "validation": len(held),
+        "test": len(dataset.test_labels),
+        "fingerprint": fingerprint(dataset),
+    }
+    if parts.labelled is not None:
+        marked = Hands.of(parts.labelled).sizes
+        described["user_labelled"] = marked[:LISTED].tolist()
+        described["user_labelled_total"] = int(marked.sum())
+    return described
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A checksum of the images and labels, to know them again."""
+    digest = hashlib.sha256()
+    for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
