@@ -101,7 +101,10 @@ def record(results: dict[str, list[ssfl.Result]]) -> dict[str, Any]:
                 "stream_accuracy": [
                     [e["round"], *e["stream_accuracy"]] for e in run.history if "stream_accuracy" in e
                 ],
-                "mask_rate": [[e["round"], e["mask_rate"]] for e in run.history if "mask_rate" in e],
+                **{
+                    key: [[e["round"], e[key]] for e in run.history if key in e]
+                    for key in ("mask_rate", "pseudo_accuracy")
+                },
             }
             for title, runs in results.items()
             for seed, run in enumerate(runs, 1)

@@ -74,7 +74,7 @@ def test_the_model_of_a_run_predicts_what_was_evaluated(done: Path) -> None:
         torch.testing.assert_close(found, model(digits.test_images))
     with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\]"):
         model(digits.test_images[0])
-    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\], not \[360, 5, 5, 1\]"):
+    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\], not \[360, 1, 5, 5\]"):
         model(np.zeros((360, 5, 5, 1), np.uint8))
 
 

@@ -61,7 +61,9 @@ def table(standings: Sequence[Standing]) -> str:
         counts.append(f"{one.server_images / 1e6:.3g}")
         chosen = " ".join(one.options) or "–"
         rows.append([one.method, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
-    return text.table(rows)
+    commits = {str(run["commit"]) for one in standings for run in one.runs}
+    note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
+    return text.table(rows) + note
 
 
 def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:

@@ -165,9 +165,9 @@ _ROWS_1_18 = (
 _VERSUS = "FedAvg vs. grouping-based"
 _SUPERVISED = ("supervised", "supervised-grouping")
 _ROWS_19_37 = (
-    _row(19, _VERSUS, "Figures 3 and 4", "cifar10", _BOTH, S=2,
+    _row(19, _VERSUS, f"{_T1}; Figure 4", "cifar10", _BOTH, S=2,
          published=_printed(_G, _T1, x0=92.86)),
-    _row(20, _VERSUS, "Figure D", "svhn", _BOTH, C=20, K=20, S=2, published=_printed(_G, _T1, x0=94.99)),
+    _row(20, _VERSUS, _T1, "svhn", _BOTH, C=20, K=20, S=2, published=_printed(_G, _T1, x0=94.99)),
     _row(21, _VERSUS, f"{_T2}; Figures 6 and D", "emnist", _BOTH, Ns=4700, C=47, K=47, S=5,
          published=_printed(_F, _T2, x0=65.48) | _printed(_G, _T2, x0=82.95)),
     _row(22, "Comparison with supervised FL", "Table 4", "cifar10", "supervised", R=0.29, T=32, Ns=0,

@@ -93,7 +93,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         results.write(path, run, told)
         compared = run.published is not None and options.data != "digits"
         printed = f" (published {run.published:.2f})" if compared else ""
-        tell(f"{here}: {100 * found.accuracy:.2f} %{printed}, at scale {options.scale:g}")
+        images = f" on {Path(options.data).stem}" if options.data else ""
+        tell(f"{here}: {100 * found.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
     if failed is not None:
         raise failed
     return list(wanted)
