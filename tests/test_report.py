@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -102,6 +103,10 @@ def test_the_confusion_matrix_is_that_of_the_runs_own_evaluation(folder: Path) -
     assert [row[k] for k, row in enumerate(shares)] == pytest.approx(evaluation["class_accuracy"], abs=0.03)
     assert figure(told, "who-has-what")["values"] == [split["server"], *split["user_classes"]]
     assert "0.4183" in words(told)  # the measured R
+    mixes, classes = np.array(split["user_classes"]), np.array(evaluation["class_accuracy"])
+    expected = (mixes * classes).sum(1) / mixes.sum(1)
+    assert [one["value"] for one in figure(told, "accuracy-by-user")["items"]] == pytest.approx(expected)
+    assert f"is {100 * expected.min():.1f} % to {100 * expected.max():.1f} %" in words(told)
 
 
 def test_groups_and_costs_are_those_of_the_events(folder: Path) -> None:

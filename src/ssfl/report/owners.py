@@ -1,10 +1,11 @@
-"""Who has what: classes by user, the measured R, the groups of the rounds; of ten users or of 100,000."""
+"""Who has what and what it is worth to them: classes by user, the measured R, accuracy in each user's mix of
+classes, the groups of the rounds; of ten users or of 100,000."""
 
 from collections import Counter
 
 from ssfl.report.blocks import Block, bars, text
 from ssfl.report.gather import Run, finite, numbers, whole
-from ssfl.report.words import count
+from ssfl.report.words import count, percent
 from ssfl.runs import Event
 
 MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
@@ -77,6 +78,38 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
     note = f"Of the {len(rows):,} users that split.json lists." if len(rows) < run.users else ""
     title = "Users by the number of classes that make up nine tenths of their images"
     return bars("classes-per-user", title, items, "count", note)
+
+
+def expected(run: Run) -> list[Block]:
+    """What each user may expect of the model: the accuracy of every class, in its own mix of classes."""
+    told = [numbers(event.get("class_accuracy")) for event in run.evaluations]
+    each = next((values for values in reversed(told) if values), [])
+    listed = run.split.get("user_classes")
+    rows = [numbers(row) for row in listed] if isinstance(listed, list) else []
+    found = {user: share for user, row in enumerate(rows) if (share := _mixed(row, each)) is not None}
+    if not found:
+        return []
+    ranked = sorted(found.values())
+    middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+    said = (
+        f"On new images with the classes that each user has, the accuracy is {percent(ranked[0])} to "
+        f"{percent(ranked[-1])}, {percent(middle)} in the middle: the accuracy of each class on the test "
+        "images, in each user's mix."
+    )
+    chosen = [list(found)[k] for k in _some(len(found), MOST_USERS)]
+    items: list[Block] = [{"name": f"user {user}", "value": found[user]} for user in chosen]
+    title = "Accuracy on images like each user's own"
+    note = f"{len(chosen)} of {run.users:,} users, evenly chosen." if len(chosen) < run.users else ""
+    return [text(said), bars("accuracy-by-user", title, items, "percent", note)]
+
+
+def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
+    """The mean accuracy of classes, weighed by how many images of each there are."""
+    if len(row) != len(each):
+        return None
+    known = [(count, share) for count, share in zip(row, each, strict=True) if count and share is not None]
+    total = sum(count for count, _ in known)
+    return sum(count * share for count, share in known) / total if total else None
 
 
 def groups(run: Run) -> list[Block]:

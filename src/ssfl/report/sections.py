@@ -209,7 +209,7 @@ def _owners(families: Sequence[Family]) -> list[Block]:
     """Who has what in each experiment; what is the same is told once."""
     if len(families) == 1:
         run = families[0].runs[0]
-        return [*owners.holdings(run), *owners.groups(run)]
+        return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
     made: list[Block] = []
     shown: dict[str, str] = {}
     for place, family in enumerate(families[:MOST_DETAILED], 1):
@@ -218,7 +218,10 @@ def _owners(families: Sequence[Family]) -> list[Block]:
         held = (
             owners.holdings(run) if same == family.name else [text(f"The owners hold the same as in {same}.")]
         )
-        made += [heading(family.name), *named([*held, *owners.groups(run)], f"{place}-")]
+        made += [
+            heading(family.name),
+            *named([*held, *owners.expected(run), *owners.groups(run)], f"{place}-"),
+        ]
     return made
 
 
