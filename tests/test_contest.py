@@ -33,6 +33,7 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
     assert (one.split, one.model, one.data) == (two.split, two.model, two.data)
     assert one.data.validation == 0.05
     assert one.run.seed == two.run.seed == 3
+    assert one.split.seed == load_config("emnist-47").split.seed + 3  # every seed has a split of its own
     assert entry("supervised").config.model.norm == "none"  # the preset's, not the row's
     assert (one.train.clip, two.train.clip, two.train.weight_decay) == (0, 1, 5e-4)
     assert replace(two.train, clip=0, weight_decay=one.train.weight_decay) == one.train
@@ -44,7 +45,7 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
     for name in METHODS:  # every row as `ssfl run` has it, but for the seed and what is set aside
         if name in ("fixmatch", "fedmatch"):
             continue
-        sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3"]
+        sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3", "split.seed=2022"]
         config = entry(name).config
         rounds, epochs = config.federation.rounds, config.federation.epochs
         federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)

@@ -1,5 +1,6 @@
 """Methods side by side under one protocol: the same split, network, views and user work.
 
+A seed is a start, its draws and a split: where labels are few, which images have them matters most.
 What the config and --set say holds for all, [method] aside; what they leave open is as in each method's row
 in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward. Choices are
 made on validation images, which are set aside before the split and trained on by nobody; test accuracy is
@@ -25,7 +26,7 @@ from ssfl.standings import Standing
 VALIDATION = 0.05
 """The part of the training images that choices are made by, where the config sets none aside."""
 CHOOSING = 0
-"""The seed of the runs that choices are made by; the contest's own are 1, 2, ..."""
+"""The seed of the runs that choices are made by, with a split of their own; the contest's are 1, 2, ..."""
 Tell = Callable[[str], None]
 
 
@@ -63,6 +64,7 @@ def entry(
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
     shared.setdefault("run", {})["seed"] = seed
+    shared.setdefault("split", {})["seed"] = base.split.seed + seed
     configs.apply(shared, options)
     try:
         config = configs.from_dict(shared)
