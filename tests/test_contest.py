@@ -72,6 +72,8 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     assert (found[0].mean or 0) >= (found[1].mean or 0)
     told = table(found)
     assert "± " in told
+    apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
+    assert f"| {sum(apart) / 2:.2f} ± {abs(apart[0] - apart[1]) / 2:.2f} " in told
     assert told.count("\n") == 3
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())

@@ -195,7 +195,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
         told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
-        told[-1]["validation_images"] = _validation_images(path)
+        told[-1] |= {"seed": config.run.seed, "validation_images": _validation_images(path)}
         rounds = summary["rounds"]
         seen, sent, curve = 0, 0, []
         each = passes(config) * config.federation.period * config.train.batch_size

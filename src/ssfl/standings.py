@@ -28,7 +28,7 @@ class Standing:
     curve: list[tuple[float, float, float]] = field(default_factory=list)
     """(images, megabytes, validation accuracy), the mean over seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Of each run that did not break down: test accuracy, seconds, device, commit."""
+    """Of each run that did not break down: seed, test accuracy, seconds, device, commit."""
     server_images: int = 0
     """Forward and backward passes of the server's images in one run; nothing makes them equal."""
     tries: list[dict[str, Any]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Standing:
 
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "seeds", "rounds", "user images, million", "server's, million",
-            "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+    head = ["method", "test accuracy, %", "behind the first", "seeds", "rounds", "user images, million",
+            "server's, million", "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation
@@ -57,13 +57,24 @@ def table(standings: Sequence[Standing]) -> str:
         per = [
             "–" if mean is None or not cost else f"{mean / cost:.3g}" for cost in (millions, one.megabytes)
         ]
-        counts = [str(len(one.accuracies) + one.diverged), str(one.rounds), f"{millions:.3g}"]
+        seeds = str(len(one.accuracies) + one.diverged)
+        counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
         counts.append(f"{one.server_images / 1e6:.3g}")
         chosen = " ".join(one.options) or "–"
         rows.append([one.method, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
     return text.table(rows) + note
+
+
+def _behind(one: Standing, first: Standing) -> str:
+    """How many points, and the standard error over seeds: a seed's split is the same for both."""
+    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
+    apart = [best[seed] - theirs[seed] for seed in theirs if seed in best]
+    if one is first or not apart:
+        return "–"
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+    return f"{statistics.mean(apart):.2f}{error}"
 
 
 def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
