@@ -93,9 +93,15 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert (tmp_path / "alternate-lr0.000001-seed0").is_dir()
     assert (tmp_path / "alternate-lr0.05-seed1").is_dir()
     assert not (tmp_path / "alternate-lr0.000001-seed1").exists()
-    assert "of 70 validation images against" in (tmp_path / "told.txt").read_text()
+    assert "of 70 validation images; else" in (tmp_path / "told.txt").read_text()
     assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
     assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
+
+
+def test_who_never_looks_at_a_threshold_does_not_choose_one(tmp_path: Path) -> None:
+    found = played(tmp_path, "freematch", "server-only", seeds=1, choose=("method.threshold=0.5,0.9",))
+    assert [one.options for one in found] == [(), ()]
+    assert not list(tmp_path.glob("*-seed0"))
 
 
 def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:

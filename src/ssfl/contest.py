@@ -93,24 +93,39 @@ def play(
     """Every method with every seed, best first; finished runs are not run again."""
     methods = list(dict.fromkeys(methods))
     grid = [_values(one) for one in choose]
-    tries = [tuple(options) for options in itertools.product(*grid)]
-    wanted = [entry(source, method, CHOOSING, sets, options, out) for method in methods for options in tries]
+    wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
     _same_protocol(out, source, sets)
     found = []
-    for method in methods:
-        mine = [one for one in wanted if one.method == method]
+    for method, mine in wanted.items():
         taken, scores = mine[0].options, []
         if len(mine) > 1:
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
-            others = ", ".join(f"{100 * score:.1f}" for score, options in scores if options != taken)
-            said = f"{100 * best:.1f} % of {_validation_images(mine[0].path):,} validation images"
-            tell(f"{method}: {' '.join(taken)}, {said} against {others}")
+            others = ", ".join(_percent(score) for score, options in scores if options != taken)
+            images = _validation_images(mine[0].path)
+            tell(
+                f"{method}: {' '.join(taken)}, {_percent(best)} of {images:,} validation images; else {others}"
+            )
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
         tried = [{"options": options, "validation_accuracy": score} for score, options in scores]
         found.append(replace(standing, tries=tried))
     return sorted(found, key=lambda one: -(one.mean or 0.0))
+
+
+def _tries(
+    source: str, method: str, sets: Sequence[str], grid: Sequence[list[str]], out: Path
+) -> list[Entry]:
+    """What a method chooses from; nothing where it never looks at a threshold that was to be chosen."""
+    row = entry(source, method, CHOOSING, sets, (), out).config.method
+    idle = row.thresholds == "free" or row.objective in ("none", "supervised")
+    mine = [values for values in grid if not (idle and values[0].startswith("method.threshold="))]
+    tries = itertools.product(*mine)
+    return [entry(source, method, CHOOSING, sets, tuple(options), out) for options in tries]
+
+
+def _percent(score: float) -> str:
+    return "it broke down" if score < 0 else f"{100 * score:.1f} %"
 
 
 def _values(choice: str) -> list[str]:
