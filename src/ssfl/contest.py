@@ -102,10 +102,8 @@ def play(
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            images = _validation_images(mine[0].path)
-            tell(
-                f"{method}: {' '.join(taken)}, {_percent(best)} of {images:,} validation images; else {others}"
-            )
+            told = f"{_percent(best)} of {_validation_images(mine[0].path):,} validation images"
+            tell(f"{method}: {' '.join(taken)}, {told}; else {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
         tried = [{"options": options, "validation_accuracy": score} for score, options in scores]
