@@ -10,6 +10,9 @@ from typing import Any
 from ssfl import runs
 from ssfl.report import text
 
+ROOM = 12.0
+"""How many points below the middle method the picture reaches."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -105,11 +108,15 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
             points = [(point[cost] / unit, point[2]) for point in one.curve]
             if points and points[-1][0]:
                 every = 0.2 if len(points) > 8 else 1
-                axis.plot(
-                    *zip(*points, strict=True), label=one.method, markevery=every, markersize=4, **style
-                )
+                label = f"{one.method}: {points[-1][1]:.1f}"
+                axis.plot(*zip(*points, strict=True), label=label, markevery=every, markersize=4, **style)
             elif points:  # no user takes part: where it ends is a line to beat
-                axis.axhline(points[-1][1], label=f"{one.method}, at the end", color="0.4", linestyle=":")
+                label = f"{one.method}: {points[-1][1]:.1f} (its end)"
+                axis.axhline(points[-1][1], label=label, color="0.4", linestyle=":")
+    ends = [one.curve[-1][2] for one in standings if one.curve]
+    if ends:  # who collapsed would leave no room for the others
+        lowest = max(0.0, statistics.median(ends) - ROOM)
+        axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
     axes[0].set(xlabel="user images, million", ylabel="validation accuracy, %")
     axes[1].set(xlabel="megabytes sent")
     for axis in axes:
