@@ -93,7 +93,7 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert (tmp_path / "alternate-lr0.000001-seed0").is_dir()
     assert (tmp_path / "alternate-lr0.05-seed1").is_dir()
     assert not (tmp_path / "alternate-lr0.000001-seed1").exists()
-    assert "of 70 validation images; else" in (tmp_path / "told.txt").read_text()
+    assert "by 70 validation images " in (tmp_path / "told.txt").read_text()
     assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
     assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
 
@@ -114,10 +114,16 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
 
 def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     played(tmp_path, "server-only", seeds=1)
-    with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, not 16: choose"):
+    with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, now 16: choose"):
         contest.play("quickstart", ["server-only"], 1, out=tmp_path, tell=print)
-    how = ["run.threads=1", "run.eval_every=3"]  # how it is carried out is none of the protocol
-    contest.play("quickstart", ["server-only"], 1, sets=[*SHORT, *how], out=tmp_path, tell=print, quiet=True)
+    with pytest.raises(ConfigError, match=r"with model.norm = left open, now group: choose another"):
+        contest.play(
+            "quickstart", ["server-only"], 1, sets=[*SHORT, "model.norm=group"], out=tmp_path, tell=print
+        )
+    how = ["run.threads=1", "run.eval_every=3", "data.root=elsewhere"]  # how it is carried out is none of it
+    sets = [*SHORT, *how]
+    (found,) = contest.play("quickstart", ["server-only"], 2, sets=sets, out=tmp_path, tell=print, quiet=True)
+    assert len(found.curve) == 1  # evaluations that both seeds have
     with pytest.raises(ConfigError, match="the folder of a run"):
         contest.play("quickstart", ["server-only"], 1, out=tmp_path / "server-only-seed1", tell=print)
     (tmp_path / "protocol.json").write_text("{")
@@ -149,6 +155,9 @@ def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
         (["semifl"], [], ["method.name=grouping,semifl"], "part of the protocol"),
         (["semifl"], [], ["run.seed=7,8"], "part of the protocol"),
         (["semifl"], [], ["federation.rounds=2,8"], "part of the protocol"),
+        (["semifl"], [], ["method.name =grouping,semifl"], "part of the protocol"),
+        (["semifl"], ["split.seed=9223372036854775807"], [], "split.seed"),
+        (["semifl"], ["data.validation=0.0001"], [], "of so few labelled images is none: raise it"),
         (["fixmatch"], [], [], "fixmatch cannot be played under this protocol: .* one model"),
     ],
 )

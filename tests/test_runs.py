@@ -347,4 +347,4 @@ def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: M
         assemble.make(config)
     first, second = (str(warning.message) for warning in told)
     assert first.startswith("the server has no label of 3 of 10 classes (7, 8, 9): nobody can learn them")
-    assert second.startswith("train.warmup = 1000 is as long as the run")
+    assert second.startswith("train.warmup = 1000 is longer than the run")

@@ -149,7 +149,7 @@ def test_digits_have_a_fixed_stratified_test_set(tmp_path: Path) -> None:
     data = load("digits", root=tmp_path)
     torch.manual_seed(5)
     np.random.seed(5)  # noqa: NPY002
-    again = load("digits", root=tmp_path, seed=9)
+    again = load("digits", root=tmp_path)
     assert data.images.shape == (1437, 1, 8, 8)
     assert data.test_images.shape == (360, 1, 8, 8)
     assert torch.bincount(data.test_labels).tolist() == [36] * 10
@@ -360,7 +360,6 @@ def test_folder_without_test_holds_some_out(tmp_path: Path, inside: str) -> None
     assert counts == [2, 2, 1]
     assert data.labels.tolist() == [0] * 8 + [1] * 8 + [2, -1]
     assert held_out()[0] == test
-    assert held_out(seed=1)[0] != test
     assert held_out(test_fraction=0.5)[1] == [5, 5, 1]
     assert held_out(test_fraction=0.01)[1] == [1, 1, 1]
     assert held_out(test_fraction=0.99)[1] == [9, 9, 1]
@@ -675,7 +674,7 @@ def test_every_broken_image_of_a_folder_is_named(tmp_path: Path) -> None:
             Image.new("L", (8, 8), 20 * number).save(file)
     for name in ("cat/0", "cat/4", "dog/2"):
         (tmp_path / f"{name}.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"0\.png.*; and 2 more like it: .*4\.png, .*2\.png"):
+    with pytest.raises(DataError, match=r"0\.png.*; and 2 more like it: .*2\.png, .*4\.png"):
         load(path=tmp_path, root=tmp_path)
 
 

@@ -53,7 +53,7 @@ def load_data(config: Config) -> Dataset:
     data = config.data
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=data.test_fraction, seed=config.split.seed,
+        test_fraction=data.test_fraction,
     )  # fmt: skip
 
 
@@ -201,18 +201,19 @@ def make(config: Config) -> Simulation:
 def _doubts(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
     """What can be done and is hardly meant."""
     doubts = []
+    told = config.split.labels_at != "server" or config.method.objective == "supervised"
     counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
-    if missing and len(parts.server) and config.split.labels_at == "server":
+    if missing and len(parts.server) and not told:  # users know no label
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         doubts.append(
             f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
             "them; raise split.server_labels"
         )
     steps = (config.federation.rounds or 0) * config.federation.period
-    if config.train.warmup >= steps:
+    if config.train.warmup > steps:
         doubts.append(
-            f"train.warmup = {config.train.warmup} is as long as the run ({steps} steps): the learning rate "
+            f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
             "never gets to train.lr"
         )
     return doubts

@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +94,9 @@ def play(
     methods = list(dict.fromkeys(methods))
     grid = [_values(one) for one in choose]
     wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
+    for method, seed in itertools.product(methods, range(1, seeds + 1)):
+        entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
+    _require_validation(wanted[methods[0]][0].config)
     _same_protocol(out, source, sets)
     found = []
     for method, mine in wanted.items():
@@ -102,11 +105,14 @@ def play(
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            told = f"{_percent(best)} of {_validation_images(mine[0].path):,} validation images"
-            tell(f"{method}: {' '.join(taken)}, {told}; else {others}")
+            images = f"by {_validation_images(mine[0].path):,} validation images"
+            tell(f"{method}: {' '.join(taken)}, {images} {_percent(best)}, else {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
-        tried = [{"options": options, "validation_accuracy": score} for score, options in scores]
+        tried = [
+            {"options": options, "validation_accuracy": None if score < 0 else score}
+            for score, options in scores
+        ]
         found.append(replace(standing, tries=tried))
     return sorted(found, key=lambda one: -(one.mean or 0.0))
 
@@ -127,7 +133,7 @@ def _percent(score: float) -> str:
 
 
 def _values(choice: str) -> list[str]:
-    key, equals, values = choice.partition("=")
+    key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
             f"--choose {choice!r}: write section.key=one,two, such as method.threshold=0.8,0.95"
@@ -137,19 +143,29 @@ def _values(choice: str) -> list[str]:
             f"--choose {key}: that is part of the protocol, which is the same for all; methods may choose "
             "among values of method.* and train.*, but for method.name and train.batch_size"
         )
-    return [f"{key}={value.strip()}" for value in values.split(",")]
+    return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
+
+
+def _require_validation(config: Config) -> None:
+    """Choices need images; where there are hardly any, a part of them is none."""
+    data = assemble.load_data(config)
+    if not len(assemble.make_parts(assemble.resolve(config, data), data)[1]):
+        raise ConfigError(
+            f"data.validation = {config.data.validation} of so few labelled images is none: raise it"
+        )
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
-    """Runs under other settings must not be taken for this contest's; how a run is carried out is none."""
-    config = asdict(configs.load_config(source, sets))
-    told = {
+    """Runs under other settings must not be taken for this contest's; how a run is carried out, and where
+    files lie, is none."""
+    said = {
         f"{section}.{key}": value
-        for section, values in config.items()
+        for section, values in configs.read(source, sets).items()
         if section not in ("method", "run")
         for key, value in values.items()
+        if f"{section}.{key}" not in ("data.root", "data.download")
     }
-    told = json.loads(json.dumps(told))
+    told = json.loads(json.dumps(said))
     file = out / "protocol.json"
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} is the folder of a run: choose another --out")
@@ -158,11 +174,11 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
             before = dict(json.loads(file.read_text("utf-8"))["settings"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} cannot be read: choose another --out") from None
-        changed = [key for key in told if told[key] != before.get(key)]
+        changed = [key for key in sorted(told | before) if told.get(key) != before.get(key)]
         if changed:
-            key = changed[0]
+            was, now = (settings.get(changed[0], "left open") for settings in (before, told))
             raise ConfigError(
-                f"{out} holds a contest with {key} = {before.get(key)}, not {told[key]}: choose another --out"
+                f"{out} holds a contest with {changed[0]} = {was}, now {now}: choose another --out"
             )
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -210,21 +226,22 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
         told[-1] |= {"seed": config.run.seed, "validation_images": _validation_images(path)}
         rounds = summary["rounds"]
-        seen, sent, curve = 0, 0, []
-        each = passes(config) * config.federation.period * config.train.batch_size
+        step = config.federation.period * config.train.batch_size
+        models = (config.federation.groups or 1) if config.method.server_replicas else 1
+        seen, sent, own, curve = 0, 0, 0, {}
         for event in runs.read_events(path):
             if event["event"] == "round":
-                seen += each * len(event["returned"])
+                seen += passes(config) * step * len(event["returned"])
                 sent += event["bytes_up"] + event["bytes_down"]
+                own += step * (1 + event.get("alone", 0)) * models * ("server_loss" in event)
             elif event["event"] == "eval":
-                curve.append((float(seen), sent / 1e6, 100 * event["validation_accuracy"]))
+                curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
         images, megabytes = seen, sent / 1e6
-        if config.method.server != "none":
-            own = rounds * config.federation.period * config.train.batch_size
         curves.append(curve)
+    common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     means = [
-        (points[0][0], points[0][1], statistics.mean(p[2] for p in points))
-        for points in zip(*curves, strict=True)
+        (*curves[0][round][:2], statistics.mean(curve[round][2] for curve in curves))
+        for round in sorted(common)
     ]
     return Standing(
         method,

@@ -14,7 +14,7 @@ from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.limits import CHOICES
 from ssfl.report.text import printable
-from ssfl.settings import Config, Data, Split
+from ssfl.settings import Config, Data
 
 GPU = torch.cuda.is_available()
 LARGE = 96 if GPU else 32
@@ -74,7 +74,7 @@ def inspect(folder: Path, by_itself: bool) -> Found:
         raise DataError(f"{folder} holds no images: give their folder with --images FOLDER; {layout}")
     if not pictures.list_images(folder):
         raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")
-    files = own.sort_files(folder, Data.test_fraction, Split.seed)
+    files = own.sort_files(folder, Data.test_fraction)
     headers = [found for _, found in pictures.each(files.everything, pictures.header)]
     sizes = Counter((width, height) for width, height, _ in headers)
     return Found(folder, files, sizes, all(grey for *_, grey in headers))

@@ -34,7 +34,7 @@ class Classifier(nn.Module):
         """Logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an array as
         .npz files have it, [N, H, W] or [N, H, W, 3]."""
         if not isinstance(images, Tensor):
-            images = torch.from_numpy(np.ascontiguousarray(images))
+            images = torch.from_numpy(np.array(images)).to(self.mean.device)
             images = images.unsqueeze(-1) if images.dim() == 3 else images
             if images.dim() == 4 and tuple(images.shape[1:]) != self.shape:
                 images = images.movedim(-1, 1)

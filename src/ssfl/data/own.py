@@ -201,7 +201,7 @@ class Files:
         return [names.index(name) for name, files in part.items() for _ in files]
 
 
-def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
+def sort_files(folder: Path, test_fraction: float) -> Files:
     """Images in a folder for each class; loose ones, and those in "unlabelled", have no label.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
@@ -235,7 +235,7 @@ def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
                     "add training images of it or remove the folder"
                 )
     else:
-        test = {name: _held_out(files, test_fraction, seed) for name, files in train.items()}
+        test = {name: _held_out(files, test_fraction) for name, files in train.items()}
         train = {name: sorted(set(files) - set(test[name])) for name, files in train.items()}
     unlabelled = [
         file
@@ -250,9 +250,9 @@ def sort_files(folder: Path, test_fraction: float, seed: int) -> Files:
     return Files(train, unlabelled, test, split and "test" in inner)
 
 
-def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int) -> Dataset:
+def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset:
     """The images of a folder, sorted as `sort_files` says; they are grey if all of them are."""
-    files = sort_files(folder, test_fraction, seed)
+    files = sort_files(folder, test_fraction)
     everything = files.everything
     channels = 1 if all(grey for _, grey in pictures.each(everything, pictures.is_grey)) else 3
     images = pictures.decode_all(everything, channels, size)
@@ -270,14 +270,14 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, seed: int)
     )
 
 
-def _held_out(files: Sequence[Path], fraction: float, seed: int) -> list[Path]:
-    """At least one image of a class for testing, drawn by a hash of the seed and the names."""
+def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
+    """At least one image of a class for testing, drawn by a hash of the names: the same for every split."""
     if len(files) < 2:
         raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
 
     def draw(file: Path) -> bytes:
         return hashlib.sha256(
-            f"{seed} {file.parent.name}/{file.name}".encode(errors="surrogateescape")
+            f"2019 {file.parent.name}/{file.name}".encode(errors="surrogateescape")
         ).digest()
 
     count = min(max(round(len(files) * fraction), 1), len(files) - 1)

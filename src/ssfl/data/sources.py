@@ -35,12 +35,11 @@ def load(
     download: bool = False,
     size: int | None = None,
     test_fraction: float = 0.2,
-    seed: int = 0,
 ) -> Dataset:
     """A dataset by its name (official files under `root`), or from an .npz file or image folder.
 
-    `size` resizes all images to size x size. `test_fraction` and `seed` matter only for folders
-    that have no test images of their own.
+    `size` resizes all images to size x size. `test_fraction` matters only for folders that have no test
+    images of their own.
     """
     if (name is None) == (path is None):
         raise DataError(
@@ -62,7 +61,7 @@ def load(
     with reading(source):
         folder, there = source.is_dir(), source.exists()
     if folder:
-        return checked(load_folder(source, size, test_fraction, seed), source)
+        return checked(load_folder(source, size, test_fraction), source)
     if not there:
         raise DataError(f"{source}: there is no such file or folder; check data.path")
     if source.suffix.lower() != ".npz":

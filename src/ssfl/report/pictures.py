@@ -55,10 +55,9 @@ class Loader:
     def dataset(self, run: Run) -> Dataset:
         """The images of a run, checked to be those it was trained with; nothing is fetched."""
         config = replace(run.config, data=replace(run.config.data, download=False))
-        name = (config.data, config.split.seed)
-        if name not in self._held:
-            self._held[name] = assemble.load_data(config)
-        found = self._held[name]
+        if config.data not in self._held:
+            self._held[config.data] = assemble.load_data(config)
+        found = self._held[config.data]
         if run.split.get("fingerprint") != inventory.fingerprint(found):
             raise RunError(f"the images of {found.name} are not those of the run")
         return found
