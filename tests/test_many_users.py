@@ -207,7 +207,7 @@ def test_a_hundred_thousand_users_of_a_million_images(tmp_path: Path) -> None:
     path = generate(tmp_path / "million.npz", 1_000_000)
     words = [f"data.path={path}", "split.users=100000", "federation.participants=100", "federation.rounds=2",
              "federation.period=2", "train.batch_size=8", "train.momentum_policy=slot",
-             "run.checkpoint_every=1"]  # fmt: skip
+             "train.warmup=0", "run.checkpoint_every=1"]  # fmt: skip
     sets = [word for setting in words for word in ("--set", setting)]
     out = tmp_path / "run"
     ssfl = [sys.executable, "-m", "ssfl"]
