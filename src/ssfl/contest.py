@@ -20,6 +20,7 @@ from ssfl import assemble, progress, runs, train
 from ssfl import config as configs
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
+from ssfl.report.words import percent
 from ssfl.settings import Config
 from ssfl.standings import Standing
 
@@ -60,7 +61,8 @@ def entry(
     bad = [one for one in sets if one.startswith(("method.", "run.seed"))]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
-    base, shared = configs.load_config(source, sets), configs.read(source, sets)
+    shared = configs.read(source, sets)
+    base = configs.from_dict(shared)
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
     shared.setdefault("run", {})["seed"] = seed
@@ -129,7 +131,7 @@ def _tries(
 
 
 def _percent(score: float) -> str:
-    return "it broke down" if score < 0 else f"{100 * score:.1f} %"
+    return "it broke down" if score < 0 else percent(score)
 
 
 def _values(choice: str) -> list[str]:

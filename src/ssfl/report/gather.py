@@ -67,6 +67,18 @@ class Run:
         found = self.split.get("classes")
         return [str(name) for name in found] if isinstance(found, list) else []
 
+    @cached_property
+    def class_accuracy(self) -> list[float | None]:
+        """Of each class on the test images, as the last evaluation told it."""
+        told = [numbers(event.get("class_accuracy")) for event in self.evaluations]
+        return next((values for values in reversed(told) if values), [])
+
+    @cached_property
+    def user_classes(self) -> list[list[float | None]]:
+        """How many images of each class every listed user holds."""
+        listed = self.split.get("user_classes")
+        return [numbers(row) for row in listed] if isinstance(listed, list) else []
+
     @property
     def users(self) -> int:
         return self.config.split.users

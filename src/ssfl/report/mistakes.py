@@ -1,7 +1,7 @@
 """Where a model errs: the confusion matrix, the worst classes, images, and the views it was trained on."""
 
 from ssfl.report.blocks import Block, Cell, bars, heading, number, table, text
-from ssfl.report.gather import Run, numbers
+from ssfl.report.gather import Run
 from ssfl.report.pictures import Seen
 from ssfl.report.words import count, percent
 
@@ -85,9 +85,8 @@ def views(run: Run, seen: Seen) -> list[Block]:
 
 def _recorded(run: Run) -> list[Block]:
     """The accuracy by class as the last evaluation told it."""
-    told = [numbers(event.get("class_accuracy")) for event in run.evaluations]
-    last = next((values for values in reversed(told) if values), [])
-    known = [(value, name) for value, name in zip(last, run.classes, strict=False) if value is not None]
+    each = zip(run.class_accuracy, run.classes, strict=False)
+    known = [(value, name) for value, name in each if value is not None]
     items: list[Block] = [{"name": name, "value": value} for value, name in sorted(known)[:WORST]]
     return (
         [bars("worst-classes", f"Accuracy of the {len(items)} worst classes", items, "percent")]

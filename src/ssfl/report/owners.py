@@ -15,8 +15,7 @@ def holdings(run: Run) -> list[Block]:
     """What everybody holds."""
     if not run.split:
         return [text("split.json is missing or damaged: who has what is not known.")]
-    listed = run.split.get("user_classes")
-    rows = [numbers(row) for row in listed] if isinstance(listed, list) else []
+    rows = run.user_classes
     server = numbers(run.split.get("server"))
     made = [text(" ".join([_sizes(run, server), *_measured(run)]))]
     if not any(value for row in rows for value in row):
@@ -82,11 +81,8 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
 
 def expected(run: Run) -> list[Block]:
     """What each user may expect of the model: the accuracy of every class, in its own mix of classes."""
-    told = [numbers(event.get("class_accuracy")) for event in run.evaluations]
-    each = next((values for values in reversed(told) if values), [])
-    listed = run.split.get("user_classes")
-    rows = [numbers(row) for row in listed] if isinstance(listed, list) else []
-    found = {user: share for user, row in enumerate(rows) if (share := _mixed(row, each)) is not None}
+    shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
+    found = {user: share for user, share in shares.items() if share is not None}
     if not found:
         return []
     ranked = sorted(found.values())
