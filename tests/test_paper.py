@@ -16,7 +16,7 @@ from ssfl import cli, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import State
-from ssfl.paper import results, rows, sweep, tables
+from ssfl.paper import figures, results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row, Run
 from ssfl.simulation import Simulation
@@ -266,6 +266,19 @@ def test_every_figure_is_drawn_from_what_there_is(
     png, svg = capsys.readouterr().out.split()
     assert Path(png).read_bytes().startswith(b"\x89PNG")
     assert "<svg" in Path(svg).read_text("utf-8")[:2000]
+
+
+def test_what_is_compared_in_a_figure_is_of_one_scale(tmp_path: Path) -> None:
+    first, second, third, *_ = rows.row("3").runs
+    scales = [(first, 0.2), (second, 0.2), (second, 1.0), (third, 1.0), (third, 0.2)]
+    for place, (run, scale) in enumerate(scales):
+        (tmp_path / f"{place}.json").write_text(json.dumps(fake(run, 1, scale=scale)))
+    drawing = figures.Drawing(results.read([tmp_path]), "paper")
+    most = drawing.of((first, second, third))
+    assert {run: [one.scale for one in seeds] for run, seeds in most.items()} == {
+        first: [0.2], second: [0.2], third: [0.2]
+    }  # fmt: skip
+    assert [one.scale for one in drawing.of((second, third))[second]] == [1.0]
 
 
 def test_the_learning_rates_are_drawn_without_any_run(

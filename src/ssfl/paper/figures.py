@@ -4,7 +4,9 @@ Gradient diversity is drawn twice, side by side: Definition 1, and what the auth
 within each group, which larger groups make larger).
 """
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +38,20 @@ class Drawing:
         self.missing: list[str] = []
         self.used: list[Result] = []
 
-    def of(self, run: Run) -> list[Result]:
-        """The seeds of a run, at the largest scale there is."""
-        found = [one for one in self.results if one.name == run.name]
-        if not found:
-            self.missing.append(run.name)
-            return []
-        best = max(found, key=lambda one: (one.scale, one.data != "digits"))
-        found = [one for one in found if (one.scale, one.data) == (best.scale, best.data)]
-        self.used += found
-        return found
+    def of(self, runs: Iterable[Run]) -> dict[Run, list[Result]]:
+        """The seeds of runs that are compared, all of one scale and data: that of most of them, then the
+        largest scale. Runs without any are left out."""
+        by_name = {run.name: run for run in runs}
+        mine = [one for one in self.results if one.name in by_name]
+        kinds = Counter((scale, data) for _, scale, data in {(one.name, one.scale, one.data) for one in mine})
+        kind = max(kinds, key=lambda kind: (kinds[kind], kind[0], kind[1] != "digits"), default=None)
+        found: dict[Run, list[Result]] = {}
+        for one in mine:
+            if (one.scale, one.data) == kind:
+                found.setdefault(by_name[one.name], []).append(one)
+                self.used.append(one)
+        self.missing += [name for name, run in by_name.items() if run not in found]
+        return {run: found[run] for run in by_name.values() if run in found}
 
     def line(self, axis: Any, label: str, number: int, points: Points) -> None:
         """A line through the seeds' means, a band from the least to the most."""
@@ -53,8 +59,8 @@ class Drawing:
             return
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        alone = {"marker": "o", "markersize": 4} if len(x) == 1 else {}
-        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8, **alone)
+        few = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
+        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8, **few)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
             axis.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
@@ -69,8 +75,9 @@ class Drawing:
         data = ", ".join(sorted({one.data for one in self.used}))
         names = {one.name for one in self.used}
         scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
-        seeds = max(one.seed for one in self.used)
-        made = f"{data}; fidelity {self.fidelity}; scale {scales}; {seeds} seed{'s' if seeds > 1 else ''}"
+        seeds = sorted(set(Counter(name for name, _ in {(one.name, one.seed) for one in self.used}).values()))
+        many = " or ".join(map(str, seeds)) + (" seeds" if seeds[-1] > 1 else " seed")
+        made = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
         if self.missing:
             made += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
         figure.suptitle(f"{title}\n{made}", fontsize=10)
@@ -80,6 +87,10 @@ class Drawing:
 def accuracy(found: Sequence[Result]) -> Points:
     """Test accuracy over epochs, percent."""
     return _over(found, "curve", lambda point: 100 * point["accuracy"])
+
+
+def _percents(found: Sequence[Result]) -> list[float]:
+    return [100 * (one.accuracy or 0) for one in found]
 
 
 def beside(found: Sequence[Result], key: str) -> Points:
@@ -115,11 +126,11 @@ def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 2: the final accuracy of the five methods."""
     figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    found = drawing.of(rows.METHODS.runs)
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
-            found = [100 * (one.accuracy or 0) for one in drawing.of(run)]
-            if found:
-                bar = axis.bar(place, sum(found) / len(found), width=0.7)
+            if run in found:
+                bar = axis.bar(place, statistics.mean(_percents(found[run])), width=0.7)
                 axis.bar_label(bar, fmt="%.1f", fontsize=8)
         names = [NAMES[run.method] for run in rows.METHODS.runs if run.skew == skew]
         axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
@@ -132,11 +143,12 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-        for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
-            found = drawing.of(run)
-            drawing.line(axes[0], NAMES[run.method], place, accuracy(found))
+        wanted = [run for run in rows.METHODS.runs if run.skew == skew]
+        for run, found in drawing.of(wanted).items():
+            name, place = NAMES[run.method], wanted.index(run)
+            drawing.line(axes[0], name, place, accuracy(found))
             for axis, measure in zip(axes[1:], MEASURES, strict=True):
-                drawing.line(axis, NAMES[run.method], place, diversity(found, measure))
+                drawing.line(axis, name, place, diversity(found, measure))
         axes[0].set_ylabel("test accuracy, %")
         for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
             axis.set(ylabel=label, yscale="log")
@@ -157,15 +169,18 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
         for place, number in enumerate(numbers):
             row = rows.row(str(number))
-            points = {factor(run): [100 * (one.accuracy or 0) for one in drawing.of(run)] for run in row.runs}
-            points = {at: found for at, found in points.items() if found}
+            points = {factor(run): _percents(found) for run, found in drawing.of(row.runs).items()}
             drawing.line(axis, row.runs[0].data, place, points)
             printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
             if printed and points and drawing.used[-1].data != "digits":
                 colour = axis.lines[-1].get_color()
                 axis.plot(*zip(*printed, strict=True), "o", color=colour, fillstyle="none")
         axis.set_xlabel(label)
-    axes[1].set_xscale("log", base=2)
+        if not axis.lines:
+            axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes)
+            axis.set(xticks=[], yticks=[])
+    if axes[1].lines:
+        axes[1].set_xscale("log", base=2)
     axes[0].set_ylabel("test accuracy, %")
     _finish(figure, axes, epochs=False)
     return drawing.save(figure, out, "5", "Accuracy against R, T and Ns (hollow: published)")
@@ -176,9 +191,10 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
     figure, axes = drawing.plt.subplots(
         5, 3, figsize=(11, 12), sharex=True, sharey="row", layout="constrained"
     )
+    everything = drawing.of(rows.row("16").runs)
     for column, count in enumerate((10, 30, 47)):
         for place, run in enumerate(run for run in rows.row("16").runs if run.participants == count):
-            found, name = drawing.of(run), NAMES[run.method]
+            found, name = everything.get(run, []), NAMES[run.method]
             drawing.line(axes[0, column], name, place, accuracy(found))
             for axis, measure in zip(axes[1:3, column], MEASURES, strict=True):
                 drawing.line(axis, name, place, diversity(found, measure))
@@ -201,8 +217,9 @@ def _lines(
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
-        for place, run in enumerate(rows.row(row).runs):
-            drawing.line(axis, label(run), place, accuracy(drawing.of(run)))
+        wanted = rows.row(row).runs
+        for run, found in drawing.of(wanted).items():
+            drawing.line(axis, label(run), wanted.index(run), accuracy(found))
         axis.set_ylabel("test accuracy, %")
         _finish(figure, [axis])
         return drawing.save(figure, out, number, title)
@@ -213,7 +230,7 @@ def _lines(
 def _sixteen(drawing: Drawing, out: Path) -> list[Path]:
     """Appendix D: all sixteen measures, as Definition 1 normalises them, for FedAvg and grouping."""
     figure, axes = drawing.plt.subplots(4, 4, figsize=(13, 11), sharex=True, layout="constrained")
-    found = {run: drawing.of(run) for run in rows.row("21").runs}
+    found = drawing.of(rows.row("21").runs)
     for line, kind in enumerate(("gradient", "update")):
         for half, server in enumerate(("", "_server")):
             for column, norm in enumerate(("l2_squared", "l2", "l1_squared", "l1")):
