@@ -1,0 +1,126 @@
+"""Variants of one method side by side, over many splits: what each part of it is worth.
+
+python -m benchmarks.variants {anchored,norms} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
+
+A seed is weights, draws and a split. Accuracy is on validation images, which are set aside before the
+split and trained on by nobody: the variants of `anchored` are there to be chosen from. Differences are to
+the first variant, paired by seed, with their standard error. Finished runs are not run again.
+"""
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from ssfl import runs
+from ssfl.report import text
+from ssfl.runs import versions
+
+Variants = dict[str, list[str]]
+ANCHORED: Variants = {
+    "anchored": [],
+    "labels in every step": ["method.labels=step"],
+    "labels in every step, threshold 0.6": ["method.labels=step", "method.threshold=0.6"],
+    "threshold 0.4": ["method.threshold=0.4"],
+    "threshold 0.6": ["method.threshold=0.6"],
+    "threshold 0.8": ["method.threshold=0.8"],
+    "threshold 0.95": ["method.threshold=0.95"],
+    "no momentum": ["method.server_momentum=0.0"],
+    "no slow average": ["method.slow=0.0"],
+    "no guard": ["method.guard=false"],
+    "weak views at the server": ["method.server_views=weak"],
+    "strong views at the server": ["method.server_views=both"],
+    "alternate": ["method.name=alternate"],
+    "alternate, threshold 0.6": ["method.name=alternate", "method.threshold=0.6"],
+    "server-only": ["method.name=server-only"],
+}
+"""`anchored` with one thing changed, and what it grew from."""
+_SERVERS = "model.norm_statistics=server"
+_NORMS: Variants = {
+    "FedAvg, GroupNorm": ["method.name=crl-gn"],
+    "FedAvg, BatchNorm, statistics averaged": ["method.name=crl-bn"],
+    "FedAvg, BatchNorm, the server's statistics": ["method.name=crl-bn", _SERVERS],
+    "server last, GroupNorm": ["method.name=alternate"],
+    "server last, BatchNorm, statistics averaged": ["method.name=alternate", "model.norm=batch"],
+    "server last, BatchNorm, the server's statistics": [
+        "method.name=alternate",
+        "model.norm=batch",
+        _SERVERS,
+    ],
+}
+NORMS: Variants = {
+    f"R = {skew}, {name}": [f"split.skew={skew}", *sets]
+    for skew in (0.0, 0.4, 1.0)
+    for name, sets in _NORMS.items()
+}
+"""GroupNorm beside BatchNorm; the authors' code tests with the server's running statistics."""
+SETS = {"anchored": ANCHORED, "norms": NORMS}
+
+
+def played(name: str, sets: list[str], seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """One run by the command line, and how it ended."""
+    folder = given.out / f"{given.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
+    if runs.read_summary(folder) is None:
+        verb = ["resume", str(folder)] if (folder / "config.toml").is_file() else ["run", given.config]
+        changed = [
+            "data.validation=0.2", "run.threads=1", *sets, *given.sets, f"run.seed={seed}",
+            f"split.seed={100 + seed}",
+        ]  # fmt: skip
+        options = [part for one in changed for part in ("--set", one)] if verb[0] == "run" else []
+        where = ["--out", str(folder)] if verb[0] == "run" else []
+        subprocess.run([sys.executable, "-m", "ssfl", *verb, *options, *where, "-q"], check=False)
+    summary = runs.read_summary(folder) or {}
+    keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
+    return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What each part of a method is worth.")
+    parser.add_argument("set_of", choices=list(SETS))
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--only", nargs="+", help="some of the variants, the one to compare with first")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of all")
+    parser.add_argument("--out", type=Path, default=Path("runs/variants"))
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    given = parser.parse_args()
+    wanted = SETS[given.set_of]
+    unknown = [name for name in given.only or () if name not in wanted]
+    if unknown:
+        parser.error(f"no variant {unknown[0]!r}: choose from {', '.join(wanted)}")
+    wanted = {name: wanted[name] for name in given.only or wanted}
+    tasks = [(name, seed) for seed in range(1, given.seeds + 1) for name in wanted]
+    with ThreadPoolExecutor(given.jobs) as lanes:
+        rows = list(lanes.map(lambda task: played(task[0], wanted[task[0]], task[1], given), tasks))
+    print(text.table([["", "accuracy, %", "against the first"], *_lines(list(wanted), rows)]))
+    if given.json:
+        told = report.circumstances("benchmarks.variants") | {"versions": versions(), "config": given.config}
+        report.save(given.json, told | {"sets": given.sets, "variants": wanted, "rows": rows})
+
+
+def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Mean and deviation of each variant, and how far it is from the first on the same seeds."""
+    found = {
+        name: {row["seed"]: 100 * row["validation_accuracy"] for row in rows
+               if row["variant"] == name and row["validation_accuracy"] is not None}
+        for name in names
+    }  # fmt: skip
+    lines = []
+    for name, seeds in found.items():
+        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "broke down"
+        spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
+        apart = [seeds[seed] - found[names[0]][seed] for seed in seeds if seed in found[names[0]]]
+        error = f" ± {statistics.stdev(apart) / math.sqrt(len(apart)):.2f}" if len(apart) > 1 else ""
+        against = f"{statistics.mean(apart):+.2f}{error}" if apart and name != names[0] else ""
+        lines.append([name, mean + spread, against])
+    return lines
+
+
+if __name__ == "__main__":
+    main()
