@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import report
 from ssfl import runs
+from ssfl.config import load_config
 from ssfl.report import text
 from ssfl.runs import versions
 
@@ -28,15 +29,30 @@ ANCHORED: Variants = {
     "labels in every step, threshold 0.6": ["method.labels=step", "method.threshold=0.6"],
     "threshold 0.4": ["method.threshold=0.4"],
     "threshold 0.6": ["method.threshold=0.6"],
-    "threshold 0.8": ["method.threshold=0.8"],
     "threshold 0.95": ["method.threshold=0.95"],
     "no momentum": ["method.server_momentum=0.0"],
     "no slow average": ["method.slow=0.0"],
     "no guard": ["method.guard=false"],
     "weak views at the server": ["method.server_views=weak"],
     "strong views at the server": ["method.server_views=both"],
+    "T = 4": ["federation.period=4"],
+    "T = 8": ["federation.period=8"],
+    "T = 32": ["federation.period=32"],
+    "a third of the learning rate": ["train.lr=0.01"],
+    "three times the learning rate": ["train.lr=0.09"],
     "alternate": ["method.name=alternate"],
     "alternate, threshold 0.6": ["method.name=alternate", "method.threshold=0.6"],
+    "server beside the users, its weight 0.5, threshold 0.6": [
+        "method.name=crl-gn",
+        "method.averaging=weighted",
+        "method.server_weight=0.5",
+        "method.threshold=0.6",
+    ],
+    "a stream for each of ten users (server's weight 0.5), threshold 0.6": [
+        "method.name=grouping",
+        "federation.groups=10",
+        "method.threshold=0.6",
+    ],
     "server-only": ["method.name=server-only"],
 }
 """`anchored` with one thing changed, and what it grew from."""
@@ -68,8 +84,8 @@ def played(name: str, sets: list[str], seed: int, given: argparse.Namespace) -> 
     if runs.read_summary(folder) is None:
         verb = ["resume", str(folder)] if (folder / "config.toml").is_file() else ["run", given.config]
         changed = [
-            "data.validation=0.2", "run.threads=1", *sets, *given.sets, f"run.seed={seed}",
-            f"split.seed={100 + seed}",
+            "data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets),
+            f"run.seed={seed}", f"split.seed={100 + seed}",
         ]  # fmt: skip
         options = [part for one in changed for part in ("--set", one)] if verb[0] == "run" else []
         where = ["--out", str(folder)] if verb[0] == "run" else []
@@ -77,6 +93,15 @@ def played(name: str, sets: list[str], seed: int, given: argparse.Namespace) -> 
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
     return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}
+
+
+def _rounds(given: argparse.Namespace, sets: list[str]) -> list[str]:
+    """Where rounds are told in number, as many as make the same number of steps with another T."""
+    federation = load_config(given.config, given.sets).federation
+    longer = load_config(given.config, [*given.sets, *sets]).federation
+    if federation.rounds is None or longer.period == federation.period:
+        return []
+    return [f"federation.rounds={federation.rounds * federation.period // longer.period}"]
 
 
 def main() -> None:
