@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import ssfl
-from ssfl import assemble, runs
+from ssfl import assemble, checkpoints
 from ssfl.config import load_config
 from ssfl.data import sources, split
 from ssfl.federation import State
@@ -111,7 +111,7 @@ class Stage:
 
 def checkpoint(run: Path) -> State:
     """The last state of a run."""
-    found = runs.load_checkpoint(run, torch.device("cpu"))
+    found = checkpoints.newest(run, torch.device("cpu"))
     assert found is not None
     return found.state
 

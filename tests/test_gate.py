@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import assemble, attacks, averaging, gate, runs
+from ssfl import assemble, attacks, averaging, checkpoints, gate, runs
 from ssfl.cohort import Cohort
 from ssfl.config import load_config
 from ssfl.errors import ConfigError
@@ -169,7 +169,7 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
     again = ssfl.resume(tmp_path / "run")
     told = [{k: v for k, v in event.items() if k not in runs.WALL_CLOCK} for event in again.history]
     assert told == [{k: v for k, v in event.items() if k not in runs.WALL_CLOCK} for event in result.history]
-    checkpoint = runs.load_checkpoint(tmp_path / "run", torch.device("cpu"))
+    checkpoint = checkpoints.newest(tmp_path / "run", torch.device("cpu"))
     assert checkpoint is not None
     assert int(checkpoint.state.strikes.sum()) == 12
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import assemble, compare, runs
+from ssfl import assemble, checkpoints, compare, runs
 from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
 from ssfl.settings import Config
 
@@ -241,7 +241,7 @@ def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
     told: list[str] = []
     ssfl.resume(path, warn=told.append)
     assert "no cuda:77" in told[0]
-    assert runs.load_checkpoint(path, torch.device("cpu")) is not None
+    assert checkpoints.newest(path, torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize("place", ["missing", "empty"])
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
                    "run.checkpoint_every=1", "federation.rounds=30")  # fmt: skip
     with pytest.raises(DivergedError, match=r"round \d+: the loss or update of .* lower train.lr"):
         ssfl.run(config, tmp_path / "run")
-    found = runs.load_checkpoint(tmp_path / "run", torch.device("cpu"))
+    found = checkpoints.newest(tmp_path / "run", torch.device("cpu"))
     if found is not None:
         assert found.state.average.isfinite().all()
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, privacy, provenance, runs, track
+from ssfl import assemble, checkpoints, privacy, provenance, runs, track
+from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
-from ssfl.runs import Checkpoint, Event
+from ssfl.runs import Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
@@ -91,7 +92,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
         sim = assemble.make(_here(config, warn))
         with closing(sim.engine):
             check_unchanged(sim, path)
-            start = runs.load_checkpoint(path, sim.device)
+            start = checkpoints.newest(path, sim.device)
             now = conditions(sim)
             if start is None:
                 start = Checkpoint(sim.initial(), {}, now)
@@ -181,7 +182,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                 stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
                 if leads and (last or stop or state.round % (every.checkpoint_every or 1) == 0):
                     began = time.perf_counter()
-                    runs.save_checkpoint(path, Checkpoint(state, totals, now))
+                    checkpoints.write(path, Checkpoint(state, totals, now))
                     saving = time.perf_counter() - began
                 if stop and not last:
                     raise Interrupted(path, state.round, again)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl import assemble, runs, surroundings, train
+from ssfl import assemble, checkpoints, runs, surroundings, train
+from ssfl.checkpoints import Checkpoint
 from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
@@ -28,7 +29,7 @@ from ssfl.deploy.view import View
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.gate import STRIKES
-from ssfl.runs import Checkpoint, Event
+from ssfl.runs import Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
 from ssfl.work import TOLD, Trained
@@ -231,7 +232,7 @@ def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: View
 ) -> train.Result:
     """All rounds, or what is left of them, with the sites of a fleet; then they are told the end."""
-    start = runs.load_checkpoint(path, sim.device) if again else None
+    start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = train.conditions(sim)
     if start is None:

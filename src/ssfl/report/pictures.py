@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, fedmatch, keeping, models, runs, surroundings
+from ssfl import assemble, checkpoints, fedmatch, keeping, models, surroundings
 from ssfl.data import augment, inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError
@@ -80,7 +80,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         if model.classes != data.classes or model.shape != data.shape:
             raise RunError("the model is of other classes or another size than the images")
         return model, run.played
-    saved = runs.load_checkpoint(run.path, torch.device("cpu"))
+    saved = checkpoints.newest(run.path, torch.device("cpu"))
     if saved is None:
         raise RunError("no model is saved yet")
     if run.config.model.norm_statistics == "recompute":
