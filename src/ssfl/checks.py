@@ -42,6 +42,10 @@ def check(config: Config) -> None:
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
     _check_round_labels(method, config.model.norm)
+    if method.stretch != 1 and (
+        method.averaging in ("elastic", "overlap") or method.objective in ("fedmatch", "none")
+    ):
+        raise ConfigError(f"method.stretch does not go with method.name = {method.name!r}: leave it out")
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")

@@ -1,4 +1,5 @@
-"""What simulated users send back: their models, noised where that is asked for, or garbage from attackers."""
+"""What users send back: what they learned, stretched or noised where that is asked for; of simulated
+attackers garbage."""
 
 from collections.abc import Sequence
 
@@ -10,11 +11,20 @@ from ssfl.rows import Layout
 from ssfl.settings import Config
 
 
+def stretched(sent: Tensor, rows: Tensor, weights: int, times: float) -> Tensor:
+    """Rows whose weights moved so many times as far as training moved them; statistics stay as they are."""
+    if times == 1:
+        return rows
+    moved = sent[:, :weights] + times * (rows[:, :weights] - sent[:, :weights])
+    return torch.cat([moved, rows[:, weights:]], 1)
+
+
 def sent_back(
     config: Config, layout: Layout, round: int, users: Sequence[int], sent: Tensor, rows: Tensor
 ) -> Tensor:
     """The rows [n, P + Q] that the server gets from users who were sent others and trained to these."""
     federation, seed = config.federation, config.run.seed
+    rows = stretched(sent, rows, layout.weights, config.method.stretch)
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:
         return rows

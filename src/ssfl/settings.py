@@ -124,6 +124,9 @@ class Method:
     weighting: str = "even"
     """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
     "labelled" (CBAFed: by how many images got a pseudo-label)."""
+    stretch: float = 1.0
+    """Users take steps so many times shorter, and what they learned counts so many times as much: near the
+    model that they received, what users of different classes learn adds up. 1 is neither."""
     server_momentum: float = 0.0
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
     residual: int = 0

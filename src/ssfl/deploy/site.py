@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, labelling, models, predict, privacy
+from ssfl import assemble, labelling, models, predict, privacy, sending
 from ssfl.cohort import Cohort
 from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
@@ -84,6 +84,8 @@ class Site:
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
         work = labelling.looked(sim.engine, sim.config.method, row, work).work
         trained = sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
+        moved = sending.stretched(row, trained.rows, sim.layout.weights, sim.config.method.stretch)
+        trained = trained._replace(rows=moved)
         clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
         if clip is None or noise is None:
             return trained
