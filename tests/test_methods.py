@@ -260,7 +260,7 @@ def test_one_stretched_step_is_one_step_and_many_are_steps_from_the_same_place(q
         sets = ["train.precision=float64", "train.momentum=0", "train.nesterov=false", "run.engine=loop",
                 "method.threshold=0.105", "method.server=none", "split.server_labels=0", "train.floor=1",
                 "method.guard=false", "method.server_momentum=0", f"federation.period={period}",
-                f"method.stretch={stretch}", f"train.lr={lr}"]  # fmt: skip
+                f"method.stretch={stretch}", f"method.user_rate={1 / stretch}", f"train.lr={lr}"]  # fmt: skip
         sim = assemble.make(quick(*sets))
         start = sim.initial()
         return sim.play(start)[0].average - start.average
@@ -347,7 +347,7 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         (["method.labels=round", "method.objective=self-training"], "needs method.objective = 'consistency'"),
         (["method.name=grouping", "method.server_momentum=0.5"], "method.server_momentum needs"),
         (["method.name=fl2", "model.norm=batch"], "method.sharpness needs model.norm"),
-        (["method.name=server-only", "method.stretch=30"], "method.stretch does not go with"),
+        (["method.name=easgd", "method.stretch=30"], "method.stretch does not go with"),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
     ],
 )

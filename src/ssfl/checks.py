@@ -42,9 +42,7 @@ def check(config: Config) -> None:
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
     _check_round_labels(method, config.model.norm)
-    if method.stretch != 1 and (
-        method.averaging in ("elastic", "overlap") or method.objective in ("fedmatch", "none")
-    ):
+    if method.stretch != 1 and (method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"):
         raise ConfigError(f"method.stretch does not go with method.name = {method.name!r}: leave it out")
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")

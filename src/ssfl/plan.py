@@ -136,7 +136,7 @@ class Plan:
     def users_work(self, round: int, cohort: Cohort) -> Work:
         who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
         work = self._work(round, objective_of(self.config), who, self.users, who)
-        return replace(work, rates=tuple(rate / self.config.method.stretch for rate in work.rates))
+        return replace(work, rates=tuple(rate * self.config.method.user_rate for rate in work.rates))
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)

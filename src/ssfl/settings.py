@@ -124,9 +124,12 @@ class Method:
     weighting: str = "even"
     """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
     "labelled" (CBAFed: by how many images got a pseudo-label)."""
+    user_rate: float = 1.0
+    """The users' learning rate as a part of train.lr. Near the model that they received, what users of
+    different classes learn adds up; further away they pull apart."""
     stretch: float = 1.0
-    """Users take steps so many times shorter, and what they learned counts so many times as much: near the
-    model that they received, what users of different classes learn adds up. 1 is neither."""
+    """How many times as far as a user's training moved its weights they are taken to have moved: makes up for
+    a small method.user_rate."""
     server_momentum: float = 0.0
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
     residual: int = 0
