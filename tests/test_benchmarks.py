@@ -89,3 +89,27 @@ def test_the_peers_network_is_ours(name: str, norm: str, shape: tuple[int, int, 
             mine.copy_(copied)
         images = torch.randn(4, *shape)
         torch.testing.assert_close(theirs.eval()(images), ours.eval()(images))
+
+
+def test_variants_are_paired_by_seed_and_not_run_again(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "benchmarks.variants", "anchored", "--only", "anchored", "T = 8"),
+        *("--seeds", "2", "--set", "federation.rounds=4", "--out", str(tmp_path / "runs")),
+        *("--json", str(tmp_path / "found.json")),
+    ]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    told = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert [(row["variant"], row["seed"]) for row in told["rows"]] == [
+        ("anchored", 1), ("T = 8", 1), ("anchored", 2), ("T = 8", 2)
+    ]  # fmt: skip
+    apart = [
+        100 * (b["validation_accuracy"] - a["validation_accuracy"])
+        for a, b in (told["rows"][:2], told["rows"][2:])
+    ]
+    assert f"{sum(apart) / 2:+.2f} ± {abs(apart[0] - apart[1]) / 2:.2f}" in first.stdout
+    assert "rounds = 8" in (tmp_path / "runs/anchored-T_=_8-seed1/config.toml").read_text("utf-8")
+    written = (tmp_path / "runs/anchored-anchored-seed1/summary.json").stat().st_mtime_ns
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.stdout == first.stdout
+    assert (tmp_path / "runs/anchored-anchored-seed1/summary.json").stat().st_mtime_ns == written
