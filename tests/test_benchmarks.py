@@ -91,6 +91,7 @@ def test_the_peers_network_is_ours(name: str, norm: str, shape: tuple[int, int, 
         torch.testing.assert_close(theirs.eval()(images), ours.eval()(images))
 
 
+@pytest.mark.slow
 def test_variants_are_paired_by_seed_and_not_run_again(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "benchmarks.variants", "anchored", "--only", "anchored", "T = 8"),
