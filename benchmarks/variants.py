@@ -8,19 +8,21 @@ the first variant, paired by seed, with their standard error. Finished runs are 
 """
 
 import argparse
-import math
 import statistics
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from ssfl import runs
+from ssfl import runs, train
 from ssfl.config import load_config
+from ssfl.errors import DivergedError
 from ssfl.report import text
 from ssfl.runs import versions
+from ssfl.standings import paired
 
 Variants = dict[str, list[str]]
 ANCHORED: Variants = {
@@ -78,18 +80,14 @@ NORMS: Variants = {
 SETS = {"anchored": ANCHORED, "norms": NORMS}
 
 
-def played(name: str, sets: list[str], seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """One run by the command line, and how it ended."""
+def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
+    """One run, and how it ended."""
     folder = given.out / f"{given.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
     if runs.read_summary(folder) is None:
-        verb = ["resume", str(folder)] if (folder / "config.toml").is_file() else ["run", given.config]
-        changed = [
-            "data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets),
-            f"run.seed={seed}", f"split.seed={100 + seed}",
-        ]  # fmt: skip
-        options = [part for one in changed for part in ("--set", one)] if verb[0] == "run" else []
-        where = ["--out", str(folder)] if verb[0] == "run" else []
-        subprocess.run([sys.executable, "-m", "ssfl", *verb, *options, *where, "-q"], check=False)
+        seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
+        sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
+        with suppress(DivergedError):  # a result as well: the others go on
+            train.begin_or_resume(load_config(given.config, sets), folder)
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
     return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}
@@ -120,9 +118,9 @@ def main() -> None:
     if unknown:
         parser.error(f"no variant {unknown[0]!r}: choose from {', '.join(wanted)}")
     wanted = {name: wanted[name] for name in given.only or wanted}
-    tasks = [(name, seed) for seed in range(1, given.seeds + 1) for name in wanted]
-    with ThreadPoolExecutor(given.jobs) as lanes:
-        rows = list(lanes.map(lambda task: played(task[0], wanted[task[0]], task[1], given), tasks))
+    tasks = [(name, wanted[name], seed) for seed in range(1, given.seeds + 1) for name in wanted]
+    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as lanes:
+        rows = list(lanes.map(partial(played, given), *zip(*tasks, strict=True)))
     print(text.table([["", "accuracy, %", "against the first"], *_lines(list(wanted), rows)]))
     if given.json:
         told = report.circumstances("benchmarks.variants") | {"versions": versions(), "config": given.config}
@@ -140,9 +138,7 @@ def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     for name, seeds in found.items():
         mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "broke down"
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
-        apart = [seeds[seed] - found[names[0]][seed] for seed in seeds if seed in found[names[0]]]
-        error = f" ± {statistics.stdev(apart) / math.sqrt(len(apart)):.2f}" if len(apart) > 1 else ""
-        against = f"{statistics.mean(apart):+.2f}{error}" if apart and name != names[0] else ""
+        against = "" if name == names[0] else paired(seeds, found[names[0]], "+")
         lines.append([name, mean + spread, against])
     return lines
 

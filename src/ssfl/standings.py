@@ -73,11 +73,17 @@ def table(standings: Sequence[Standing]) -> str:
 def _behind(one: Standing, first: Standing) -> str:
     """How many points, and the standard error over seeds: a seed's split is the same for both."""
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
-    apart = [best[seed] - theirs[seed] for seed in theirs if seed in best]
-    if one is first or not apart:
+    return "–" if one is first else paired(best, theirs)
+
+
+def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
+    """How far numbers by seed are apart where both have the seed, and the standard error; `sign` as in a
+    format."""
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not apart:
         return "–"
     error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
-    return f"{statistics.mean(apart):.2f}{error}"
+    return f"{statistics.mean(apart):{sign}.2f}{error}"
 
 
 def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
