@@ -112,6 +112,19 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     assert "done before" in (tmp_path / "told.txt").read_text()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) -> None:
+    sets = [*SHORT, "train.lr=1000", "train.cycles=0", "model.norm=none"]
+    for _ in range(2):
+        told: list[str] = []
+        (one,) = contest.play(
+            "quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=told.append, quiet=True
+        )
+        assert (one.diverged, one.accuracies) == (1, [])
+    assert "done before: training broke down in round" in told[0]
+    draw([one], tmp_path)
+
+
 def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     played(tmp_path, "server-only", seeds=1)
     with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, now 16: choose"):

@@ -192,6 +192,10 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     if runs.read_summary(one.path) is not None:
         tell(f"{one.path.name}: done before")
         return one.path
+    why = runs.broke_down(one.path)
+    if why is not None:
+        tell(f"{one.path.name}: done before: {why}")
+        return None
     tell(one.path.name)
     try:
         progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)

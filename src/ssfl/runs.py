@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ssfl.config import from_dict, to_toml
-from ssfl.errors import ConfigError, RunError
+from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.settings import Config
 
 Event = dict[str, Any]
@@ -237,6 +237,16 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return summary if isinstance(summary, dict) and isinstance(summary.get("accuracy"), float) else None
+
+
+def broke_down(path: Path) -> str | None:
+    """Why training broke down here, where it did: the same run would do so again."""
+    try:
+        failure = json.loads((path / FAILURE).read_text())
+    except (OSError, ValueError):
+        return None
+    diverged = isinstance(failure, dict) and failure.get("kind") == DivergedError.__name__
+    return str(failure.get("error")) if diverged else None
 
 
 def _json(value: Any) -> bytes:

@@ -127,7 +127,8 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
     axes[1].set(xlabel="megabytes sent")
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    if ends:
+        axes[0].legend(fontsize=8)
     files = [out / "contest.png", out / "contest.svg"]
     for file in files:
         figure.savefig(file, dpi=150)
