@@ -26,6 +26,7 @@ METHODS = {
     "anchored": ["method.name=anchored"],
     "alternate": ["method.name=alternate"],
     "stretched": ["method.name=anchored", "method.user_rate=0.1", "method.stretch=10"],
+    "paced": ["method.name=anchored", "method.pace=classes"],
     "grouping": ["method.name=grouping", "federation.groups=2"],
     "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],
     "fedavg": ["method.name=crl-gn"],

@@ -253,6 +253,36 @@ def test_stretching_moves_weights_further_and_leaves_statistics() -> None:
     assert sending.stretched(sent, rows, 2, 1) is rows
 
 
+def test_who_has_few_classes_takes_short_steps() -> None:
+    counts = torch.tensor(
+        [[5.0] * 10, [7.0] * 2 + [0.0] * 8, [9.0] + [0.0] * 9, [0.0] * 10, [3.0, 1.0] + [0.0] * 8]
+    )
+    alike = 4 / 3**0.75  # exp of the entropy of (3/4, 1/4)
+    expected = [1, 0.2**1.5, 1 / 30, 1 / 30, (alike / 10) ** 1.5]
+    assert labelling.paces(counts).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> None:
+    """With one step of plain SGD a user's whole update is its pace times its reach of the full one."""
+    sets = ["train.precision=float64", "train.momentum=0", "train.nesterov=false", "train.weight_decay=0",
+            "run.engine=loop", "method.threshold=0.11", "federation.period=1", "split.skew=1",
+            "federation.participants=1"]  # fmt: skip
+    moved = {}
+    for pace in ("full", "classes"):
+        sim = assemble.make(quick(*sets, "method.server=none", "split.server_labels=0", "method.guard=false",
+                                  "method.server_momentum=0", f"method.pace={pace}"))  # fmt: skip
+        start = sim.initial()
+        moved[pace] = sim.play(start)[0].average - start.average
+    looked = labelling.looked(sim.engine, sim.config.method, start.average[None], sim.plan.prepare(0)[1])
+    assert looked.work.pace is not None
+    assert looked.reach is not None
+    share = float(looked.work.pace)
+    assert 1 / 30 <= share < 0.5
+    assert float(looked.reach) == pytest.approx(share ** (-2 / 3))
+    assert float(moved["full"].norm()) > 0
+    assert torch.allclose(moved["classes"], share ** (1 / 3) * moved["full"], rtol=1e-9, atol=1e-14)
+
+
 def test_one_stretched_step_is_one_step_and_many_are_steps_from_the_same_place(quick: Make) -> None:
     """n → ∞ is a single long step along the mean of the gradients at the received model."""
 
@@ -348,6 +378,7 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         (["method.name=grouping", "method.server_momentum=0.5"], "method.server_momentum needs"),
         (["method.name=fl2", "model.norm=batch"], "method.sharpness needs model.norm"),
         (["method.name=easgd", "method.stretch=30"], "method.stretch does not go with"),
+        (["method.name=alternate", "method.pace=classes"], "method.pace = 'classes' needs method.labels"),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
     ],
 )

@@ -42,8 +42,10 @@ def check(config: Config) -> None:
             "method.server_replicas needs method.averaging = 'grouping' and method.server = 'parallel'"
         )
     _check_round_labels(method, config.model.norm)
-    if method.stretch != 1 and (method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"):
-        raise ConfigError(f"method.stretch does not go with method.name = {method.name!r}: leave it out")
+    own = method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
+    for key, plain in (("stretch", 1), ("pace", "full")):
+        if own and getattr(method, key) != plain:
+            raise ConfigError(f"method.{key} does not go with method.name = {method.name!r}: leave it out")
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
@@ -114,7 +116,7 @@ def _check_round_labels(method: Method, norm: str) -> None:
             raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
         return
     plain = Method()
-    for key in ("thresholds", "fill", "mix", "sharpness", "weighting"):
+    for key in ("thresholds", "fill", "mix", "sharpness", "weighting", "pace"):
         if getattr(method, key) != getattr(plain, key):
             raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
 

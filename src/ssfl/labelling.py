@@ -1,10 +1,12 @@
 """Pseudo-labels that are made once a round: what the received model says of the images to come.
 
 Before a user trains, the model it was sent looks at one weak view of every image of the round's T batches.
-From its answers come the labels, the threshold of each class, and how much the user's model will weigh. The
-steps then train the strong views on these labels, whatever becomes of the model meanwhile.
+From its answers come the labels, the threshold of each class, how much the user's model will weigh, and how
+long its steps are. The steps then train the strong views on these labels, whatever becomes of the model
+meanwhile.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ CERTAIN = 0.95
 """How sure (FL)² must be of an image to ask for the same answer around the weights."""
 STEPS = 1024
 """The distribution's quantiles that are told apart."""
+SLOWEST = 1 / 30
+"""The least part of the learning rate that a user with few classes takes."""
 
 
 class Looked(NamedTuple):
@@ -35,6 +39,8 @@ class Looked(NamedTuple):
     """[n]: what each user's model weighs, where that is not the same."""
     counts: Tensor | None = None
     """[classes]: how many images of each class got a label; None where nobody looked."""
+    reach: Tensor | None = None
+    """[n]: how many times as far as it moves a user's model counts; None is once."""
 
 
 def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Tensor | None = None) -> Looked:
@@ -52,8 +58,25 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
     if method.fill:
         some = sure.any(1).to(answers.dtype)
         weights = some if weights is None else weights * some
-    counts = torch.bincount(answers.argmax(-1)[sure], minlength=answers.shape[-1])
-    return Looked(work, weights, counts.to(answers.dtype))
+    classes = answers.shape[-1]
+    counts = answers.new_zeros(len(rows), classes).scatter_add_(1, answers.argmax(-1), sure.to(answers.dtype))
+    if method.pace == "full":
+        return Looked(work, weights, counts.sum(0))
+    pace = paces(counts)
+    return Looked(replace(work, pace=pace), weights, counts.sum(0), pace ** (-2 / 3))
+
+
+def paces(counts: Tensor) -> Tensor:
+    """What part of the learning rate each user takes, [n], by how many of its images got a label of each
+    class, [n, classes].
+
+    The fewer the classes, the sooner long steps lead to a model that knows these alone, and the mean of such
+    models knows nothing; near the model that all received, what they learn adds up. An even mixture of m of M
+    classes gives (m / M)^1.5, and other mixtures as the even one of the same entropy.
+    """
+    parts = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    alike: Tensor = torch.special.entr(parts).sum(1).exp()
+    return (alike / counts.shape[1]).pow(1.5).clamp(min=SLOWEST)
 
 
 def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tensor | None = None) -> Tensor:

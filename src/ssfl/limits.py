@@ -20,6 +20,7 @@ CHOICES = {
     "method.thresholds": ("fixed", "flex", "free", "balanced"),
     "method.server_views": ("weak", "both", "suited"),
     "method.weighting": ("even", "doubt", "labelled"),
+    "method.pace": ("full", "classes"),
     "federation.attack": ("sign", "noise", "shift"),
     "federation.group_sizes": ("even", "filled"),
     "train.momentum_policy": ("reset", "slot", "user"),

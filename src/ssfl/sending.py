@@ -11,20 +11,28 @@ from ssfl.rows import Layout
 from ssfl.settings import Config
 
 
-def stretched(sent: Tensor, rows: Tensor, weights: int, times: float) -> Tensor:
-    """Rows whose weights moved so many times as far as training moved them; statistics stay as they are."""
-    if times == 1:
+def stretched(sent: Tensor, rows: Tensor, weights: int, times: float, reach: Tensor | None = None) -> Tensor:
+    """Rows whose weights moved so many times as far as training moved them, all or each its own, [n];
+    statistics stay as they are."""
+    if times == 1 and reach is None:
         return rows
-    moved = sent[:, :weights] + times * (rows[:, :weights] - sent[:, :weights])
+    far = times if reach is None else times * reach[:, None]
+    moved = sent[:, :weights] + far * (rows[:, :weights] - sent[:, :weights])
     return torch.cat([moved, rows[:, weights:]], 1)
 
 
 def sent_back(
-    config: Config, layout: Layout, round: int, users: Sequence[int], sent: Tensor, rows: Tensor
+    config: Config,
+    layout: Layout,
+    round: int,
+    users: Sequence[int],
+    sent: Tensor,
+    rows: Tensor,
+    reach: Tensor | None = None,
 ) -> Tensor:
     """The rows [n, P + Q] that the server gets from users who were sent others and trained to these."""
     federation, seed = config.federation, config.run.seed
-    rows = stretched(sent, rows, layout.weights, config.method.stretch)
+    rows = stretched(sent, rows, layout.weights, config.method.stretch, reach)
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:
         return rows

@@ -109,6 +109,8 @@ class Work:
     """[n, H, P / 2]: ψ of FedMatch's helpers, zeros where there is none; None in a round without."""
     given: Given | None = None
     """Pseudo-labels of the batches' images; None where every step makes its own."""
+    pace: Tensor | None = None
+    """[n]: what part of the learning rate each trainer takes; None is all of it."""
 
     @property
     def steps(self) -> int:
@@ -116,10 +118,13 @@ class Work:
 
     def of(self, trainers: slice) -> "Work":
         """The work of some of the trainers."""
-        labelled, helpers = (None if x is None else x[trainers] for x in (self.labelled, self.helpers))
         keys, batches = self.keys[:, trainers], self.batches[trainers]
         given = None if self.given is None else self.given.map(lambda part: part[trainers])
-        return replace(self, keys=keys, batches=batches, labelled=labelled, helpers=helpers, given=given)
+        work = replace(self, keys=keys, batches=batches, given=given)
+        labelled, helpers, pace = (
+            None if part is None else part[trainers] for part in (self.labelled, self.helpers, self.pace)
+        )
+        return replace(work, labelled=labelled, helpers=helpers, pace=pace)
 
     def with_labels(self, batches: Tensor, given: Given) -> "Work":
         """The same work on other batches, whose labels are given."""

@@ -82,9 +82,10 @@ class Site:
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
-        work = labelling.looked(sim.engine, sim.config.method, row, work).work
-        trained = sim.engine.train(row, torch.zeros_like(row[:, : sim.layout.weights]), work)
-        moved = sending.stretched(row, trained.rows, sim.layout.weights, sim.config.method.stretch)
+        looked = labelling.looked(sim.engine, sim.config.method, row, work)
+        weights, stretch = sim.layout.weights, sim.config.method.stretch
+        trained = sim.engine.train(row, torch.zeros_like(row[:, :weights]), looked.work)
+        moved = sending.stretched(row, trained.rows, weights, stretch, looked.reach)
         trained = trained._replace(rows=moved)
         clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
         if clip is None or noise is None:

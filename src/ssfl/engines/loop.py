@@ -54,8 +54,9 @@ class Loop:
         told: list[dict[str, Tensor]] = []
         pull = work.objective.proximal
         received = [weight.detach().clone() for weight in weights] if pull else []
+        pace = 1.0 if work.pace is None else float(work.pace)
         for rate, batch in zip(work.rates, each_batch(self.pool, work), strict=True):
-            sgd.param_groups[0]["lr"] = rate
+            sgd.param_groups[0]["lr"] = rate * pace
             sgd.zero_grad()
             loss, stats = local_loss(self._forward, batch, work.objective)
             loss.sum().backward()

@@ -26,6 +26,7 @@ class Place:
     statistics: Named
     work: Work
     rates: Tensor
+    """[T, n]: the learning rate of each step."""
     step: Tensor
     """[1]: which step is next."""
     told: Tensor
@@ -58,8 +59,8 @@ class Place:
             for here, value in zip(self.work.given, work.given, strict=True):
                 if here is not None and value is not None:
                     here.copy_(value[who])
-        rates = torch.tensor(work.rates, dtype=self.rates.dtype)
-        self.rates.copy_(placed(rates, rows.device))
+        rates = placed(torch.tensor(work.rates, dtype=self.rates.dtype), rows.device)[:, None]
+        self.rates.copy_(rates if work.pace is None else rates * work.pace[who])
         self.step.zero_()
         self.told.zero_()
 
@@ -94,7 +95,7 @@ def make_place(layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work
             (),
             given=None if work.given is None else work.given.map(empty),
         ),
-        rows.new_zeros(len(work.rates)),
+        rows.new_zeros(len(work.rates), models),
         work.keys.new_zeros(1),
         rows.new_zeros(len(TOLD), models),
     )
@@ -102,7 +103,7 @@ def make_place(layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work
 
 def sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optimizer) -> None:
     """SGD on all weights at once, and the rest that a step leaves behind."""
-    rate = place.rates.index_select(0, place.step)
+    rates = place.rates.index_select(0, place.step)[0]
     slopes = {name: slopes[name].to(weight.dtype) for name, weight in place.weights.items()}
     if place.received:
         pull = place.work.objective.proximal
@@ -115,7 +116,7 @@ def sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optim
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
             place.velocity[name].copy_(velocity)
-        new = weight - rate * slope
+        new = weight - rates.view(-1, *[1] * (weight.dim() - 1)) * slope
         weight.copy_(new)
         if place.rounded:
             place.narrow[name].copy_(new)
