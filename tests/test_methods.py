@@ -257,8 +257,8 @@ def test_who_has_few_classes_takes_short_steps() -> None:
     counts = torch.tensor(
         [[5.0] * 10, [7.0] * 2 + [0.0] * 8, [9.0] + [0.0] * 9, [0.0] * 10, [3.0, 1.0] + [0.0] * 8]
     )
-    alike = 4 / 3**0.75  # exp of the entropy of (3/4, 1/4)
-    expected = [1, 0.2**1.5, 1 / 30, 1 / 30, (alike / 10) ** 1.5]
+    mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
+    expected = [1, 0.2**1.5, 1 / 30, 1, (mixed / 4) ** 1.5]  # four labels could be of four classes
     assert labelling.paces(counts).tolist() == pytest.approx(expected, rel=1e-6)
 
 
@@ -379,6 +379,10 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         (["method.name=fl2", "model.norm=batch"], "method.sharpness needs model.norm"),
         (["method.name=easgd", "method.stretch=30"], "method.stretch does not go with"),
         (["method.name=alternate", "method.pace=classes"], "method.pace = 'classes' needs method.labels"),
+        (
+            ["method.pace=classes", "split.labels_at=users", "split.user_labels=10"],
+            "set split.labels_at=server",
+        ),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
     ],
 )

@@ -43,6 +43,8 @@ def check(config: Config) -> None:
         )
     _check_round_labels(method, config.model.norm)
     own = method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
+    if method.pace != "full" and config.split.labels_at != "server":
+        raise ConfigError("method.pace = 'classes' looks at pseudo-labels: set split.labels_at=server")
     for key, plain in (("stretch", 1), ("pace", "full")):
         if own and getattr(method, key) != plain:
             raise ConfigError(f"method.{key} does not go with method.name = {method.name!r}: leave it out")

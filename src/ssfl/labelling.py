@@ -71,12 +71,13 @@ def paces(counts: Tensor) -> Tensor:
     class, [n, classes].
 
     The fewer the classes, the sooner long steps lead to a model that knows these alone, and the mean of such
-    models knows nothing; near the model that all received, what they learn adds up. An even mixture of m of M
-    classes gives (m / M)^1.5, and other mixtures as the even one of the same entropy.
+    models knows nothing; near the model that all received, what they learn adds up. Labels as mixed as m even
+    classes (m is e to their entropy) give (m / M)^1.5, where M is how many classes they could be of: all, or
+    as many as there are labels.
     """
-    parts = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    alike: Tensor = torch.special.entr(parts).sum(1).exp()
-    return (alike / counts.shape[1]).pow(1.5).clamp(min=SLOWEST)
+    labels = counts.sum(1).clamp(min=1)
+    mixed: Tensor = torch.special.entr(counts / labels[:, None]).sum(1).exp()
+    return (mixed / labels.clamp(max=counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)
 
 
 def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tensor | None = None) -> Tensor:

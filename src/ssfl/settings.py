@@ -125,8 +125,8 @@ class Method:
     """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
     "labelled" (CBAFed: by how many images got a pseudo-label)."""
     pace: str = "full"
-    """How long users' steps are, with labels once a round: "full", train.lr; or by "classes": shorter where
-    a user's labels are of few classes, and what it learned counts more."""
+    """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
+    labels are of few classes, and what it learned counts more."""
     user_rate: float = 1.0
     """The users' learning rate as a part of train.lr. Near the model that they received, what users of
     different classes learn adds up; further away they pull apart."""
