@@ -254,12 +254,20 @@ def test_stretching_moves_weights_further_and_leaves_statistics() -> None:
 
 
 def test_who_has_few_classes_takes_short_steps() -> None:
-    counts = torch.tensor(
-        [[5.0] * 10, [7.0] * 2 + [0.0] * 8, [9.0] + [0.0] * 9, [0.0] * 10, [3.0, 1.0] + [0.0] * 8]
-    )
+    rows = [[5] * 10, [7] * 2 + [0] * 8, [9] + [0] * 9, [0] * 10, [9, 3] + [0] * 8, [0] * 7 + [6] * 3]
+    images = torch.tensor([50, 14, 9, 0, 4, 3])
     mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
-    expected = [1, 0.2**1.5, 1 / 30, 1, (mixed / 4) ** 1.5]  # four labels could be of four classes
-    assert labelling.paces(counts).tolist() == pytest.approx(expected, rel=1e-6)
+    expected = [1, 0.2**1.5, (1 / 9) ** 1.5, 1, (mixed / 4) ** 1.5, 1]  # four images could be of four classes
+    assert labelling.paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected)
+    assert labelling.paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60])).item() == pytest.approx(
+        1 / 30
+    )
+
+
+def test_different_images_are_counted_once() -> None:
+    images = torch.tensor([[4, 0, 4, 9, 0], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7], [0, 0, 1, 1, 2]])
+    chosen = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1]]) > 0
+    assert labelling.distinct(images, chosen).tolist() == [2, 0, 1, 3]
 
 
 def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> None:

@@ -49,6 +49,7 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
         return Looked(work)
     answers = engine.answers(rows, work)
     thresholds = class_thresholds(method.thresholds, answers, method.threshold, shares)
+    images = work.batches.flatten(1)
     work, sure = labelled(work, answers, thresholds, fill=method.fill)
     weights = None
     if method.weighting == "doubt":
@@ -62,22 +63,29 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
     counts = answers.new_zeros(len(rows), classes).scatter_add_(1, answers.argmax(-1), sure.to(answers.dtype))
     if method.pace == "full":
         return Looked(work, weights, counts.sum(0))
-    pace = paces(counts)
+    pace = paces(counts, distinct(images, sure))
     return Looked(replace(work, pace=pace), weights, counts.sum(0), pace ** (-2 / 3))
 
 
-def paces(counts: Tensor) -> Tensor:
-    """What part of the learning rate each user takes, [n], by how many of its images got a label of each
-    class, [n, classes].
+def paces(counts: Tensor, images: Tensor) -> Tensor:
+    """What part of the learning rate each user takes, [n], by how many labels of each class it has,
+    [n, classes], and of how many images, [n].
 
     The fewer the classes, the sooner long steps lead to a model that knows these alone, and the mean of such
     models knows nothing; near the model that all received, what they learn adds up. Labels as mixed as m even
     classes (m is e to their entropy) give (m / M)^1.5, where M is how many classes they could be of: all, or
-    as many as there are labels.
+    as many as there are images.
     """
-    labels = counts.sum(1).clamp(min=1)
-    mixed: Tensor = torch.special.entr(counts / labels[:, None]).sum(1).exp()
-    return (mixed / labels.clamp(max=counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)
+    parts = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    mixed: Tensor = torch.special.entr(parts).sum(1).exp()
+    return (mixed / images.clamp(1, counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)
+
+
+def distinct(images: Tensor, chosen: Tensor) -> Tensor:
+    """How many different images [n, m] are among the chosen ones, [n]."""
+    ordered = torch.where(chosen, images, -1).sort(1).values
+    fresh = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
+    return (fresh & (ordered >= 0)).sum(1)
 
 
 def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tensor | None = None) -> Tensor:
