@@ -114,7 +114,7 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) -> None:
-    sets = [*SHORT, "train.lr=1000", "train.cycles=0", "model.norm=none"]
+    sets = [*SHORT, "train.lr=1000", "train.warmup=0", "federation.period=16", "model.norm=none"]
     for _ in range(2):
         told: list[str] = []
         (one,) = contest.play(
