@@ -388,7 +388,7 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         (["method.name=easgd", "method.stretch=30"], "method.stretch does not go with"),
         (["method.name=alternate", "method.pace=classes"], "method.pace = 'classes' needs method.labels"),
         (
-            ["method.pace=classes", "split.labels_at=users", "split.user_labels=10"],
+            ["method.name=anchored", "method.pace=classes", "split.labels_at=users", "split.user_labels=10"],
             "set split.labels_at=server",
         ),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
