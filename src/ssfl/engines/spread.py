@@ -4,10 +4,12 @@ Networks of a federation are too small for several threads to share one step of 
 takes its part of a round's trainers through the same engine; what goes there and back are rows.
 """
 
+import ctypes
 import io
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -111,7 +113,7 @@ class Spread:
 
 def _begin(parent: int) -> None:
     """A process begins: one thread, gone soon after its parent, or with the second Ctrl-C, as its parent."""
-    torch.set_num_threads(1)
+    _one_thread()
 
     def first(*_: object) -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(1))
@@ -124,6 +126,16 @@ def _begin(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _one_thread() -> None:
+    """For every library: on Arm some keep the count of threads they had before the fork, which are gone."""
+    torch.set_num_threads(1)
+    with open("/proc/self/maps") as maps:
+        files = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    for library in files:
+        if re.search(r"/lib[gi]?omp[^/]*$", library):
+            ctypes.CDLL(library).omp_set_max_active_levels(0)
 
 
 def _probe() -> None:
