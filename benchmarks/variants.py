@@ -83,7 +83,7 @@ SETS = {"anchored": ANCHORED, "norms": NORMS}
 def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
     """One run, and how it ended."""
     folder = given.out / f"{given.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
-    if runs.read_summary(folder) is None:
+    if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
         seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
         sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
         with suppress(DivergedError):  # a result as well: the others go on

@@ -259,9 +259,8 @@ def test_who_has_few_classes_takes_short_steps() -> None:
     mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
     expected = [1, 0.2**1.5, (1 / 9) ** 1.5, 1, (mixed / 4) ** 1.5, 1]  # four images could be of four classes
     assert labelling.paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected)
-    assert labelling.paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60])).item() == pytest.approx(
-        1 / 30
-    )
+    one = labelling.paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
+    assert one.item() == pytest.approx(1 / 30)
 
 
 def test_different_images_are_counted_once() -> None:

@@ -232,21 +232,23 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 def read_summary(path: Path) -> dict[str, Any] | None:
     """The summary of a finished run; None while it is unfinished or where it is broken."""
-    try:
-        summary = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) and isinstance(summary.get("accuracy"), float) else None
+    summary = _object(path / "summary.json")
+    return summary if isinstance(summary.get("accuracy"), float) else None
 
 
 def broke_down(path: Path) -> str | None:
     """Why training broke down here, where it did: the same run would do so again."""
+    failure = _object(path / FAILURE)
+    return str(failure.get("error")) if failure.get("kind") == DivergedError.__name__ else None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where there is none, or it is broken."""
     try:
-        failure = json.loads((path / FAILURE).read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError):
-        return None
-    diverged = isinstance(failure, dict) and failure.get("kind") == DivergedError.__name__
-    return str(failure.get("error")) if diverged else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _json(value: Any) -> bytes:

@@ -105,8 +105,8 @@ class Simulation:
                 looked = labelling.looked(self.engine, method, rows, work, state.memory.get("shares"))
                 trained = self.engine.train(rows, kept, looked.work)
             looks.append(looked.counts)
-            moved, who = (rows, trained.rows, looked.reach), cohort.users[part]
-            back = sent_back(self.config, self.layout, state.round, who, *moved)
+            who = cohort.users[part]
+            back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows, looked.reach)
             stats = trained.stats if looked.weights is None else trained.stats | {"weight": looked.weights}
             return trained._replace(rows=back, stats=stats)
 

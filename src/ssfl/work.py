@@ -120,11 +120,12 @@ class Work:
         """The work of some of the trainers."""
         keys, batches = self.keys[:, trainers], self.batches[trainers]
         given = None if self.given is None else self.given.map(lambda part: part[trainers])
-        work = replace(self, keys=keys, batches=batches, given=given)
         labelled, helpers, pace = (
             None if part is None else part[trainers] for part in (self.labelled, self.helpers, self.pace)
         )
-        return replace(work, labelled=labelled, helpers=helpers, pace=pace)
+        return replace(
+            self, keys=keys, batches=batches, labelled=labelled, helpers=helpers, given=given, pace=pace
+        )
 
     def with_labels(self, batches: Tensor, given: Given) -> "Work":
         """The same work on other batches, whose labels are given."""

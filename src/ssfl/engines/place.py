@@ -116,7 +116,7 @@ def sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optim
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
             place.velocity[name].copy_(velocity)
-        new = weight - rates.view(-1, *[1] * (weight.dim() - 1)) * slope
+        new = weight - _along(rates, weight) * slope
         weight.copy_(new)
         if place.rounded:
             place.narrow[name].copy_(new)
@@ -129,4 +129,9 @@ def sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optim
 def _cut(slopes: Named, most: float) -> Named:
     """Each model's gradient, at most so long."""
     share = (most / (lengths(list(slopes.values())) + 1e-6)).clamp(max=1)
-    return {name: slope * share.view(-1, *[1] * (slope.dim() - 1)) for name, slope in slopes.items()}
+    return {name: slope * _along(share, slope) for name, slope in slopes.items()}
+
+
+def _along(numbers: Tensor, models: Tensor) -> Tensor:
+    """A number [n] of each model, to go with [n, ...]."""
+    return numbers.view(-1, *[1] * (models.dim() - 1))
