@@ -27,8 +27,13 @@ from ssfl.standings import paired
 Variants = dict[str, list[str]]
 ANCHORED: Variants = {
     "anchored": [],
-    "labels in every step": ["method.labels=step"],
-    "labels in every step, threshold 0.6": ["method.labels=step", "method.threshold=0.6"],
+    "full pace": ["method.pace=full"],
+    "labels in every step": ["method.labels=step", "method.pace=full"],
+    "labels in every step, threshold 0.6": [
+        "method.labels=step",
+        "method.pace=full",
+        "method.threshold=0.6",
+    ],
     "threshold 0.4": ["method.threshold=0.4"],
     "threshold 0.6": ["method.threshold=0.6"],
     "threshold 0.95": ["method.threshold=0.95"],

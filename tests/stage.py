@@ -25,8 +25,7 @@ SHORT = ["federation.rounds=3", "federation.period=3", "train.batch_size=16", "t
 METHODS = {
     "anchored": ["method.name=anchored"],
     "alternate": ["method.name=alternate"],
-    "stretched": ["method.name=anchored", "method.user_rate=0.1", "method.stretch=10"],
-    "paced": ["method.name=anchored", "method.pace=classes"],
+    "full pace": ["method.name=anchored", "method.pace=full"],
     "grouping": ["method.name=grouping", "federation.groups=2"],
     "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],
     "fedavg": ["method.name=crl-gn"],

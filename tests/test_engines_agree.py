@@ -78,7 +78,7 @@ CASES = {
     "RSCFed": ["method.name=rscfed", "method.slow=0.5"],
     "CBAFed": ["method.name=cbafed", "method.fill=false", "method.residual=2", "method.threshold=0.6"],
     "anchored": ["method.name=anchored", "method.threshold=0.6"],
-    "paced": ["method.name=anchored", "method.threshold=0.6", "method.pace=classes", "split.skew=1"],
+    "few classes": ["method.name=anchored", "method.threshold=0.6", "split.skew=1"],
     "gradients cut": ["train.clip=0.5", "method.proximal=0.5"],
     "private": ["privacy.clip=0.5", "privacy.noise=0.01"],
     "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group",

@@ -43,11 +43,8 @@ def check(config: Config) -> None:
         )
     _check_round_labels(method, config.model.norm)
     own = method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
-    if method.pace != "full" and config.split.labels_at != "server":
-        raise ConfigError("method.pace = 'classes' looks at pseudo-labels: set split.labels_at=server")
-    for key, plain in (("stretch", 1), ("pace", "full")):
-        if own and getattr(method, key) != plain:
-            raise ConfigError(f"method.{key} does not go with method.name = {method.name!r}: leave it out")
+    if own and method.pace != "full":
+        raise ConfigError(f"method.pace does not go with method.name = {method.name!r}: set method.pace=full")
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
@@ -119,8 +116,11 @@ def _check_round_labels(method: Method, norm: str) -> None:
         return
     plain = Method()
     for key in ("thresholds", "fill", "mix", "sharpness", "weighting", "pace"):
-        if getattr(method, key) != getattr(plain, key):
-            raise ConfigError(f"method.{key} = {getattr(method, key)!r} needs method.labels = 'round'")
+        given, instead = getattr(method, key), getattr(plain, key)
+        if given != instead:
+            raise ConfigError(
+                f"method.{key} = {given!r} needs method.labels = 'round': set that, or method.{key}={instead}"
+            )
 
 
 def _check_fedmatch(config: Config) -> None:

@@ -54,8 +54,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "method.mix": (0, 100, "a weight"),
     "method.proximal": (0, 1000, "a weight"),
     "method.sharpness": (0, 10, "a distance"),
-    "method.user_rate": (1e-6, 1, "a part of train.lr"),
-    "method.stretch": (0.01, 10_000, "1 is none"),
     "method.server_momentum": (0, 0.999, "below 1"),
     "method.residual": (0, 10**6, "rounds; 0 is never"),
     "method.slow": (0, 0.99999, "below 1"),

@@ -14,7 +14,8 @@ _ONCE = {"objective": "consistency", "labels": "round", "averaging": "fedavg", "
 METHODS: dict[str, Settings] = {
     # Recommended: `alternate`, in which labels have the last word. Besides, users label once a round, the
     # server also sees strong views of its images, the users' mean moves with momentum, a round that would
-    # undo the labels is played without users, and the model is a slow average over rounds.
+    # undo the labels is played without users, the model is a slow average over rounds, and users with few
+    # classes take short steps that count more.
     "anchored": {
         "method": {
             **_ONCE,
@@ -23,6 +24,7 @@ METHODS: dict[str, Settings] = {
             "server_momentum": 0.5,
             "guard": True,
             "slow": 0.99,
+            "pace": "classes",
         },
         "model": {"norm": "group"},
     },

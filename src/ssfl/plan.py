@@ -2,7 +2,7 @@
 
 import builtins
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -135,8 +135,7 @@ class Plan:
 
     def users_work(self, round: int, cohort: Cohort) -> Work:
         who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
-        work = self._work(round, objective_of(self.config), who, self.users, who)
-        return replace(work, rates=tuple(rate * self.config.method.user_rate for rate in work.rates))
+        return self._work(round, objective_of(self.config), who, self.users, who)
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)

@@ -1,4 +1,4 @@
-"""What users send back: what they learned, stretched or noised where that is asked for; of simulated
+"""What users send back: what they learned, with its reach or noised where that is asked for; of simulated
 attackers garbage."""
 
 from collections.abc import Sequence
@@ -11,13 +11,12 @@ from ssfl.rows import Layout
 from ssfl.settings import Config
 
 
-def stretched(sent: Tensor, rows: Tensor, weights: int, times: float, reach: Tensor | None = None) -> Tensor:
-    """Rows whose weights moved so many times as far as training moved them, all or each its own, [n];
-    statistics stay as they are."""
-    if times == 1 and reach is None:
+def stretched(sent: Tensor, rows: Tensor, weights: int, reach: Tensor | None) -> Tensor:
+    """Rows whose weights moved so many times as far as training moved them, each its own, [n]; statistics
+    stay as they are."""
+    if reach is None:
         return rows
-    far = times if reach is None else times * reach[:, None]
-    moved = sent[:, :weights] + far * (rows[:, :weights] - sent[:, :weights])
+    moved = sent[:, :weights] + reach[:, None] * (rows[:, :weights] - sent[:, :weights])
     return torch.cat([moved, rows[:, weights:]], 1)
 
 
@@ -32,7 +31,7 @@ def sent_back(
 ) -> Tensor:
     """The rows [n, P + Q] that the server gets from users who were sent others and trained to these."""
     federation, seed = config.federation, config.run.seed
-    rows = stretched(sent, rows, layout.weights, config.method.stretch, reach)
+    rows = stretched(sent, rows, layout.weights, reach)
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:
         return rows

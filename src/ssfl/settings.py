@@ -127,12 +127,6 @@ class Method:
     pace: str = "full"
     """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
     labels are of few classes, and what it learned counts more."""
-    user_rate: float = 1.0
-    """The users' learning rate as a part of train.lr. Near the model that they received, what users of
-    different classes learn adds up; further away they pull apart."""
-    stretch: float = 1.0
-    """How many times as far as a user's training moved its weights they are taken to have moved: makes up for
-    a small method.user_rate."""
     server_momentum: float = 0.0
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
     residual: int = 0

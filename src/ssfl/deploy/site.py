@@ -83,9 +83,9 @@ class Site:
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
         looked = labelling.looked(sim.engine, sim.config.method, row, work)
-        weights, stretch = sim.layout.weights, sim.config.method.stretch
+        weights = sim.layout.weights
         trained = sim.engine.train(row, torch.zeros_like(row[:, :weights]), looked.work)
-        moved = sending.stretched(row, trained.rows, weights, stretch, looked.reach)
+        moved = sending.stretched(row, trained.rows, weights, looked.reach)
         trained = trained._replace(rows=moved)
         clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
         if clip is None or noise is None:
