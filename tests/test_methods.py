@@ -258,9 +258,11 @@ def test_who_has_few_classes_takes_short_steps() -> None:
     images = torch.tensor([50, 14, 9, 0, 4, 3])
     mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
     expected = [1, 0.2**1.5, (1 / 9) ** 1.5, 1, (mixed / 4) ** 1.5, 1]  # four images could be of four classes
-    assert labelling.paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected)
+    assert labelling.paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(
+        expected, abs=1 / 8192
+    )
     one = labelling.paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
-    assert one.item() == pytest.approx(1 / 30)
+    assert one.item() == pytest.approx(1 / 30, abs=1 / 8192)
 
 
 def test_different_images_are_counted_once() -> None:
@@ -285,9 +287,34 @@ def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> No
     assert looked.reach is not None
     share = float(looked.work.pace)
     assert 1 / 30 <= share < 0.5
-    assert float(looked.reach) == pytest.approx(share ** (-2 / 3))
+    reach = float(looked.reach)
+    assert reach == pytest.approx(share ** (-2 / 3), abs=1 / 8192)
     assert float(moved["full"].norm()) > 0
-    assert torch.allclose(moved["classes"], share ** (1 / 3) * moved["full"], rtol=1e-9, atol=1e-14)
+    assert torch.allclose(moved["classes"], share * reach * moved["full"], rtol=1e-9, atol=1e-14)
+
+
+def test_a_users_pace_does_not_depend_on_who_else_trains(quick: Make) -> None:
+    """A site looks at itself alone, a simulation at everybody at once, and both end in the same bytes."""
+    sim = assemble.make(quick("split.users=20", "federation.participants=20", "method.threshold=0.11"))
+    rows = sim.initial().average.expand(20, -1)
+    work = sim.plan.prepare(0)[1]
+    together = labelling.looked(sim.engine, sim.config.method, rows, work)
+    assert together.work.pace is not None
+    assert together.reach is not None
+    assert len(together.work.pace.unique()) > 5
+    for user in range(20):
+        own = slice(user, user + 1)
+        alone = labelling.looked(sim.engine, sim.config.method, rows[own], work.of(own))
+        assert torch.equal(alone.work.pace, together.work.pace[own])  # type: ignore[arg-type]
+        assert torch.equal(alone.reach, together.reach[own])  # type: ignore[arg-type]
+
+
+def test_users_with_labels_of_their_own_keep_their_pace(quick: Make) -> None:
+    sim = assemble.make(quick("split.labels_at=both", "split.user_labels=50", "method.threshold=0.11"))
+    looked = labelling.looked(sim.engine, sim.config.method, sim.initial().average.expand(10, -1),
+                              sim.plan.prepare(0)[1])  # fmt: skip
+    assert looked.work.pace is None
+    assert looked.reach is None
 
 
 def test_users_weigh_what_they_are_told() -> None:
@@ -359,6 +386,7 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
     ("changes", "says"),
     [
         (["method.mix=1"], "method.mix = 1.0 needs method.labels = 'round'"),
+        (["method.name=semifl", "method.labels=step"], "set that, or method.fill=false"),
         (["method.thresholds=free"], "needs method.labels = 'round'"),
         (["method.labels=round", "method.objective=self-training"], "needs method.objective = 'consistency'"),
         (["method.name=grouping", "method.server_momentum=0.5"], "method.server_momentum needs"),
@@ -373,7 +401,7 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
                 "method.labels=round",
                 "method.pace=classes",
             ],
-            "method.pace does not go with method.name = 'overlap-sgd'",
+            "method.pace = 'classes' does not go with method.averaging = 'overlap'",
         ),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
     ],

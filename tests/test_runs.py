@@ -35,6 +35,16 @@ def undone(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
+def test_an_older_runs_method_has_no_part_that_came_later(done: Path) -> None:
+    config = done / "config.toml"
+    assert runs.read_config(done).method.pace == "classes"
+    config.write_text(config.read_text().replace('pace = "classes"\n', ""))
+    assert runs.read_config(done).method.pace == "full"
+    config.write_text(config.read_text().replace("[method]\n", "[method]\nbygone = 1.0\n"))
+    with pytest.raises(RunError, match=r"unknown key method\.bygone.*the version of ssfl that wrote it"):
+        runs.read_config(done)
+
+
 def test_a_run_folder_holds_what_it_should(done: Path) -> None:
     assert sorted(p.name for p in done.iterdir()) == [
         "checkpoints", "config.toml", "events.jsonl", "model.safetensors", "split.json", "summary.json",

@@ -44,7 +44,11 @@ def check(config: Config) -> None:
     _check_round_labels(method, config.model.norm)
     own = method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
     if own and method.pace != "full":
-        raise ConfigError(f"method.pace does not go with method.name = {method.name!r}: set method.pace=full")
+        which = "objective" if method.objective == "fedmatch" else "averaging"
+        raise ConfigError(
+            f"method.pace = {method.pace!r} does not go with method.{which} = {getattr(method, which)!r}: "
+            "set method.pace=full"
+        )
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
@@ -119,7 +123,8 @@ def _check_round_labels(method: Method, norm: str) -> None:
         given, instead = getattr(method, key), getattr(plain, key)
         if given != instead:
             raise ConfigError(
-                f"method.{key} = {given!r} needs method.labels = 'round': set that, or method.{key}={instead}"
+                f"method.{key} = {given!r} needs method.labels = 'round': set that, or "
+                f"method.{key}={str(instead).lower()}"
             )
 
 

@@ -51,8 +51,11 @@ def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
         _set(given, override)
 
 
-def from_dict(given: dict[str, dict[str, Any]]) -> Config:
-    """A checked config: the given keys over the method's over the defaults."""
+def from_dict(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Config:
+    """A checked config: the given keys over the method's over the defaults.
+
+    What a resolved one lacks is plain: its method had no part that has come since.
+    """
     for section, values in given.items():
         if section not in SECTIONS:
             raise ConfigError(f"unknown section [{section}]{_suggest(section, SECTIONS)}")
@@ -60,7 +63,7 @@ def from_dict(given: dict[str, dict[str, Any]]) -> Config:
             raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
     name = given.get("method", {}).get("name", Method.name)
     _check_choice("method.name", name)
-    settings = METHODS[name]
+    settings = {} if resolved else METHODS[name]
     sections = {
         section: _section(section, settings.get(section, {}) | given.get(section, {})) for section in SECTIONS
     }

@@ -61,10 +61,11 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
         weights = some if weights is None else weights * some
     classes = answers.shape[-1]
     counts = answers.new_zeros(len(rows), classes).scatter_add_(1, answers.argmax(-1), sure.to(answers.dtype))
-    if method.pace == "full":
+    if method.pace == "full" or work.labelled is not None:
         return Looked(work, weights, counts.sum(0))
     pace = paces(counts, distinct(images, sure))
-    return Looked(replace(work, pace=pace), weights, counts.sum(0), pace ** (-2 / 3))
+    reach = _told_apart(pace.double() ** (-2 / 3)).to(pace)
+    return Looked(replace(work, pace=pace), weights, counts.sum(0), reach)
 
 
 def paces(counts: Tensor, images: Tensor) -> Tensor:
@@ -76,9 +77,14 @@ def paces(counts: Tensor, images: Tensor) -> Tensor:
     classes (m is e to their entropy) give (m / M)^1.5, where M is how many classes they could be of: all, or
     as many as there are images.
     """
-    parts = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    mixed: Tensor = torch.special.entr(parts).sum(1).exp()
-    return (mixed / images.clamp(1, counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)
+    parts = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    mixed = torch.special.entr(parts).sum(1).exp()
+    return _told_apart((mixed / images.clamp(1, counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)).to(counts)
+
+
+def _told_apart(numbers: Tensor) -> Tensor:
+    """To the nearest 4096th: a power's last bits are others for one user than for many at once."""
+    return (numbers * 4096).round() / 4096
 
 
 def distinct(images: Tensor, chosen: Tensor) -> Tensor:

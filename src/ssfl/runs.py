@@ -171,10 +171,11 @@ def read_config(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known()}")
     try:
-        return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")))
+        return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")), resolved=True)
     except (OSError, ValueError, ConfigError) as error:
         raise RunError(
-            f"{path / 'config.toml'} is broken ({error}): put it back as it was, or start a new run"
+            f"{path / 'config.toml'} cannot be used ({error}): put it back as it was, take the version of "
+            "ssfl that wrote it, or start a new run"
         ) from error
 
 

@@ -126,7 +126,7 @@ class Method:
     "labelled" (CBAFed: by how many images got a pseudo-label)."""
     pace: str = "full"
     """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
-    labels are of few classes, and what it learned counts more."""
+    pseudo-labels are of few classes, and what it learned counts more; not where users hold labels."""
     server_momentum: float = 0.0
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
     residual: int = 0

@@ -17,6 +17,7 @@ import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -131,11 +132,11 @@ def _begin(parent: int) -> None:
 def _one_thread() -> None:
     """For every library: on Arm some keep the count of threads they had before the fork, which are gone."""
     torch.set_num_threads(1)
-    with open("/proc/self/maps") as maps:
-        files = {line.split(maxsplit=5)[-1].strip() for line in maps}
-    for library in files:
-        if re.search(r"/lib[gi]?omp[^/]*$", library):
-            ctypes.CDLL(library).omp_set_max_active_levels(0)
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for library in {line.split(maxsplit=5)[-1].strip() for line in maps}:
+            if re.search(r"/lib(g|i|)omp[^/]*$", library):
+                with suppress(OSError, AttributeError):  # one of another kind, or gone from the disk
+                    ctypes.CDLL(library).omp_set_max_active_levels(0)
 
 
 def _probe() -> None:

@@ -33,8 +33,9 @@ def _head(row: Row, run: Run) -> dict[str, Any]:
 def _ways(row: Row, run: Run, found: Sequence[Result]) -> list[dict[str, Any]]:
     told = []
     for way in means(one for one in found if one.name == run.name):
-        alike = run.published is not None and way.accuracy is not None and way.data != "digits"
-        difference = (way.accuracy or 0) - (run.published or 0) if alike else None  # a trial is not compared
+        # neither a trial is compared nor another experiment
+        alike = way.accuracy is not None and way.data != "digits" and not way.changes
+        difference = (way.accuracy or 0) - run.published if alike and run.published is not None else None
         told.append(_head(row, run) | asdict(way) | {"difference": difference, "changes": list(way.changes)})
     return told
 
