@@ -65,9 +65,7 @@ def check(config: Config) -> None:
         )
     if method.check and method.server == "none":
         raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
-    if config.run.engine == "dist" and (
-        method.averaging in ("elastic", "overlap") or method.objective == "fedmatch"
-    ):
+    if config.run.engine == "dist" and own:
         raise ConfigError(f"run.engine = 'dist' does not go with method.name = {method.name!r}: use 'auto'")
     if method.name == "fixmatch" and split.users != 1:
         raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")

@@ -64,7 +64,7 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
     if method.pace == "full" or work.labelled is not None:
         return Looked(work, weights, counts.sum(0))
     pace = paces(counts, distinct(images, sure))
-    reach = _told_apart(pace.double() ** (-2 / 3)).to(pace)
+    reach = _coarse(pace.double() ** (-2 / 3)).to(pace)
     return Looked(replace(work, pace=pace), weights, counts.sum(0), reach)
 
 
@@ -79,10 +79,10 @@ def paces(counts: Tensor, images: Tensor) -> Tensor:
     """
     parts = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     mixed = torch.special.entr(parts).sum(1).exp()
-    return _told_apart((mixed / images.clamp(1, counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)).to(counts)
+    return _coarse((mixed / images.clamp(1, counts.shape[1])).pow(1.5).clamp(SLOWEST, 1)).to(counts)
 
 
-def _told_apart(numbers: Tensor) -> Tensor:
+def _coarse(numbers: Tensor) -> Tensor:
     """To the nearest 4096th: a power's last bits are others for one user than for many at once."""
     return (numbers * 4096).round() / 4096
 
