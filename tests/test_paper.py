@@ -281,6 +281,16 @@ def test_what_is_compared_in_a_figure_is_of_one_scale(tmp_path: Path) -> None:
     assert [one.scale for one in drawing.of((second, third))[second]] == [1.0]
 
 
+def test_a_method_has_one_colour_in_every_panel_whatever_was_not_measured() -> None:
+    drawing = figures.Drawing([], "paper")
+    figure, axes = drawing.plt.subplots(1, 2)
+    for number in range(3):
+        drawing.line(axes[0], str(number), number, {1.0: [1.0]})
+        drawing.line(axes[1], str(number), number, {1.0: [1.0]} if number == 2 else {})
+    assert axes[1].lines[0].get_color() == axes[0].lines[2].get_color() != axes[0].lines[0].get_color()
+    drawing.plt.close(figure)
+
+
 def test_the_learning_rates_are_drawn_without_any_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

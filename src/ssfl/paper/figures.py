@@ -60,10 +60,11 @@ class Drawing:
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
         few = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
-        (drawn,) = axis.plot(x, mean, STYLES[number % len(STYLES)], label=label, linewidth=1.8, **few)
+        colour, style = f"C{number % 10}", STYLES[number % len(STYLES)]  # the same in every panel
+        axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **few)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
-            axis.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+            axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
         """Write both files; how the runs were made stands under the title."""
@@ -130,11 +131,12 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
             if run in found:
-                bar = axis.bar(place, statistics.mean(_percents(found[run])), width=0.7)
+                bar = axis.bar(place, statistics.mean(_percents(found[run])), width=0.7, color=f"C{place}")
                 axis.bar_label(bar, fmt="%.1f", fontsize=8)
         names = [NAMES[run.method] for run in rows.METHODS.runs if run.skew == skew]
         axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
         axis.set(title=f"R = {skew:g}", ylabel="test accuracy, %" if skew == 0 else None)
+        axis.set_xlim(-0.6, len(names) - 0.4)
     return drawing.save(figure, out, "2", "Test accuracy of the five methods")
 
 
@@ -142,7 +144,7 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
     """Figures 3 and 4: convergence, and gradient diversity in both measures."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
-        figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+        figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 4), sharex=True, layout="constrained")
         wanted = [run for run in rows.METHODS.runs if run.skew == skew]
         for run, found in drawing.of(wanted).items():
             name, place = NAMES[run.method], wanted.index(run)
@@ -152,7 +154,9 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
         axes[0].set_ylabel("test accuracy, %")
         for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
             axis.set(ylabel=label, yscale="log")
-        _finish(figure, axes)
+        _finish(figure, axes, each=())
+        told = axes[0].get_legend_handles_labels()
+        figure.legend(*told, loc="outside lower center", ncols=len(wanted), fontsize=8)
         return drawing.save(figure, out, number, f"Convergence and gradient diversity, R = {skew:g}")
 
     return drawn
@@ -173,8 +177,7 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
             drawing.line(axis, row.runs[0].data, place, points)
             printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
             if printed and points and drawing.used[-1].data != "digits":
-                colour = axis.lines[-1].get_color()
-                axis.plot(*zip(*printed, strict=True), "o", color=colour, fillstyle="none")
+                axis.plot(*zip(*printed, strict=True), "o", color=f"C{place}", fillstyle="none")
         axis.set_xlabel(label)
         if not axis.lines:
             axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes)
