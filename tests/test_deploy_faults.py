@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -214,6 +215,33 @@ def test_a_killed_site_is_left_out_of_the_round_and_may_come_back(
     assert came[-1] == 3
     assert refusals(out) == []
     assert "Traceback" not in stage.said("serve")
+
+
+@pytest.mark.slow
+def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out = free_port(), stage.folder / "run"
+    serve = stage.serve(folders, ring, port, *sets("federation.rounds=8"))
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    stage.until("serve", "round 2/8  accuracy")
+    serve.send_signal(signal.SIGINT)
+    assert serve.wait(60) == 130, stage.said("serve")
+    fewer = Path(shutil.copytree(ring, stage.folder / "fewer"))
+    (fewer / "bonn.pub").rename(fewer / "zwolle.pub")
+    again = ["serve", "--resume", out, "--port", port, "--keys", fewer]
+    other = stage.ssfl("other", *again)
+    assert other.wait(60) == 2
+    assert "was begun with other sites (aachen, bonn, calais)" in stage.said("other")
+    (fewer / "zwolle.pub").unlink()
+    before = checkpoint(out).round
+    second = stage.ssfl("second", *again)
+    assert second.wait(200) == 0, stage.said("second")
+    assert "without a key, and kept out: bonn" in stage.said("second")
+    rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
+    assert [event["returned"] for event in rounds[before:]] == [[0, 2]] * (8 - before)
+    assert runs.read_config(out).split.users == 3
 
 
 @pytest.mark.slow

@@ -185,6 +185,9 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
         ) as grid:
             shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
             view.tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
+            gone = [name for name in names if known and name not in known]
+            if gone:
+                view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(grid, names, needed, *times, view.tell, notes, asked=place.keys is None)
             return conduct(sim, terms, fleet, path, again, place.share, view)
@@ -212,11 +215,11 @@ def opened(
             raise RunError(f"{path} is a simulation: go on with `ssfl resume {path}`")
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
-        known = _begun_with(path, known, count)
+        known = _begun_with(path, known, count, config.split.users)
     else:
         runs.require_free(path)
-    assert config is not None
-    config = replace(config, split=replace(config.split, users=count))
+        assert config is not None
+        config = replace(config, split=replace(config.split, users=count))
     check(config)
     with surroundings.reproducible(), surroundings.enough_memory():
         sim, terms = prepare(config)
@@ -268,13 +271,13 @@ def _described(sim: Simulation) -> dict[str, Any]:
     return inventory.describe_split(sim.dataset, sim.parts, sim.validation)
 
 
-def _begun_with(path: Path, names: list[str], count: int) -> list[str]:
-    """The sites of a run that was stopped, in the order of their numbers."""
+def _begun_with(path: Path, names: list[str], count: int, users: int) -> list[str]:
+    """The sites of a run that was stopped, in the order of their numbers; whose key is gone stays away."""
     try:
         begun = [str(name) for name in json.loads((path / "split.json").read_text())["sites"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
-    if (begun and names and names != begun) or runs.read_config(path).split.users != count:
+    if (set(names) - set(begun)) if names and begun else count != users:
         raise RunError(f"{path} was begun with other sites ({', '.join(begun)}): use the keys of these alone")
     return begun or names
 

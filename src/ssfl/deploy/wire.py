@@ -77,7 +77,11 @@ def check(config: Config) -> None:
     """What a real federation can do."""
     method, train = config.method, config.train
     settled = [
-        (method.objective in OBJECTIVES, f"method.name = {method.name!r}", "one whose users need no labels"),
+        (
+            method.objective in OBJECTIVES,
+            f"method.name = {method.name!r}",
+            "one whose users train by consistency or self-training",
+        ),
         (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
         (not method.fill, "method.fill = true", "false: no site's word weighs"),
         (
