@@ -112,6 +112,29 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     assert "done before" in (tmp_path / "told.txt").read_text()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_contests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    played(tmp_path, "alternate", seeds=1)
+    if not ended:
+        (tmp_path / "alternate-seed1" / "summary.json").unlink()
+    row = METHODS["alternate"]
+    monkeypatch.setitem(METHODS, "alternate", row | {"method": row["method"] | {"threshold": 0.5}})
+    with pytest.raises(
+        ConfigError, match=r"alternate-seed1 was played with method\.threshold = .*, which is 0\.5 now"
+    ):
+        played(tmp_path, "alternate", seeds=1)
+
+
+def test_who_broke_down_is_never_first() -> None:
+    def standing(name: str, accuracies: list[float], diverged: int) -> Standing:
+        return Standing(name, (), accuracies, diverged, 1, 1.0, 1)
+
+    found = [standing("lucky", [95.0], 2), standing("sound", [94.5, 94.4, 94.6], 0), standing("lost", [], 3)]
+    assert [one.method for one in contest.ranked(found)] == ["sound", "lucky", "lost"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) -> None:
     sets = [*SHORT, "train.lr=1000", "train.warmup=0", "federation.period=16", "model.norm=none"]

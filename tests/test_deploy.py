@@ -6,8 +6,9 @@ What goes wrong between processes is in test_deploy_faults.py.
 import io
 import json
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,15 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "boasting": (boasting, "truncated or altered"),
     "another round": (lambda reply: reply_with(reply, row_of(reply), round=7), "an answer to round 8, not 1"),
     "loss not finite": (lambda reply: reply_with(reply, row_of(reply), loss=float("nan")), "not finite"),
+    "beyond all lengths": (
+        lambda reply: reply_with(reply, row_of(reply) * 0 + np.float32(3e38)),
+        "beyond 1e+15",
+    ),
+    "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "that no training gives"),
+    "sure of too much": (
+        lambda reply: reply_with(reply, row_of(reply), masked=7.0),
+        "that no training gives",
+    ),
     "loss a list": (lambda reply: reply_with(reply, row_of(reply), loss=[1.0]), "without its numbers"),
     "more than asked for": (talkative, "nobody asked for"),
     "far too long": (lambda reply: reply_with(reply, row_of(reply) * np.float32(50)), "times as long as"),
@@ -202,6 +212,56 @@ def test_who_is_refused_three_times_is_left_out(folders: Path, hall: Open) -> No
     again, grid, lines = hall(config_of(folders, ["federation.rounds=6"]))
     _, [event] = again.play(state)
     assert event["participants"] == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", [None, "not a number"])
+def test_where_nobody_that_was_drawn_can_count_the_server_goes_on_alone(
+    wrong: str | None, folders: Path, hall: Open
+) -> None:
+    config = config_of(folders, ["method.name=alternate", "federation.participants=1"])
+    made, grid, _ = hall(config)
+    (drawn,) = made.plan.cohort(0).users
+    start = made.initial()
+    if wrong is None:  # it was left out before
+        strikes = start.strikes.clone()
+        strikes[drawn] = 3
+        start = replace(start, strikes=strikes)
+    else:
+        grid.spoil = lambda node, reply: WRONG[wrong][0](reply) if "model" in reply.content else reply
+    state, [event, *_] = made.play(start)
+    assert event["participants"] == ([] if wrong is None else [drawn])
+    assert event["returned"] == []
+    assert not torch.equal(state.average, start.average)
+    assert int(state.strikes[drawn]) == (3 if wrong is None else 1)
+
+
+def test_sites_get_the_same_terms_when_a_run_goes_on(folders: Path, tmp_path: Path) -> None:
+    sim, terms = centre.prepare(config_of(folders, []))
+    runs.create(tmp_path / "run", sim.config, {})
+    assert centre.prepare(runs.read_config(tmp_path / "run"))[1] == terms
+
+
+def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Path) -> None:
+    _, terms = centre.prepare(config_of(folders, ["method.name=anchored"]))
+    older = terms.replace('pace = \\"classes\\"\\n', "")
+    assert older != terms
+    assert wire.read_terms(older).config.method.pace == "full"
+
+
+def test_who_comes_back_before_it_was_missed_is_let_in_later(
+    folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "LINE_EVERY", 0.1)
+    made, grid, lines = hall(config_of(folders, []))
+    assert len(made.fleet.gather()) == 3
+    grid.sites[99] = grid.sites[55]  # bonn again, as a node of its own, while the old one still counts
+    made.fleet.asked = True
+    made.fleet.connected()
+    assert "bonn is turned away: another site has that name" in lines
+    del grid.sites[55]
+    time.sleep(0.2)
+    made.fleet.connected()
+    assert made.fleet.connected()[1] == 99
 
 
 def test_what_a_site_says_of_its_images_weighs_nothing(folders: Path, hall: Open) -> None:

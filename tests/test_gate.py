@@ -1,5 +1,6 @@
 """What is refused before averaging, robust averages, and users that send garbage."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from ssfl.errors import ConfigError
 from ssfl.federation import State, play_round
 from ssfl.rows import write_row
 from ssfl.settings import Config
-from ssfl.work import Trained
+from ssfl.simulation import Simulation
+from ssfl.work import Trained, Work
 
 Make = Callable[..., Config]
 
@@ -86,6 +88,52 @@ def test_when_everybody_is_refused_the_server_goes_on_alone() -> None:
         gate=lambda sent, rows: ["no"] * 4,
     )  # fmt: skip
     assert new.streams.flatten().tolist() == [20, 20]
+
+
+def test_the_momentum_of_who_was_refused_is_what_it_was() -> None:
+    def spoilt(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+        moved = momentum + column(1, 2, math.nan, 4)
+        return Trained(rows + moved, moved, {"loss": moved[:, 0]})
+
+    start = State(0, column(10, 20), column(15)[0], column(5, 6, 7, 8, 9), torch.zeros(4, dtype=torch.int64))
+    new, outcome = play_round(
+        start, COHORT, train_users=spoilt, train_server=train(5), server="none", slots=(3, 2, 1, 0),
+        gate=lambda sent, rows: ["" if row.isfinite().all() else "not finite" for row in rows],
+    )  # fmt: skip
+    assert list(outcome.refused) == [2]
+    assert new.momentum.flatten().tolist() == [9, 6, 9, 9, 9]  # slot 1 is as it was
+
+
+def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
+    quick: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = assemble.make
+
+    def with_one_broken(config: Config) -> Simulation:
+        sim = made(config)
+        plain = sim.engine.train
+
+        def broken(rows: torch.Tensor, momentum: torch.Tensor, work: Work) -> Trained:
+            trained = plain(rows, momentum, work)
+            if len(rows) > 1:
+                for numbers in (trained.rows, trained.momentum, trained.stats["loss"]):
+                    numbers[1] = math.nan
+            return trained
+
+        sim.engine.train = broken  # type: ignore[method-assign]
+        return sim
+
+    monkeypatch.setattr(assemble, "make", with_one_broken)
+    ssfl.run(quick("method.gate=true", "method.name=alternate", "run.engine=loop"), tmp_path / "run")
+    events = [event for event in runs.read_events(tmp_path / "run") if event["event"] == "round"]
+    for event in events:
+        assert event["refused"] == {
+            "1": "not finite" if event["round"] <= 3 else "left out after three refusals"
+        }
+        assert event["user_loss"][1] is None
+        assert event["loss"] == pytest.approx(
+            sum(loss for loss in event["user_loss"] if loss is not None) / 9
+        )
 
 
 @pytest.mark.parametrize("server", ["parallel", "alternate", "none"])

@@ -345,11 +345,12 @@ def test_averages_over_rounds(quick: Make) -> None:
     states = [sim.initial()]
     for _ in range(4):
         states.append(sim.play(states[-1])[0])
-    # a new model every round, halved with the stored one in every second
+    # a new model every round; in every second it is kept, and halved with the one kept before, if any
     plain = assemble.make(quick("run.engine=loop"))
-    unmixed = plain.play(states[1])[0].average
-    assert torch.allclose(states[2].average, (unmixed + states[0].average) / 2, atol=1e-7)
+    assert torch.equal(states[2].average, plain.play(states[1])[0].average)
     assert torch.equal(states[3].memory["stored"], states[2].average)
+    unmixed = plain.play(states[3])[0].average
+    assert torch.allclose(states[4].average, (unmixed + states[2].average) / 2, atol=1e-7)
     slow = states[0].average
     for number, state in enumerate(states[1:], 1):
         stays = min(0.9, number / (number + 9))
@@ -404,6 +405,9 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
             "method.pace = 'classes' does not go with method.averaging = 'overlap'",
         ),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
+        (["method.name=semifl", "method.combine=median"], "method.fill needs method.combine = 'mean'"),
+        (["method.name=easgd", "split.server_labels=0", "method.slow=0.9"], "set method.slow=0"),
+        (["method.name=fedmatch", "method.proximal=1"], "set method.proximal=0"),
     ],
 )
 def test_what_does_not_go_together(quick: Make, changes: list[str], says: str) -> None:

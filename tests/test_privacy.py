@@ -18,7 +18,7 @@ from scipy import integrate, optimize, stats
 import ssfl
 from ssfl import assemble, draws, privacy, runs
 from ssfl.config import load_config
-from ssfl.errors import ConfigError, SsflError
+from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.settings import Config
 
 Make = Callable[..., Config]
@@ -227,6 +227,22 @@ def test_a_real_site_noises_with_what_nobody_knows_and_keeps_its_numbers_back(tm
     assert float((first - second).std()) == pytest.approx(0.01 * 2 * 2**0.5, rel=0.05)
     assert "ε = " in lines[0]
     assert "loss" in lines[1]
+
+
+def test_a_run_whose_events_are_damaged_does_not_tell_too_small_an_epsilon(
+    quick: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    stopped = quick(*ON, "run.checkpoint_every=1")
+    ssfl.run(stopped, path)
+    (path / "summary.json").unlink()
+    file = path / "events.jsonl"
+    first, second, *rest = file.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([first, second[:20] + b"\n", *rest])
+    file.write_bytes(damaged)
+    with pytest.raises(RunError, match="nobody can tell what privacy was spent"):
+        ssfl.resume(path)
+    assert file.read_bytes() == damaged  # nothing more is lost
 
 
 def test_without_the_accountant_it_says_what_to_install(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,12 @@ def check(config: Config) -> None:
     if method.averaging in ("elastic", "overlap"):
         if method.server != "none":
             raise ConfigError(f"method.averaging = {method.averaging!r} needs method.server = 'none'")
+        for key in ("slow", "residual", "server_momentum"):
+            if getattr(method, key):
+                raise ConfigError(
+                    f"method.{key} does not go with models of the users' own ({method.averaging}): "
+                    f"set method.{key}=0"
+                )
     elif method.elasticity is not None:
         raise ConfigError("method.elasticity needs method.averaging = 'elastic' or 'overlap'")
     if method.server_replicas and (method.averaging, method.server) != ("grouping", "parallel"):
@@ -115,6 +121,8 @@ def _check_round_labels(method: Method, norm: str) -> None:
             raise ConfigError("method.sharpness needs model.norm = 'group' or 'none'")
         if method.weighting != "even" and method.combine != "mean":
             raise ConfigError(f"method.weighting = {method.weighting!r} needs method.combine = 'mean'")
+        if method.fill and (method.combine != "mean" or method.check):
+            raise ConfigError("method.fill needs method.combine = 'mean' and method.check = false")
         return
     plain = Method()
     for key in ("thresholds", "fill", "mix", "sharpness", "weighting", "pace"):
@@ -133,6 +141,7 @@ def _check_fedmatch(config: Config) -> None:
         (config.model.norm != "batch", f"model.norm = {config.model.norm!r}", "model.norm=none"),
         (method.averaging == "fedavg", f"method.averaging = {method.averaging!r}", "method.averaging=fedavg"),
         (method.views == "separate", f"method.views = {method.views!r}", "method.views=separate"),
+        (method.proximal == 0, f"method.proximal = {method.proximal}", "method.proximal=0"),
         (train.momentum == 0, f"train.momentum = {train.momentum}", "train.momentum=0"),
         (train.clip == 0, f"train.clip = {train.clip}", "train.clip=0"),
         (train.lr < 0.1, f"train.lr = {train.lr}, which draws ψ beyond σ", "train.lr below 0.1"),

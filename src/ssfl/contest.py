@@ -12,12 +12,13 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ssfl import assemble, progress, runs, train
 from ssfl import config as configs
+from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
 from ssfl.report.words import percent
@@ -98,25 +99,31 @@ def play(
     wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
     for method, seed in itertools.product(methods, range(1, seeds + 1)):
         entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
-    _require_validation(wanted[methods[0]][0].config)
+    data = assemble.load_data(wanted[methods[0]][0].config)
+    _require_validation(wanted[methods[0]][0].config, data)
     _same_protocol(out, source, sets)
     found = []
     for method, mine in wanted.items():
         taken, scores = mine[0].options, []
         if len(mine) > 1:
-            scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
+            scores = [(_validation(_played(one, data, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
             images = f"by {_validation_images(mine[0].path):,} validation images"
             tell(f"{method}: {' '.join(taken)}, {images} {_percent(best)}, else {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
-        standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
+        standing = _standing(method, taken, [_played(one, data, tell, quiet) for one in entries])
         tried = [
             {"options": options, "validation_accuracy": None if score < 0 else score}
             for score, options in scores
         ]
         found.append(replace(standing, tries=tried))
-    return sorted(found, key=lambda one: -(one.mean or 0.0))
+    return ranked(found)
+
+
+def ranked(found: Sequence[Standing]) -> list[Standing]:
+    """Best first; a mean over the seeds that survived is no place among those that lost none."""
+    return sorted(found, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
 
 
 def _tries(
@@ -148,9 +155,8 @@ def _values(choice: str) -> list[str]:
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
 
-def _require_validation(config: Config) -> None:
+def _require_validation(config: Config, data: Dataset) -> None:
     """Choices need images; where there are hardly any, a part of them is none."""
-    data = assemble.load_data(config)
     if not len(assemble.make_parts(assemble.resolve(config, data), data)[1]):
         raise ConfigError(
             f"data.validation = {config.data.validation} of so few labelled images is none: raise it"
@@ -187,8 +193,24 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
     runs.write_atomic(file, json.dumps({"source": source, "settings": told}, indent=1).encode())
 
 
-def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
+def _require_same(one: Entry, data: Dataset) -> None:
+    """A method's settings may have changed since its run: then that is no run of this contest."""
+    before, now = runs.read_config(one.path), assemble.resolve(one.config, data)
+    for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
+        was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
+        for key, value in wanted.items():
+            left_open = key in ("root", "download") or (key == "precision" and value is None)
+            if was[key] != value and not left_open:
+                raise ConfigError(
+                    f"{one.path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
+                    "remove it, or choose another --out"
+                )
+
+
+def _played(one: Entry, data: Dataset, tell: Tell, quiet: bool) -> Path | None:
     """The run's folder, or nothing where training broke down."""
+    if (one.path / "config.toml").is_file():
+        _require_same(one, data)
     if runs.read_summary(one.path) is not None:
         tell(f"{one.path.name}: done before")
         return one.path

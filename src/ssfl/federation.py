@@ -152,6 +152,9 @@ def play_round(
             sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
             reasons = gate(sent, rows) if gate is not None else [""] * count
             refused = {place: reason for place, reason in enumerate(reasons) if reason}
+            if refused and len(momentum):
+                back = placed([slots[place] % len(momentum) for place in refused], momentum.device)
+                momentum[back] = state.momentum[back]
             matrix, streams = None, state.streams
             passed = [place for place in range(count) if place not in refused]
             if passed:

@@ -16,8 +16,6 @@ def first(method: Method, row: Tensor, weights: Tensor, counts: Tensor) -> dict[
         kept["velocity"] = torch.zeros_like(weights)
     if method.slow:
         kept["slow"] = row.clone()
-    if method.residual:
-        kept["stored"] = row.clone()
     if method.thresholds == "balanced":
         kept["shares"] = counts
     if method.guard:
@@ -34,7 +32,7 @@ def over_rounds(method: Method, state: State) -> State:
     """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
     memory = state.memory
     if method.residual and state.round % method.residual == 0:
-        average = (state.average + memory["stored"]) / 2
+        average = (state.average + memory.get("stored", state.average)) / 2
         memory = memory | {"stored": average.clone()}
         state = replace(state, average=average, streams=average.repeat(len(state.streams), 1))
     if method.slow:

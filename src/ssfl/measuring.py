@@ -1,6 +1,9 @@
-"""Gradient diversity of a round, measured on the models that everybody started from."""
+"""What is told of a round: the users' numbers, and gradient diversity at the models that everybody started
+from."""
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,3 +58,28 @@ def diversity_event(sim: "Simulation", state: State, cohort: Cohort, outcome: Ou
         }
     table = diversity.variants(rows, server, cohort.groups)
     return {"event": "diversity", "round": state.round + 1, **table}
+
+
+def of_users(stats: dict[str, list[float]], norms: list[float], refused: Collection[int]) -> dict[str, Any]:
+    """What a round's event tells of its users; means are over those that were not refused, if any."""
+
+    def total(values: list[float]) -> float:
+        return sum(value for place, value in enumerate(values) if place not in refused)
+
+    def each(values: list[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]
+
+    told: dict[str, Any] = {
+        "user_loss": each(stats["loss"]),
+        "user_mask_rate": each(stats["masked"]),
+        "user_update_norm": each(norms),
+    }
+    count, known = len(norms) - len(refused), total(stats["told"])
+    if count:
+        told |= {
+            "loss": total(stats["loss"]) / count,
+            "mask_rate": total(stats["masked"]) / count,
+            "pseudo_accuracy": total(stats["right"]) / known if known else None,
+            "update_norm": total(norms) / count,
+        }
+    return told

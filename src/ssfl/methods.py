@@ -103,7 +103,8 @@ METHODS: dict[str, Settings] = {
         "train": {"weight_decay": 5e-4, "clip": 1.0},
     },
     # A rival, Lee et al. 2024, (FL)²: thresholds by class, flat minima, doubtful users weigh more. Published
-    # on SemiFL's rounds, with the same statistics over every user's images: not here.
+    # on SemiFL's rounds, with the same statistics over every user's images, and after a training of the
+    # server alone: not here.
     "fl2": {
         "method": {
             **_ONCE,
@@ -117,7 +118,8 @@ METHODS: dict[str, Settings] = {
         "train": {"weight_decay": 5e-4, "clip": 1.0},
     },
     # A rival, Liang et al. 2022: users far from the others weigh less, in three means of halves. Published
-    # with a mean teacher and one labelled user; here users learn by consistency, the server has the labels.
+    # with a mean teacher and one labelled user that trains first; here users learn by consistency, and the
+    # server has the labels.
     "rscfed": {
         "method": {
             "objective": "consistency",
@@ -128,7 +130,8 @@ METHODS: dict[str, Settings] = {
         "model": {"norm": "group"},
     },
     # A rival, Li, Li and Wang 2023: thresholds by how often a class was trained on, weights by how many
-    # images, residual connection. Users tell everybody their class counts.
+    # images, residual connection. Users tell everybody their class counts. Published after a training on
+    # labels alone, and with rare second classes of unsure images: not here.
     "cbafed": {
         "method": {
             **_ONCE,

@@ -204,9 +204,16 @@ def read_events(path: Path) -> Iterator[Event]:
         yield event
 
 
-def cut_events(path: Path, rounds: int) -> None:
-    """Drop what was logged after the given round."""
+def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
+    """Drop what was logged after the given round; where privacy is counted in the events, none may be
+    lost."""
     kept = [event for event in read_events(path) if event["round"] <= rounds]
+    lost = set(range(1, rounds + 1)) - {event["round"] for event in kept if event["event"] == "round"}
+    if counted and lost:
+        raise RunError(
+            f"{path / 'events.jsonl'} is damaged at round {min(lost)}: put it back, or start a new run; without "
+            "it nobody can tell what privacy was spent"
+        )
     lines = [json.dumps(event).encode() + b"\n" for event in kept]
     write_atomic(path / "events.jsonl", b"".join(lines))
 

@@ -254,22 +254,14 @@ class Simulation:
         if self.config.method.gate:
             event["refused"] = {str(cohort.users[place]): why for place, why in outcome.refused.items()}
         if outcome.users is not None:
-            count, names = len(cohort.users), list(outcome.users.stats)
+            names = list(outcome.users.stats)
             numbers = torch.stack([*outcome.users.stats.values(), outcome.users.norms])
             *told, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
             stats = dict(zip(names, told, strict=True))
-            event |= {
-                "loss": sum(stats["loss"]) / count,
-                "mask_rate": sum(stats["masked"]) / count,
-                "pseudo_accuracy": _ratio(sum(stats["right"]), sum(stats["told"])),
-                "user_loss": stats["loss"],
-                "user_mask_rate": stats["masked"],
-                "user_update_norm": norms,
-            }
-            event["update_norm"] = sum(norms) / count
             for place, (user, *found) in enumerate(zip(cohort.users, stats["loss"], norms, strict=True)):
                 if place not in outcome.refused:
                     self._require_finite(round, f"user {user}", found)
+            event |= measuring.of_users(stats, norms, outcome.refused)
         if self.config.method.guard:
             event["alone"] = int(outcome.alone)
         if outcome.server is not None:
@@ -284,10 +276,6 @@ class Simulation:
                 f"training broke down in round {round}: the loss or update of {who} is not finite; "
                 f"in a new run lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
             )
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 def network_of(config: Config, dataset: Dataset) -> nn.Module:

@@ -100,7 +100,7 @@ def resume(path: str | Path, report: Report | None = None, warn: Warn | None = N
             if leads:
                 if changed:
                     warn(f"{changed}: numbers may differ from here on")
-                runs.cut_events(path, start.state.round)
+                runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
             return rounds(sim, path, start, report)
 
 
@@ -216,7 +216,7 @@ def _finish(
         "engine": sim.config.run.engine,
         "device": device_name(sim.device),
         "threads": sim.config.run.threads,
-        "precision": sim.config.train.precision,
+        "precision": str(sim.pool.dtype).removeprefix("torch."),
         "compile": sim.config.run.compile,
         "users_at_once": sim.config.run.users_at_once,
         "versions": runs.versions(),

@@ -71,7 +71,8 @@ class Centre(Simulation):
             answers = self.fleet.train(rows, self.terms, state.round, meanwhile)
         came = answers.came
         cohort = only(drawn, answers.sent, came)
-        if not cohort.users:
+        silent = set(answers.sent) - set(answers.refused)
+        if not cohort.users and (silent or method.server == "none"):  # otherwise the server goes on alone
             raise RunError(
                 f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer "
                 "with --deadline"
@@ -134,7 +135,8 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
-    own = replace(sim.config, run=replace(sim.config.run, engine="sites"))
+    # each site has its own precision unless a person wrote one, after a resume as before it
+    own = replace(sim.config, train=config.train, run=replace(sim.config.run, engine="sites"))
     return replace(sim, plan=replace(sim.plan, config=own)), terms
 
 
@@ -190,6 +192,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(grid, names, needed, *times, view.tell, notes, asked=place.keys is None)
+            fleet.left_out |= set(gone)
             return conduct(sim, terms, fleet, path, again, place.share, view)
 
 
@@ -244,7 +247,7 @@ def conduct(
     if changed:
         view.tell(f"warning: {changed}: numbers may differ from here on")
     view.watch(fleet, sim.rounds)
-    runs.cut_events(path, start.state.round)
+    runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:
         try:

@@ -148,7 +148,8 @@ class Fleet:
             if name not in self.names or name in self._nodes.values():
                 why = "another site has that name" if name in self.names else "no such site is expected"
                 self.tell(f"{name} is turned away: {why}")
-                self._turned_away[node] = float("inf")
+                taken = name in self.names  # by one that may be gone without our knowing yet
+                self._turned_away[node] = time.monotonic() + LINE_EVERY if taken else float("inf")
                 continue
             self._nodes[node], self.images[name] = name, count
             self.doing[name] = "connected"

@@ -72,7 +72,8 @@ class View:
             told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
             each = zip(event["returned"], event["user_loss"], event["user_mask_rate"], strict=True)
             for user, loss, mask in each:
-                self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
+                if loss is not None and mask is not None:
+                    self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
         refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
         self.tell(
             f"round {event['round']}/{self.rounds}  {len(event['returned'])} of {len(event['participants'])} "

@@ -22,6 +22,8 @@ from ssfl.work import TOLD, Trained
 
 OBJECTIVES = ("consistency", "self-training")
 AVERAGES = ("fedavg", "grouping", "weighted")
+LARGEST = 1e15
+"""No number of a model or of its loss is larger: a million of them squared are still float32 numbers."""
 MOST_CLASSES = 100_000
 MODEL, ROW = "model", "row"
 """What a model is called in a message."""
@@ -58,7 +60,7 @@ def read_terms(text: str) -> Terms:
     """Terms from the centre, checked: a site trusts no message."""
     try:
         told = json.loads(text)
-        config = from_dict(tomllib.loads(told["config"]))
+        config = from_dict(tomllib.loads(told["config"]), resolved=True)
         classes, shape = int(told["classes"]), tuple(int(n) for n in told["shape"])
         mean, std = (tuple(float(x) for x in told[name]) for name in ("mean", "std"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -135,6 +137,8 @@ def unpack(content: RecordDict, length: int) -> Tensor:
     numbers = np.frombuffer(array.data, "<f4", length, len(header))
     if not np.isfinite(numbers).all():
         raise DataError("a model with numbers that are not finite")
+    if np.abs(numbers).max(initial=0) > LARGEST:
+        raise DataError(f"a model with numbers beyond {LARGEST:g}")
     return torch.from_numpy(numbers.astype(np.float32))
 
 
@@ -172,6 +176,8 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
         raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
     if not np.isfinite(list(told.values())).all():
         raise DataError("numbers that are not finite")
+    if abs(told["loss"]) > LARGEST or not all(-0.01 < told[name] < 1.01 for name in TOLD if name != "loss"):
+        raise DataError(f"numbers that no training gives ({told})"[:120])
     return row, told
 
 
