@@ -406,6 +406,10 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         ),
         (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
         (["method.name=semifl", "method.combine=median"], "method.fill needs method.combine = 'mean'"),
+        (
+            ["method.name=grouping", "federation.groups=6", "federation.group_sizes=filled"],
+            "leaves one of 6 groups without users: set federation.groups=5",
+        ),
         (["method.name=easgd", "split.server_labels=0", "method.slow=0.9"], "set method.slow=0"),
         (["method.name=fedmatch", "method.proximal=1"], "set method.proximal=0"),
     ],

@@ -77,6 +77,12 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     if groups is None:
         grouped = config.method.averaging == "grouping"
         groups = min(participants, max(2, -(-participants // 10))) if grouped else 1
+    full = -(-participants // groups)
+    if federation.group_sizes == "filled" and (groups - 1) * full >= participants:
+        raise ConfigError(
+            f"federation.group_sizes = 'filled' leaves one of {groups} groups without users: set "
+            f"federation.groups={-(-participants // full)}"
+        )
     count = max(1, round(rounds(config)))
     if count > 10**9:
         raise ConfigError(f"federation.epochs = {federation.epochs} makes {count:.0e} rounds: lower it")

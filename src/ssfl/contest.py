@@ -199,7 +199,7 @@ def _require_same(one: Entry, data: Dataset) -> None:
     for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
         was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
         for key, value in wanted.items():
-            left_open = key in ("root", "download") or (key == "precision" and value is None)
+            left_open = key in ("root", "download", "path") or (key == "precision" and value is None)
             if was[key] != value and not left_open:
                 raise ConfigError(
                     f"{one.path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "

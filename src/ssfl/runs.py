@@ -211,8 +211,8 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
     lost = set(range(1, rounds + 1)) - {event["round"] for event in kept if event["event"] == "round"}
     if counted and lost:
         raise RunError(
-            f"{path / 'events.jsonl'} is damaged at round {min(lost)}: put it back, or start a new run; without "
-            "it nobody can tell what privacy was spent"
+            f"{path / 'events.jsonl'} is damaged at round {min(lost)}, and nobody can tell what privacy was "
+            "spent: put it back, or start a new run"
         )
     lines = [json.dumps(event).encode() + b"\n" for event in kept]
     write_atomic(path / "events.jsonl", b"".join(lines))
