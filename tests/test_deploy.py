@@ -251,7 +251,7 @@ def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Pa
 def test_who_comes_back_before_it_was_missed_is_let_in_later(
     folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "LINE_EVERY", 0.1)
+    monkeypatch.setattr(fleet, "SOON", 0.1)
     made, grid, lines = hall(config_of(folders, []))
     assert len(made.fleet.gather()) == 3
     grid.sites[99] = grid.sites[55]  # bonn again, as a node of its own, while the old one still counts

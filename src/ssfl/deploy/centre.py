@@ -191,8 +191,9 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
             if gone:
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
-            fleet = Fleet(grid, names, needed, *times, view.tell, notes, asked=place.keys is None)
-            fleet.left_out |= set(gone)
+            fleet = Fleet(
+                grid, names, needed, *times, view.tell, notes, asked=place.keys is None, left_out=set(gone)
+            )
             return conduct(sim, terms, fleet, path, again, place.share, view)
 
 

@@ -24,6 +24,8 @@ LINE_EVERY = 10.0
 """Seconds between two lines about who is missing."""
 LATER = 300.0
 """Seconds until a site that did not say who it is is asked again: it shall not hold up every round."""
+SOON = 10.0
+"""Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """What Flower says of an answer that did not come, or not wholly, while its message held."""
 Tell = Callable[[str], None]
@@ -146,10 +148,10 @@ class Fleet:
             if free and name not in self.names:
                 self.names = sorted([*self.names, name])
             if name not in self.names or name in self._nodes.values():
-                why = "another site has that name" if name in self.names else "no such site is expected"
+                taken = name in self.names
+                why = "another site has that name" if taken else "no such site is expected"
                 self.tell(f"{name} is turned away: {why}")
-                taken = name in self.names  # by one that may be gone without our knowing yet
-                self._turned_away[node] = time.monotonic() + LINE_EVERY if taken else float("inf")
+                self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
                 continue
             self._nodes[node], self.images[name] = name, count
             self.doing[name] = "connected"
