@@ -88,11 +88,13 @@ SETS = {"anchored": ANCHORED, "norms": NORMS}
 def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
     """One run, and how it ended."""
     folder = given.out / f"{given.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
+    seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
+    sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
+    config = load_config(given.config, sets)
+    train.require_same(config, folder)
     if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
-        seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
-        sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
         with suppress(DivergedError):  # a result as well: the others go on
-            train.begin_or_resume(load_config(given.config, sets), folder)
+            train.begin_or_resume(config, folder)
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
     return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}

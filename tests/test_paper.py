@@ -16,6 +16,7 @@ from ssfl import cli, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import State
+from ssfl.methods import METHODS
 from ssfl.paper import figures, results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row, Run
@@ -148,6 +149,17 @@ def test_a_run_that_breaks_down_is_told_and_the_others_go_on(tmp_path: Path) -> 
     again: list[str] = []
     sweep.play([rows.row("21")], options, again.append, quiet=True)
     assert sum("done before" in line for line in again) == 2
+
+
+def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = sweep.Options("recommended", data="digits", sets=TINY, out=tmp_path, only="grouping")
+    sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
+    row = METHODS["anchored"]
+    monkeypatch.setitem(METHODS, "anchored", row | {"method": row["method"] | {"slow": 0.5}})
+    with pytest.raises(ConfigError, match=r"was played with method\.slow = .*, which is 0\.5 now: remove it"):
+        sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -349,6 +361,7 @@ def test_every_row_trains(row: Row, tiny: dict[str, Path], tmp_path: Path) -> No
         falls = min(event[told] for event in events[1:]) < events[0][told]
         masked = max(event["mask_rate"] for event in events) > 0
         assert falls or (masked and not supervised), [event[told] for event in events]
+        assert sweep.play([one], options, lambda line: None, quiet=True) == [path]  # knows its own run again
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -106,13 +106,13 @@ def play(
     for method, mine in wanted.items():
         taken, scores = mine[0].options, []
         if len(mine) > 1:
-            scores = [(_validation(_played(one, data, tell, quiet)), one.options) for one in mine]
+            scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
             images = f"by {_validation_images(mine[0].path):,} validation images"
             tell(f"{method}: {' '.join(taken)}, {images} {_percent(best)}, else {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
-        standing = _standing(method, taken, [_played(one, data, tell, quiet) for one in entries])
+        standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
         tried = [
             {"options": options, "validation_accuracy": None if score < 0 else score}
             for score, options in scores
@@ -193,24 +193,9 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
     runs.write_atomic(file, json.dumps({"source": source, "settings": told}, indent=1).encode())
 
 
-def _require_same(one: Entry, data: Dataset) -> None:
-    """A method's settings may have changed since its run: then that is no run of this contest."""
-    before, now = runs.read_config(one.path), assemble.resolve(one.config, data)
-    for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
-        was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
-        for key, value in wanted.items():
-            left_open = key in ("root", "download", "path") or (key == "precision" and value is None)
-            if was[key] != value and not left_open:
-                raise ConfigError(
-                    f"{one.path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
-                    "remove it, or choose another --out"
-                )
-
-
-def _played(one: Entry, data: Dataset, tell: Tell, quiet: bool) -> Path | None:
+def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     """The run's folder, or nothing where training broke down."""
-    if (one.path / "config.toml").is_file():
-        _require_same(one, data)
+    train.require_same(one.config, one.path)
     if runs.read_summary(one.path) is not None:
         tell(f"{one.path.name}: done before")
         return one.path

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,31 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
     """A new run, or the one that was begun in this folder, gone on with."""
+    require_same(config, path)
     if (path / "config.toml").is_file():
         return resume(path, report)
     return run(config, path, report)
+
+
+def require_same(config: Config, path: Path) -> None:
+    """A run found where one is asked for must be that one: a method's settings may have changed since.
+
+    What images decide, and where they lie, is left open.
+    """
+    if not (path / "config.toml").is_file():
+        return
+    before, count = runs.read_config(path), max(1, round(assemble.rounds(config)))
+    now = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
+    for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
+        was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
+        for key, value in wanted.items():
+            left_open = value in (None, "suited") or key in ("root", "download", "path")
+            users_alone = key == "server_labels" and before.split.labels_at == "users"
+            if was[key] != value and not left_open and not users_alone:
+                raise ConfigError(
+                    f"{path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
+                    "remove it, or choose another --out"
+                )
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:

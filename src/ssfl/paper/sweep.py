@@ -69,6 +69,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.sets)
         for path, (run, seed) in wanted.items()
     }
+    for path, config in configs.items():
+        train.require_same(config, path)
     failed = None
     for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
         here = f"[{number}/{len(wanted)}] {path.name}"
