@@ -18,7 +18,7 @@ from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Event
-from ssfl.settings import Config
+from ssfl.settings import Config, Data
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
 
@@ -81,9 +81,15 @@ def run(config: Config | str | Path, out: str | Path | None = None, report: Repo
 
 def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
     """Go on from the last whole checkpoint, to the same bytes as if nothing had happened."""
-    path = Path(path)
+    return _resume(Path(path), report, warn or (lambda message: None), None)
+
+
+def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) -> Result:
+    """`data` says where the images lie now, if they may have moved."""
     config = runs.read_config(path)
-    warn = warn or (lambda message: None)
+    if data is not None:
+        place = replace(config.data, root=data.root, path=data.path, download=data.download)
+        config = replace(config, data=place)
     leads = _leads(config)
     with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
         summary = runs.read_summary(path)
@@ -120,7 +126,7 @@ def begin_or_resume(config: Config, path: Path, report: Report | None = None) ->
     """A new run, or the one that was begun in this folder, gone on with."""
     require_same(config, path)
     if (path / "config.toml").is_file():
-        return resume(path, report)
+        return _resume(path, report, lambda message: None, config.data)
     return run(config, path, report)
 
 

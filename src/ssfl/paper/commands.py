@@ -1,7 +1,7 @@
 """`ssfl paper`: one function per verb."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +74,11 @@ def show(
         raise ConfigError(f"no run of row {number} has {only!r} in its name: leave out --only to see them")
     configs = [settings(run, fidelity, scale, 1, data, sets or ()) for run in chosen]
     if json_only:
-        print(json.dumps(_row(row) | {"configs": [asdict(config) for config in configs]}))
+        print(
+            json.dumps(
+                _row(replace(row, runs=tuple(chosen))) | {"configs": [asdict(config) for config in configs]}
+            )
+        )
         return
     print(f"# row {row.number}: {row.title}; {row.where}{'; ' + row.note if row.note else ''}")
     for run in row.runs:
@@ -113,7 +117,11 @@ def run(
 
 
 @app.command()
-def table(number: str, places: From = None, json_only: Json = False) -> None:
+def table(
+    number: Annotated[str, typer.Argument(help="1 to 5, E.1 to J.1, methods, or all: every row there is.")],
+    places: From = None,
+    json_only: Json = False,
+) -> None:
     """A table of the paper from finished runs.
 
     Example: ssfl paper table 2"""

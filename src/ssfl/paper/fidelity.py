@@ -113,7 +113,11 @@ def _optimizer(given: Given, run: Run, scale: float, fidelity: str, trial: bool)
         rounds, warmup = FEDMATCH_ROUNDS, 0
         if fidelity == "reference" and run.method != "fedmatch":  # a round every five steps
             rounds, images, given["federation"]["period"] = 600, 1000, 5
-    given["federation"] |= {"rounds": max(1, round(scale * rounds)), "epoch_images": images}
+    if scale * rounds < 0.5:
+        raise ConfigError(
+            f"scale = {scale:g} leaves no round of {run.name}: {1 / rounds:.2g} is one, so raise it"
+        )
+    given["federation"] |= {"rounds": round(scale * rounds) or 1, "epoch_images": images}
     given["train"] |= {"lr": known["lr"], "warmup": round(scale * warmup), "cycles": known["cycles"]}
     if run.method == "fedmatch":
         given["train"] |= {"lr": 1e-3, "cycles": 0.0}

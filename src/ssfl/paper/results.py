@@ -119,6 +119,11 @@ def read(places: Sequence[Path]) -> list[Result]:
     return found
 
 
+def is_written(path: Path) -> bool:
+    """Whether a run folder has been summed up, and the file can be read."""
+    return bool(_read_one(path / FILE))
+
+
 def _read_one(file: Path) -> list[Result]:
     try:
         whole = json.loads(file.read_text("utf-8"))

@@ -1,6 +1,7 @@
 """Rows run one after another; what is finished is not run again, what was stopped goes on."""
 
 import hashlib
+import itertools
 import shlex
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ssfl import progress, train
-from ssfl.errors import ConfigError, DivergedError
+from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
 
@@ -58,23 +59,21 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         raise ConfigError(
             f"these rows are of {' and '.join(kinds)}: --data stands for one, so run them apart"
         )
-    wanted = {
-        folder(run, options, seed): (run, seed)
-        for seed in range(1, options.seeds + 1)
-        for row in rows
-        for run in row.runs
-        if options.only in run.name
-    }
+    wanted: dict[Path, tuple[Run, int]] = {}
+    for seed, row in itertools.product(range(1, options.seeds + 1), rows):
+        for run in row.runs:
+            if options.only in run.name:  # of rows that share a run the first has its say
+                wanted.setdefault(folder(run, options, seed), (run, seed))
     configs = {  # mistakes show before anything is trained
         path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.sets)
         for path, (run, seed) in wanted.items()
     }
     for path, config in configs.items():
         train.require_same(config, path)
-    failed = None
+    failed: SsflError | None = None
     for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
         here = f"[{number}/{len(wanted)}] {path.name}"
-        if (path / results.FILE).is_file():
+        if results.is_written(path):
             tell(f"{here}: done before")
             continue
         tell(here)
@@ -92,8 +91,14 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             results.write(path, run, told | {"diverged": str(error)})
             tell(f"{here}: {error}")
             continue
+        except DataError as error:  # other rows may have theirs
+            if len(kinds) == 1:
+                raise
+            failed = error
+            tell(f"{here}: {error}")
+            continue
         results.write(path, run, told)
-        compared = run.published is not None and options.data != "digits"
+        compared = run.published is not None and options.data != "digits" and not options.changes
         printed = f" (published {run.published:.2f})" if compared else ""
         images = f" on {Path(options.data).stem}" if options.data else ""
         tell(f"{here}: {100 * found.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")

@@ -9,15 +9,19 @@ from ssfl.paper.results import Result, means
 from ssfl.paper.rows import NAMES, Row, Run
 from ssfl.report.text import table
 
-HEAD = ("setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
+HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
 
 
 def lines(rows: Sequence[Row], found: Sequence[Result]) -> list[dict[str, Any]]:
     """A line for each run and each way in which it was run, or one that says that it was not."""
     told: list[dict[str, Any]] = []
     recommended: set[str] = set()
+    seen: set[tuple[str, float | None]] = set()
     for row in rows:
         for run in row.runs:
+            if (run.name, run.published) in seen:  # rows share runs
+                continue
+            seen.add((run.name, run.published))
             ours = actual(run, "recommended")
             if ours.name != run.name and ours.name not in recommended:
                 recommended.add(ours.name)
@@ -33,10 +37,11 @@ def _head(row: Row, run: Run) -> dict[str, Any]:
 def _ways(row: Row, run: Run, found: Sequence[Result]) -> list[dict[str, Any]]:
     told = []
     for way in means(one for one in found if one.name == run.name):
-        # neither a trial is compared nor another experiment
-        alike = way.accuracy is not None and way.data != "digits" and not way.changes
-        difference = (way.accuracy or 0) - run.published if alike and run.published is not None else None
-        told.append(_head(row, run) | asdict(way) | {"difference": difference, "changes": list(way.changes)})
+        published = None if way.changes else run.published  # another experiment
+        alike = way.accuracy is not None and way.data != "digits"  # a trial is not compared
+        difference = (way.accuracy or 0) - published if alike and published is not None else None
+        more = {"published": published, "difference": difference, "changes": list(way.changes)}
+        told.append(_head(row, run) | asdict(way) | more)
     return told
 
 
@@ -56,17 +61,17 @@ def markdown(told: Sequence[dict[str, Any]]) -> str:
     for line in told:
         published = "–" if line["published"] is None else f"{line['published']:.2f}"
         if not line["seeds"]:
-            rows.append((line["setting"], published, "not run", *["–"] * 5))
+            rows.append((str(line["row"]), line["setting"], published, "not run", *["–"] * 5))
             continue
         ours = "diverged" if line["accuracy"] is None else f"{line['accuracy']:.2f}"
         if line["deviation"] is not None:
             ours += f" ± {line['deviation']:.2f}"
         if line["accuracy"] is not None and line["diverged"]:
             ours += f" ({line['diverged']} diverged)"
-        difference = "–" if line["difference"] is None else f"{line['difference']:+.2f}"
-        changes = f" {' '.join(line['changes'])}" if line["changes"] else ""
+        difference = "–" if line["difference"] is None else f"{round(line['difference'], 2) + 0.0:+.2f}"
+        changes = f", with {' '.join(line['changes'])}" if line["changes"] else ""
         rows.append((
-            line["setting"], published, ours, difference, f"{line['scale']:g}",
-            str(line["seeds"]), line["fidelity"] + changes, line["data"],
+            str(line["row"]), line["setting"] + changes, published, ours, difference, f"{line['scale']:g}",
+            str(line["seeds"]), line["fidelity"], line["data"],
         ))  # fmt: skip
     return table(rows)
