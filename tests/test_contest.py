@@ -204,3 +204,38 @@ def test_bad_input_is_told_before_anything_runs(
     with pytest.raises(ConfigError, match=says):
         contest.play("quickstart", methods, 1, sets=sets, choose=choose, out=out, tell=print)
     assert not out.exists()
+
+
+def test_what_a_method_has_that_a_federation_could_not_give_it_stands_below_the_table(tmp_path: Path) -> None:
+    found = played(tmp_path, "supervised", "alternate", seeds=1)
+    told = table(found)
+    assert "| supervised *" in told
+    assert told.endswith("\n* supervised: users know the labels of their images")
+    file = write(found, tmp_path, {})
+    flags = {one["method"]: one["flag"] for one in json.loads(file.read_text())["standings"]}
+    assert flags["alternate"] is None
+    assert flags["supervised"]
+
+
+def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None:
+    how = [*SHORT, "federation.dropout=0.5"]
+    (found,) = contest.play(
+        "quickstart", ["alternate"], 2, sets=how, out=tmp_path, tell=lambda line: None, quiet=True
+    )
+    sent = []
+    for seed in (1, 2):
+        events = runs.read_events(tmp_path / f"alternate-seed{seed}")
+        sent.append(sum(e["bytes_up"] + e["bytes_down"] for e in events if e["event"] == "round") / 1e6)
+    assert sent[0] != sent[1]
+    assert found.megabytes == pytest.approx(sum(sent) / 2)
+    assert found.curve[-1][1] == pytest.approx(sum(sent) / 2)
+
+
+def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fl2 does 3 times the work .* play at least 15"):
+        contest.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path)
+
+
+def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--choose method\.threshold is there twice"):
+        played(tmp_path, "alternate", seeds=1, choose=("method.threshold=0.5", "method.threshold=0.7,0.8"))

@@ -50,9 +50,13 @@ def test_flex_thresholds_fall_for_classes_that_lag() -> None:
 
 def test_balanced_thresholds_rise_with_a_classs_share() -> None:
     shares = torch.tensor([6.0, 3.0, 1.0], dtype=torch.float64)
-    deviation = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).std().item()
+    part = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64) * 3 / 10  # three classes, as if of ten
     found = labelling.class_thresholds("balanced", SAID, 0.84, shares)
-    assert found[0].tolist() == pytest.approx([0.95, 0.84 + 0.3 - deviation, 0.84 + 0.1 - deviation])
+    assert found[0].tolist() == pytest.approx((part + 0.84 - part.std()).tolist())
+    assert labelling.class_thresholds("balanced", SAID, 0.94, shares)[0, 0] == 0.95
+    many = torch.full((1, 1, 47), 1 / 47, dtype=torch.float64)
+    even = labelling.class_thresholds("balanced", many, 0.84, torch.ones(47))
+    assert even.tolist() == [pytest.approx([0.94] * 47)]
     fixed = labelling.class_thresholds("fixed", SAID, 0.84)
     assert torch.equal(labelling.class_thresholds("balanced", SAID, 0.84, shares * 0), fixed)
 
@@ -70,6 +74,12 @@ def test_given_labels_are_those_of_the_received_model() -> None:
     assert made.given.mask.tolist() == [[[1, 0], [0, 1]]]
     assert sure.tolist() == [[True, False, False, True]]
     assert made.batches.tolist() == [[[100, 101], [102, 103]]]
+
+
+def test_an_image_that_got_a_label_twice_counts_once() -> None:
+    images = torch.tensor([[7, 7, 8, 9], [3, 4, 5, 6]])
+    sure = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    assert labelling.distinct(images, sure).tolist() == [2, 4]
 
 
 def test_full_batches_hold_sure_images_alone_over_again() -> None:
@@ -173,12 +183,15 @@ def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     slopes = torch.autograd.grad((each * sure).mean(), weights, retain_graph=True)
     plain = torch.autograd.grad(each.mean(), weights)
     said = model(batch.strong[0]).log_softmax(1).detach()
-    length = sum((w.abs() * g).square().sum() for w, g in zip(weights, slopes, strict=True)) ** 0.5
+    reach = [
+        w.detach().abs() + 0.01 if "weight" in n else w.new_ones(()) for n, w in model.named_parameters()
+    ]
+    length = sum((r * g).square().sum() for r, g in zip(reach, slopes, strict=True)) ** 0.5
     with torch.no_grad():
-        for weight, slope in zip(weights, slopes, strict=True):
-            weight.add_(weight.square() * slope, alpha=0.1 / float(length))
+        for weight, r, slope in zip(weights, reach, slopes, strict=True):
+            weight.add_(r.square() * slope, alpha=0.1 / float(length))
     says = model(batch.strong[0]).log_softmax(1)
-    apart = functional.kl_div(said, says, reduction="none", log_target=True).sum(1)
+    apart = functional.kl_div(says, said, reduction="none", log_target=True).sum(1)
     around = torch.autograd.grad((apart * sure).mean(), weights)
     total = torch.cat([(a + b).flatten() for a, b in zip(plain, around, strict=True)])
     expected = start.average[: sim.layout.weights] - looked.rates[0] * cut(total)
@@ -214,6 +227,11 @@ def test_sub_consensus_is_a_mean_of_halves() -> None:
     found = averaging.sub_consensus(rows, counts, [2, 4], torch.tensor(5))
     assert rows.min() < found.min()
     assert not torch.allclose(found, rows.mean(0))
+    shares = averaging.sub_consensus(torch.eye(10).double(), counts, [10], torch.tensor(5))
+    drawn = (15 * shares).round()  # three times five of ten
+    assert torch.allclose(15 * shares, drawn)
+    assert drawn.sum() == 15
+    assert drawn.max() <= 3
     assert torch.allclose(averaging.sub_consensus(rows[:1], counts[:1], [6], torch.tensor(5)), rows[0])
 
 
@@ -381,6 +399,31 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
     for section, values in METHODS[name].items():
         for key, value in values.items():
             assert getattr(getattr(config, section), key) == value
+
+
+ONCE = {"method.labels": "round", "method.server": "alternate", "method.averaging": "fedavg"}
+CUT = {"train.weight_decay": 5e-4, "train.clip": 1.0, "method.server_momentum": 0.5, "method.fill": True}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "semifl": ONCE | CUT | {"method.threshold": 0.95, "method.thresholds": "fixed", "method.mix": 1.0},
+    "fl2": ONCE | CUT | {"method.thresholds": "free", "method.sharpness": 0.1, "method.weighting": "doubt"},
+    "rscfed": {"method.combine": "distance", "train.weight_decay": 5e-4, "train.clip": 5.0},
+    "cbafed": ONCE
+    | {"method.thresholds": "balanced", "method.threshold": 0.84, "method.fill": True}
+    | {"method.weighting": "labelled", "method.residual": 5, "train.weight_decay": 5e-4, "train.clip": 5.0},
+    "fedprox": {"method.proximal": 0.01, "method.server": "alternate"},
+    "flexmatch": ONCE | {"method.thresholds": "flex", "method.threshold": 0.95},
+    "freematch": ONCE | {"method.thresholds": "free"},
+    "fedmatch": {"method.threshold": 0.75, "train.lr": 0.001, "train.momentum": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_rival_has_the_settings_that_were_published(name: str) -> None:
+    config = from_dict({"method": {"name": name}, "data": {"name": "digits"}, "federation": {"rounds": 1}})
+    for key, value in PUBLISHED[name].items():
+        section, _, field = key.partition(".")
+        assert getattr(getattr(config, section), field) == value, key
+    assert (averaging.CONSENSUS, averaging.SCALE) == (3, 1e4)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,14 @@ def entry(
         raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
     work = passes(config)
     if work > 1:
-        federation = config.federation
-        fewer = replace(federation, rounds=max(1, round(assemble.rounds(config) / work)), epochs=None)
-        config = replace(config, federation=fewer)
+        whole = assemble.rounds(config)
+        fewer = max(1, round(whole / work))
+        if abs(fewer * work - whole) > 0.1 * whole:
+            raise ConfigError(
+                f"{method} does {work} times the work in a step, and {whole:g} rounds cannot be cut to as "
+                f"much within a tenth: play at least {5 * work}"
+            )
+        config = replace(config, federation=replace(config.federation, rounds=fewer, epochs=None))
     name = "-".join([method, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
     return Entry(method, options, config, out / name)
 
@@ -96,6 +101,10 @@ def play(
     """Every method with every seed, best first; finished runs are not run again."""
     methods = list(dict.fromkeys(methods))
     grid = [_values(one) for one in choose]
+    keys = [values[0].partition("=")[0] for values in grid]
+    twice = [key for number, key in enumerate(keys) if key in keys[:number]]
+    if twice:
+        raise ConfigError(f"--choose {twice[0]} is there twice: put all its values into one")
     wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
     for method, seed in itertools.product(methods, range(1, seeds + 1)):
         entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
@@ -230,8 +239,8 @@ def _validation_images(path: Path) -> int:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    accuracies, curves, told = [], [], []
-    images, megabytes, rounds, own = 0, 0.0, 0, 0
+    accuracies, curves, told, spent = [], [], [], []
+    rounds = 0
     for path in filter(None, played):
         summary, config = runs.read_summary(path), runs.read_config(path)
         assert summary is not None
@@ -249,22 +258,26 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
                 own += step * (1 + event.get("alone", 0)) * models * ("server_loss" in event)
             elif event["event"] == "eval":
                 curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
-        images, megabytes = seen, sent / 1e6
+        spent.append((float(seen), sent / 1e6, float(own)))
         curves.append(curve)
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
-    means = [
-        (*curves[0][round][:2], statistics.mean(curve[round][2] for curve in curves))
-        for round in sorted(common)
-    ]
+    means = [_mean([curve[round] for curve in curves]) for round in sorted(common)]
+    images, megabytes, server = _mean(spent) if spent else (0.0, 0.0, 0.0)
     return Standing(
         method,
         options,
         accuracies,
         len(played) - len(accuracies),
-        images,
+        round(images),
         megabytes,
         rounds,
         means,
         told,
-        own,
+        round(server),
     )
+
+
+def _mean(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Of each of the three numbers over seeds: where users drop out, seeds differ in what they cost."""
+    first, second, third = (statistics.mean(numbers) for numbers in zip(*points, strict=True))
+    return first, second, third

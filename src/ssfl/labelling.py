@@ -55,7 +55,7 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
     if method.weighting == "doubt":
         weights = doubt(answers)
     elif method.weighting == "labelled":
-        weights = sure.sum(1).to(answers.dtype)
+        weights = distinct(images, sure).to(answers.dtype)
     if method.fill:
         some = sure.any(1).to(answers.dtype)
         weights = some if weights is None else weights * some
@@ -100,7 +100,7 @@ def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tenso
     "fixed": τ for all. "flex" (FlexMatch): a class of which fewer images pass τ than of the commonest gets
     a lower one, τ · β / (2 - β). "free" (FreeMatch, and (FL)²'s CAT): the user's mean confidence, less
     for classes that it expects less. "balanced" (CBAFed): more for classes with a larger share of what
-    everybody trained on in the round before, [classes].
+    everybody trained on in the round before, [classes]; an even share counts 1/10 however many there are.
     """
     users, images, classes = answers.shape
     confidence, label = answers.max(-1)
@@ -114,7 +114,7 @@ def class_thresholds(rule: str, answers: Tensor, threshold: float, shares: Tenso
         progress = counts / torch.maximum(counts.amax(1, keepdim=True), unsure).clamp(min=1)
         return threshold * progress / (2 - progress)
     if rule == "balanced" and shares is not None and bool(shares.sum() > 0):
-        part = (shares / shares.sum()).to(answers)
+        part = (shares / shares.sum()).to(answers) * classes / 10
         return (part + threshold - part.std()).clamp(0, CAP).expand(users, classes)
     return answers.new_full((users, classes), threshold)
 

@@ -98,8 +98,8 @@ def certain(batch: Batch) -> Batch:
 
 
 def disagreement(here: Forward, moved: Forward, batch: Batch) -> Tensor:
-    """(FL)²'s consistency of each trainer, [n]: KL from what weights that were moved say of strong views to
-    what the weights say themselves, over the images with a certain label."""
+    """(FL)²'s consistency of each trainer, [n]: KL( f(w) ‖ f(w + ε) ) of strong views, as in its authors'
+    code, over the images with a certain label; it moves w + ε towards what w says."""
     assert batch.strong is not None
     assert batch.given is not None
     assert batch.given.certain is not None
@@ -107,15 +107,20 @@ def disagreement(here: Forward, moved: Forward, batch: Batch) -> Tensor:
     with torch.no_grad():
         said = here(batch.strong, True, keys).to(wide).log_softmax(-1)
     says = moved(batch.strong, True, keys).to(wide).log_softmax(-1)
-    apart = (says.exp() * (says - said)).sum(-1)
+    apart = (said.exp() * (said - says)).sum(-1)
     return (apart * batch.given.certain * batch.weights).sum(1)
 
 
-def uphill(weights: list[Tensor], slopes: Sequence[Tensor], distance: float) -> list[Tensor]:
-    """ASAM's step of n models, tensors [n, ...]: so far uphill, larger weights further."""
-    scaled = [weight.abs() * slope for weight, slope in zip(weights, slopes, strict=True)]
+LEAST = 0.01
+"""ASAM's η: how far a weight of zero may go."""
+
+
+def uphill(weights: dict[str, Tensor], slopes: Sequence[Tensor], distance: float) -> list[Tensor]:
+    """ASAM's step of n models, tensors [n, ...]: so far uphill, larger weights further; biases all alike."""
+    sizes = [w.abs() + LEAST if "weight" in name else torch.ones_like(w) for name, w in weights.items()]
+    scaled = [size * slope for size, slope in zip(sizes, slopes, strict=True)]
     rate = distance / lengths(scaled).clamp(min=1e-12)
     return [
-        (weight.abs() * part * rate.reshape(-1, *[1] * (part.dim() - 1))).to(weight.dtype)
-        for weight, part in zip(weights, scaled, strict=True)
+        (size * part * rate.reshape(-1, *[1] * (part.dim() - 1))).to(size.dtype)
+        for size, part in zip(sizes, scaled, strict=True)
     ]

@@ -128,6 +128,7 @@ METHODS: dict[str, Settings] = {
             "combine": "distance",
         },
         "model": {"norm": "group"},
+        "train": {"weight_decay": 5e-4, "clip": 5.0},
     },
     # A rival, Li, Li and Wang 2023: thresholds by how often a class was trained on, weights by how many
     # images, residual connection. Users tell everybody their class counts. Published after a training on
@@ -142,6 +143,7 @@ METHODS: dict[str, Settings] = {
             "residual": 5,
         },
         "model": {"norm": "group"},
+        "train": {"weight_decay": 5e-4, "clip": 5.0},
     },
     # Li et al. 2020: users are held to the model they received.
     "fedprox": {
@@ -162,3 +164,18 @@ METHODS: dict[str, Settings] = {
         "model": {"norm": "group"},
     },
 }
+
+_KNOWN = "users know the labels of their images"
+_STATISTICS = "published with BatchNorm statistics over every user's images; goes without"
+FLAGS: dict[str, str] = {
+    "supervised": _KNOWN,
+    "data-sharing": f"{_KNOWN}, and are sent labelled ones",
+    "easgd": _KNOWN,
+    "overlap-sgd": _KNOWN,
+    "fixmatch": "one model sees every image: no federation",
+    "fedmatch": "users are shown the weights of others",
+    "cbafed": "users tell everybody how many images of each class they label",
+    "semifl": _STATISTICS,
+    "fl2": _STATISTICS,
+}
+"""What a method has that a real federation could hardly give it, or was published with."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssfl import runs
+from ssfl.methods import FLAGS
 from ssfl.report import text
 
 ROOM = 12.0
@@ -64,10 +65,12 @@ def table(standings: Sequence[Standing]) -> str:
         counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
         counts.append(f"{one.server_images / 1e6:.3g}")
         chosen = " ".join(one.options) or "–"
-        rows.append([one.method, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
+        name = one.method + " *" * (one.method in FLAGS)
+        rows.append([name, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
-    return text.table(rows) + note
+    flagged = [f"\n* {one.method}: {FLAGS[one.method]}" for one in standings if one.method in FLAGS]
+    return text.table(rows) + note + "".join(flagged)
 
 
 def _behind(one: Standing, first: Standing) -> str:
@@ -93,7 +96,7 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
             "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
-            "tries": one.tries, "validation_curve": one.curve,
+            "tries": one.tries, "validation_curve": one.curve, "flag": FLAGS.get(one.method),
         }
         for one in standings
     ]  # fmt: skip

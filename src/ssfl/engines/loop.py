@@ -77,13 +77,13 @@ class Loop:
         """Add the gradient of (FL)²'s consistency with the weights around these."""
         sure = local_loss(self._forward, certain(batch), objective)[0].sum()
         slopes = torch.autograd.grad(sure, weights, allow_unused=True, materialize_grads=True)
+        names = [name for name, _ in self.model.named_parameters()]
         with torch.no_grad():
-            rows = [weight[None] for weight in weights], [slope[None] for slope in slopes]
-            steps = [step[0] for step in uphill(*rows, objective.sharpness)]
+            own = {name: weight[None] for name, weight in zip(names, weights, strict=True)}
+            steps = [step[0] for step in uphill(own, [slope[None] for slope in slopes], objective.sharpness)]
         moved = [
             (weight.detach() + step).requires_grad_() for weight, step in zip(weights, steps, strict=True)
         ]
-        names = [name for name, _ in self.model.named_parameters()]
 
         def there(images: Tensor, training: bool, keys: Tensor) -> Tensor:
             state = {n: w.to(self.pool.dtype) for n, w in zip(names, moved, strict=True)}

@@ -195,11 +195,12 @@ class Vmap:
         self, weights: Named, statistics: Named, batch: Batch, objective: Objective
     ) -> tuple[Tensor, ...]:
         """The gradient of (FL)²'s consistency with the weights around these."""
-        own = list(weights.values())
         sure = self._losses(weights, statistics, certain(batch), objective)[0]
-        slopes = torch.autograd.grad(sure.sum(), own, allow_unused=True, materialize_grads=True)
+        slopes = torch.autograd.grad(
+            sure.sum(), list(weights.values()), allow_unused=True, materialize_grads=True
+        )
         with torch.no_grad():
-            steps = uphill(own, slopes, objective.sharpness)
+            steps = uphill(weights, slopes, objective.sharpness)
         moved = {
             name: (weight.detach() + step).requires_grad_()
             for (name, weight), step in zip(weights.items(), steps, strict=True)
