@@ -1,4 +1,4 @@
-"""The paper's rows: complete, runnable one by one, interrupted and resumed, told in tables and figures."""
+"""The paper's rows: complete, runnable one by one, interrupted and resumed, told in tables."""
 
 import json
 import os
@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paper_results import fake
 from ssfl import cli, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DataError, DivergedError, RunError
 from ssfl.federation import State
 from ssfl.methods import METHODS
-from ssfl.paper import figures, results, rows, sweep, tables
+from ssfl.paper import results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
-from ssfl.paper.rows import Row, Run
+from ssfl.paper.rows import Row
 from ssfl.simulation import Simulation
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
@@ -275,23 +276,6 @@ def test_from_the_command_line(
         assert message in capsys.readouterr().err
 
 
-def fake(run: Run, seed: int, **more: object) -> dict[str, object]:
-    """A result as `results.write` leaves it, of made-up numbers."""
-    measured = {"definition": 0.5, "authors_groups": 4.0}
-    kinds = [f"{k}_{n}{s}" for k in ("gradient", "update") for n in ("l2_squared", "l2", "l1_squared", "l1")
-             for s in ("", "_server")]  # fmt: skip
-    curve = [
-        {"round": r, "accuracy": 0.1 * r, "round_mask_rate": 0.5, "round_pseudo_accuracy": 0.4}
-        for r in (1, 2)
-    ]
-    return {
-        "run": run.name, "data": "emnist47", "fidelity": "paper", "scale": 0.5, "seed": seed,
-        "accuracy": 0.8 + seed / 100, "changes": [], "curve": curve,
-        "diversity": [{"round": r} | dict.fromkeys(kinds, measured) for r in (1, 2)],
-        "config": {"federation": {"period": 16, "epoch_images": 1024}, "train": {"batch_size": 64}},
-    } | more  # fmt: skip
-
-
 def test_a_table_keeps_seeds_together_and_scales_fidelities_and_data_apart(tmp_path: Path) -> None:
     run = rows.row("21").runs[1]
     for seed in (1, 2, 3):
@@ -308,60 +292,6 @@ def test_a_table_keeps_seeds_together_and_scales_fidelities_and_data_apart(tmp_p
     assert lines[0]["deviation"] == pytest.approx(1)
     assert lines[0]["difference"] == pytest.approx(82 - 82.95)
     assert "82.00 ± 1.00" in tables.markdown(lines)
-
-
-@pytest.mark.parametrize("number", ["2", "3", "4", "5", "6", "B.1", "C.1", "D"])
-def test_every_figure_is_drawn_from_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, number: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    where = {
-        "2": "methods",
-        "3": "methods",
-        "4": "methods",
-        "5": "3",
-        "6": "16",
-        "B.1": "4",
-        "C.1": "15",
-        "D": "21",
-    }
-    Path("found").mkdir()
-    for place, run in enumerate(rows.row(where[number]).runs[1:]):  # the first one was not run
-        Path(f"found/{place}.json").write_text(json.dumps(fake(run, 1)))
-    assert ssfl(monkeypatch, "paper", "figure", number, "--from", "found", "--out", "drawn") == 0
-    png, svg = capsys.readouterr().out.split()
-    assert Path(png).read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in Path(svg).read_text("utf-8")[:2000]
-
-
-def test_what_is_compared_in_a_figure_is_of_one_scale(tmp_path: Path) -> None:
-    first, second, third, *_ = rows.row("3").runs
-    scales = [(first, 0.2), (second, 0.2), (second, 1.0), (third, 1.0), (third, 0.2)]
-    for place, (run, scale) in enumerate(scales):
-        (tmp_path / f"{place}.json").write_text(json.dumps(fake(run, 1, scale=scale)))
-    drawing = figures.Drawing(results.read([tmp_path]), "paper")
-    most = drawing.of((first, second, third))
-    assert {run: [one.scale for one in seeds] for run, seeds in most.items()} == {
-        first: [0.2], second: [0.2], third: [0.2]
-    }  # fmt: skip
-    assert [one.scale for one in drawing.of((second, third))[second]] == [1.0]
-
-
-def test_a_method_has_one_colour_in_every_panel_whatever_was_not_measured() -> None:
-    drawing = figures.Drawing([], "paper")
-    figure, axes = drawing.plt.subplots(1, 2)
-    for number in range(3):
-        drawing.line(axes[0], str(number), number, {1.0: [1.0]})
-        drawing.line(axes[1], str(number), number, {1.0: [1.0]} if number == 2 else {})
-    assert axes[1].lines[0].get_color() == axes[0].lines[2].get_color() != axes[0].lines[0].get_color()
-    drawing.plt.close(figure)
-
-
-def test_the_learning_rates_are_drawn_without_any_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert ssfl(monkeypatch, "paper", "figure", "lr", "--out", str(tmp_path)) == 0
-    assert [Path(path).stat().st_size > 5000 for path in capsys.readouterr().out.split()] == [True, True]
 
 
 def draw_images(path: Path, shape: tuple[int, ...], classes: int, each: int) -> Path:

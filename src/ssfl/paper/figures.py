@@ -1,119 +1,18 @@
-"""The paper's figures from finished runs, in its arrangement: PNG and SVG.
-
-Gradient diversity is drawn twice, side by side: Definition 1, and what the authors' scripts print (n·Δ
-within each group, which larger groups make larger).
-"""
+"""The paper's figures from finished runs, in its arrangement: PNG and SVG."""
 
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ssfl.errors import ConfigError, RunError
+from ssfl.errors import ConfigError
 from ssfl.paper import rows
+from ssfl.paper.drawing import MEASURES, Drawing, accuracy, beside, diversity, finish, percents, written
 from ssfl.paper.fidelity import FIDELITIES, settings
 from ssfl.paper.results import Result
 from ssfl.paper.rows import NAMES, Run
 from ssfl.report.plots import STYLES, pyplot
 from ssfl.schedule import learning_rate
-
-Points = dict[float, list[float]]
-MEASURES = {
-    "definition": "gradient diversity Δ\n(Definition 1)",
-    "authors_groups": "n·Δ within groups\n(authors' scripts)",
-}
-GIVEN_L2 = "gradient_l2_squared"
-
-
-class Drawing:
-    """Chooses the results of one fidelity, data and scale, and notes which runs are missing."""
-
-    def __init__(self, results: Sequence[Result], fidelity: str) -> None:
-        self.plt = pyplot()
-        kept = (one for one in results if one.fidelity == fidelity and not one.changes)
-        self.results = [one for one in kept if one.accuracy is not None]
-        self.fidelity = fidelity
-        self.missing: list[str] = []
-        self.used: list[Result] = []
-
-    def of(self, runs: Iterable[Run]) -> dict[Run, list[Result]]:
-        """The seeds of runs that are compared, all of one scale and data: that of most of them, then the
-        largest scale. Runs without any are left out."""
-        by_name = {run.name: run for run in runs}
-        mine = [one for one in self.results if one.name in by_name]
-        kinds = Counter((scale, data) for _, scale, data in {(one.name, one.scale, one.data) for one in mine})
-        kind = max(kinds, key=lambda kind: (kinds[kind], kind[0], kind[1] != "digits"), default=None)
-        found: dict[Run, list[Result]] = {}
-        for one in mine:
-            if (one.scale, one.data) == kind:
-                found.setdefault(by_name[one.name], []).append(one)
-                self.used.append(one)
-        self.missing += [name for name, run in by_name.items() if run not in found]
-        return {run: found[run] for run in by_name.values() if run in found}
-
-    def line(self, axis: Any, label: str, number: int, points: Points) -> None:
-        """A line through the seeds' means, a band from the least to the most."""
-        if not points:
-            return
-        x = sorted(points)
-        mean = [sum(points[at]) / len(points[at]) for at in x]
-        few = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
-        colour, style = f"C{number % 10}", STYLES[number % len(STYLES)]  # the same in every panel
-        axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **few)
-        if max(map(len, points.values())) > 1:
-            low, high = ([pick(points[at]) for at in x] for pick in (min, max))
-            axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-
-    def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
-        """Write both files; how the runs were made stands under the title."""
-        if not self.used:
-            raise RunError(
-                f"no finished run for figure {name} with fidelity {self.fidelity}: it needs "
-                f"{', '.join(self.missing[:3])}{' ...' if len(self.missing) > 3 else ''}; see `ssfl paper ls`"
-            )
-        data = ", ".join(sorted({one.data for one in self.used}))
-        names = {one.name for one in self.used}
-        scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
-        seeds = sorted(set(Counter(name for name, _ in {(one.name, one.seed) for one in self.used}).values()))
-        many = " or ".join(map(str, seeds)) + (" seeds" if seeds[-1] > 1 else " seed")
-        made = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
-        if self.missing:
-            made += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
-        figure.suptitle(f"{title}\n{made}", fontsize=10)
-        return _written(self.plt, figure, out, name)
-
-
-def accuracy(found: Sequence[Result]) -> Points:
-    """Test accuracy over epochs, percent."""
-    return _over(found, "curve", lambda point: 100 * point["accuracy"])
-
-
-def _percents(found: Sequence[Result]) -> list[float]:
-    return [100 * (one.accuracy or 0) for one in found]
-
-
-def beside(found: Sequence[Result], key: str) -> Points:
-    """What the rounds' events told at the evaluations, such as the mask rate."""
-    return _over(found, "curve", lambda point: point.get(f"round_{key}"))
-
-
-def diversity(found: Sequence[Result], measure: str, variant: str = GIVEN_L2) -> Points:
-    """A measure of gradient diversity over epochs."""
-    return _over(found, "diversity", lambda point: point.get(variant, {}).get(measure))
-
-
-def _over(found: Sequence[Result], kind: str, value: Callable[[dict[str, Any]], float | None]) -> Points:
-    points: Points = {}
-    for one in found:
-        federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]
-        images = federation["period"] * train["batch_size"] / federation["epoch_images"]
-        for point in one.whole[kind]:
-            told = value(point)
-            if told is not None:
-                points.setdefault(round(point["round"] * images, 6), []).append(told)
-    return points
 
 
 def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper") -> list[Path]:
@@ -131,7 +30,7 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
             if run in found:
-                bar = axis.bar(place, statistics.mean(_percents(found[run])), width=0.7, color=f"C{place}")
+                bar = axis.bar(place, statistics.mean(percents(found[run])), width=0.7, color=f"C{place}")
                 axis.bar_label(bar, fmt="%.1f", fontsize=8)
         names = [NAMES[run.method] for run in rows.METHODS.runs if run.skew == skew]
         axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
@@ -154,7 +53,7 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
         axes[0].set_ylabel("test accuracy, %")
         for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
             axis.set(ylabel=label, yscale="log")
-        _finish(figure, axes, each=())
+        finish(figure, axes, each=())
         told = axes[0].get_legend_handles_labels()
         figure.legend(*told, loc="outside lower center", ncols=len(wanted), fontsize=8)
         return drawing.save(figure, out, number, f"Convergence and gradient diversity, R = {skew:g}")
@@ -173,7 +72,7 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
         for place, number in enumerate(numbers):
             row = rows.row(str(number))
-            points = {factor(run): _percents(found) for run, found in drawing.of(row.runs).items()}
+            points = {factor(run): percents(found) for run, found in drawing.of(row.runs).items()}
             drawing.line(axis, row.runs[0].data, place, points)
             printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
             if printed and points and drawing.used[-1].data != "digits":
@@ -185,7 +84,7 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
     if axes[1].lines:
         axes[1].set_xscale("log", base=2)
     axes[0].set_ylabel("test accuracy, %")
-    _finish(figure, axes, epochs=False)
+    finish(figure, axes, epochs=False)
     return drawing.save(figure, out, "5", "Accuracy against R, T and Ns (hollow: published)")
 
 
@@ -209,7 +108,7 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
         axis.set(ylabel=label, yscale="log")
     axes[3, 0].set_ylabel("images with a\npseudo-label")
     axes[4, 0].set_ylabel("of these, right")
-    _finish(figure, axes.flat, each=(axes[0, 2],))
+    finish(figure, axes.flat, each=(axes[0, 2],))
     return drawing.save(figure, out, "6", "FedAvg and grouping on EMNIST by the number of participants")
 
 
@@ -224,7 +123,7 @@ def _lines(
         for run, found in drawing.of(wanted).items():
             drawing.line(axis, label(run), wanted.index(run), accuracy(found))
         axis.set_ylabel("test accuracy, %")
-        _finish(figure, [axis])
+        finish(figure, [axis])
         return drawing.save(figure, out, number, title)
 
     return drawn
@@ -244,7 +143,7 @@ def _sixteen(drawing: Drawing, out: Path) -> list[Path]:
                     f"{kind}, {norm.replace('_', ' ')}{', with server' if server else ''}", fontsize=8
                 )
                 axis.set_yscale("log")
-    _finish(figure, axes.flat, each=(axes[0, 0],))
+    finish(figure, axes.flat, each=(axes[0, 0],))
     return drawing.save(figure, out, "D", "Sixteen measures of gradient diversity, EMNIST, K = C = 47")
 
 
@@ -268,26 +167,7 @@ def schedules(out: Path) -> list[Path]:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("learning rate")
     axes[0].legend(fontsize=8)
-    return _written(plt, figure, out, "lr")
-
-
-def _written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return paths
-
-
-def _finish(figure: Any, axes: Any, epochs: bool = True, each: Sequence[Any] | None = None) -> None:
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        if epochs and axis.get_subplotspec().is_last_row():
-            axis.set_xlabel("epoch")
-    for axis in [axes[0]] if each is None else each:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+    return written(plt, figure, out, "lr")
 
 
 FIGURES: dict[str, Callable[[Drawing, Path], list[Path]]] = {
