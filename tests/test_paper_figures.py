@@ -1,6 +1,7 @@
 """The paper's figures: what each draws, of which runs, under which name."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from conftest import Call
 from paper_results import fake
 from ssfl.paper import results, rows
 from ssfl.paper.drawing import Drawing
+from ssfl.paper.results import Result
+from ssfl.paper.rows import Run
 
 NEEDS = {
     "2": "methods",
@@ -22,11 +25,17 @@ NEEDS = {
 }
 
 
+def found(folder: Path, runs: Iterable[Run], **more: object) -> list[Result]:
+    """A made-up result of each run, as files."""
+    folder.mkdir(exist_ok=True)
+    for place, run in enumerate(runs, len(list(folder.iterdir()))):
+        (folder / f"{place}.json").write_text(json.dumps(fake(run, 1, **more)))
+    return results.read([folder])
+
+
 @pytest.mark.parametrize("number", NEEDS)
 def test_every_figure_is_drawn_from_what_there_is(ssfl: Call, number: str) -> None:
-    Path("found").mkdir()
-    for place, run in enumerate(rows.row(NEEDS[number]).runs[1:]):  # the first one was not run
-        Path(f"found/{place}.json").write_text(json.dumps(fake(run, 1)))
+    found(Path("found"), rows.row(NEEDS[number]).runs[1:])  # the first one was not run
     code, out, _ = ssfl("paper", "figure", number, "--from", "found", "--out", "drawn")
     assert code == 0
     png, svg = out.split()
@@ -61,3 +70,28 @@ def test_the_learning_rates_are_drawn_without_any_run(ssfl: Call) -> None:
     code, out, _ = ssfl("paper", "figure", "lr")
     assert code == 0
     assert [Path(path).stat().st_size > 5000 for path in out.split()] == [True, True]
+
+
+@pytest.mark.parametrize(("name", "file"), [("b", "B.1"), ("c.1", "C.1"), ("LR", "lr")])
+def test_a_figure_may_be_named_in_any_case_and_by_its_letter_alone(ssfl: Call, name: str, file: str) -> None:
+    found(Path("found"), (*rows.row("4").runs, *rows.row("15").runs))
+    code, out, _ = ssfl("paper", "figure", name, "--from", "found")
+    assert code == 0
+    assert out.split() == [f"figures/figure-{file}.png", f"figures/figure-{file}.svg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("2", "--fidelity", "xyz"), "fidelity 'xyz' is not one of paper, reference, recommended"),
+        (("lr", "--fidelity", "xyz"), "fidelity 'xyz' is not one of paper, reference, recommended"),
+        (("7",), "there is no figure '7' to draw: choose from 2, 3, 4, 5, 6, B.1, C.1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_choices(
+    ssfl: Call, words: tuple[str, ...], message: str
+) -> None:
+    Path("runs/paper").mkdir(parents=True)
+    code, _, err = ssfl("paper", "figure", *words)
+    assert code == 2
+    assert message in err

@@ -133,7 +133,9 @@ def table(
 
 @app.command()
 def figure(
-    number: str,
+    number: Annotated[
+        str, typer.Argument(metavar="ID", help="2 to 6, B.1, C.1 or D; lr for the learning rates. Any case.")
+    ],
     places: From = None,
     fidelity: Fidelity = "paper",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("figures"),
@@ -142,8 +144,10 @@ def figure(
 
     Example: ssfl paper figure 6"""
     from ssfl.paper import figures, results
+    from ssfl.paper.fidelity import require
 
-    if number == "lr":
+    require(fidelity)
+    if number.lower() == "lr":
         print(*figures.schedules(out), sep="\n")
         return
     for path in figures.draw(number, results.read(places or [Path("runs/paper")]), out, fidelity):

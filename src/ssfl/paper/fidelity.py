@@ -38,6 +38,12 @@ def actual(run: Run, fidelity: str) -> Run:
     return run
 
 
+def require(fidelity: str) -> None:
+    """Say which there are where one is asked for that there is not."""
+    if fidelity not in FIDELITIES:
+        raise ConfigError(f"fidelity {fidelity!r} is not one of {', '.join(FIDELITIES)}")
+
+
 def settings(
     run: Run,
     fidelity: str = "paper",
@@ -47,8 +53,7 @@ def settings(
     overrides: Iterable[str] = (),
 ) -> Config:
     """The config of a run; `data` is a file to use instead of the row's data set, or "digits"."""
-    if fidelity not in FIDELITIES:
-        raise ConfigError(f"fidelity {fidelity!r} is not one of {', '.join(FIDELITIES)}")
+    require(fidelity)
     if not 0 < scale <= 1:
         raise ConfigError(f"scale = {scale:g} must be above 0 and at most 1: the part of the training to run")
     run = actual(run, fidelity)

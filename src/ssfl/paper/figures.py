@@ -16,11 +16,11 @@ from ssfl.schedule import learning_rate
 
 
 def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper") -> list[Path]:
-    """A figure by its number in the paper."""
-    wanted = name.upper()
-    if wanted not in FIGURES:
+    """A figure by its number in the paper; a letter alone is every figure of that appendix."""
+    wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
+    if not wanted:
         raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}, lr")
-    return FIGURES[wanted](Drawing(results, fidelity), out)
+    return [path for one in wanted for path in FIGURES[one](Drawing(results, fidelity), out)]
 
 
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
