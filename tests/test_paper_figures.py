@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import Call
 from paper_results import fake
-from ssfl.paper import results, rows
+from ssfl.paper import drawing, figures, results, rows
 from ssfl.paper.drawing import Drawing
+from ssfl.paper.fidelity import actual
 from ssfl.paper.results import Result
 from ssfl.paper.rows import Run
 
@@ -21,8 +23,32 @@ NEEDS = {
     "6": "16",
     "B.1": "4",
     "C.1": "15",
-    "D": "21",
+    "D.1": "16",
 }
+"""A row that each figure draws."""
+
+
+class Kept(Drawing):
+    """Keeps the figure in place of writing it."""
+
+    def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
+        super().save(figure, out, name, title)
+        self.figure = figure
+        return []
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, number: str, given: list[Result], fidelity: str = "paper") -> Any:
+    """The panels of a figure, without files."""
+    monkeypatch.setattr(drawing, "written", lambda *given: [])
+    kept = Kept(given, fidelity)
+    figures.FIGURES[number](kept, Path())
+    kept.plt.close(kept.figure)
+    return kept.figure
+
+
+def labels(axis: Any) -> list[str]:
+    """The names of a panel's lines, published marks aside."""
+    return [line.get_label() for line in axis.lines if not line.get_label().startswith("_")]
 
 
 def found(folder: Path, runs: Iterable[Run], **more: object) -> list[Result]:
@@ -48,22 +74,22 @@ def test_what_is_compared_in_a_figure_is_of_one_scale(tmp_path: Path) -> None:
     scales = [(first, 0.2), (second, 0.2), (second, 1.0), (third, 1.0), (third, 0.2)]
     for place, (run, scale) in enumerate(scales):
         (tmp_path / f"{place}.json").write_text(json.dumps(fake(run, 1, scale=scale)))
-    drawing = Drawing(results.read([tmp_path]), "paper")
-    most = drawing.of((first, second, third))
-    assert {run: [one.scale for one in seeds] for run, seeds in most.items()} == {
+    chosen = Drawing(results.read([tmp_path]), "paper")
+    most = chosen.of((first, second, third))
+    assert {line.run: [one.scale for one in line.found] for line in most} == {
         first: [0.2], second: [0.2], third: [0.2]
     }  # fmt: skip
-    assert [one.scale for one in drawing.of((second, third))[second]] == [1.0]
+    assert [one.scale for one in chosen.of((second, third))[0].found] == [1.0]
 
 
 def test_a_method_has_one_colour_in_every_panel_whatever_was_not_measured() -> None:
-    drawing = Drawing([], "paper")
-    figure, axes = drawing.plt.subplots(1, 2)
+    panels = Drawing([], "paper")
+    figure, axes = panels.plt.subplots(1, 2)
     for number in range(3):
-        drawing.line(axes[0], str(number), number, {1.0: [1.0]})
-        drawing.line(axes[1], str(number), number, {1.0: [1.0]} if number == 2 else {})
+        panels.line(axes[0], str(number), number, {1.0: [1.0]})
+        panels.line(axes[1], str(number), number, {1.0: [1.0]} if number == 2 else {})
     assert axes[1].lines[0].get_color() == axes[0].lines[2].get_color() != axes[0].lines[0].get_color()
-    drawing.plt.close(figure)
+    panels.plt.close(figure)
 
 
 def test_the_learning_rates_are_drawn_without_any_run(ssfl: Call) -> None:
@@ -95,3 +121,74 @@ def test_what_cannot_be_drawn_is_refused_with_the_choices(
     code, _, err = ssfl("paper", "figure", *words)
     assert code == 2
     assert message in err
+
+
+def test_the_letter_d_is_all_four_figures_of_the_appendix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "written", lambda plt, figure, out, name: [plt.close(figure) or out / name])
+    given = found(tmp_path, rows.row("21").runs)
+    assert [path.name for path in figures.draw("d", given, tmp_path)] == ["D.1", "D.2", "D.3", "D.4"]
+
+
+def test_appendix_d_has_the_papers_arrangement_and_both_normalisations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = {}
+    for number in ("D.1", "D.2", "D.3", "D.4"):
+        figure = drawn(monkeypatch, number, found(tmp_path, rows.row("16").runs))
+        panels = figure.axes
+        assert [axis.get_title() for axis in panels] == ["C = 10", "C = 30", "C = 47", *[""] * 12]
+        assert [len(labels(axis)) for axis in panels[:3]] == [2, 2, 2]
+        curves = [line for axis in panels[3:] for line in axis.lines if len(line.get_xdata())]
+        assert len(curves) == 12 * 4  # FedAvg and grouping, each twice
+        assert {(line.get_linestyle(), *line.get_ydata()) for line in curves} == {
+            ("-", 0.5, 0.5), ("--", 4.0, 4.0)
+        }  # fmt: skip
+        shown[number] = [figure.get_suptitle().split(":")[0], *(axis.get_ylabel() for axis in panels[3::3])]
+    assert shown["D.1"] == [
+        "Diversity of gradients by the ℓ2 norm", "ℓ2 squared\nusers", "ℓ2\nusers",
+        "ℓ2 squared\nusers and server", "ℓ2\nusers and server",
+    ]  # fmt: skip
+    assert shown["D.4"][:2] == ["Diversity of updates by the ℓ1 norm", "ℓ1 squared\nusers"]
+
+
+@pytest.mark.parametrize("number", NEEDS)
+def test_what_we_recommend_is_drawn_once_and_named_by_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: str
+) -> None:
+    runs = {one.name: one for one in (actual(run, "recommended") for run in rows.row(NEEDS[number]).runs)}
+    given = found(tmp_path, runs.values(), fidelity="recommended")
+    figure = drawn(monkeypatch, number, given, "recommended")
+    assert "not run" not in figure.get_suptitle() or number == "5"
+    first = figure.axes[0]
+    if number == "2":
+        names = ["Self-training", "CRL with BN", "Anchored", "Supervised FedAvg"]
+        assert [label.get_text() for label in first.get_xticklabels()] == names
+        assert len(first.patches) == 4
+    elif number in ("3", "4"):
+        assert labels(first) == ["Self-training", "CRL with BN", "Anchored", "Supervised FedAvg"]
+    elif number in ("6", "D.1"):
+        assert labels(first) == ["Anchored"]
+        assert figure.get_suptitle().count("Anchored") == 1
+    elif number == "5":
+        assert labels(first) == ["EMNIST"]
+        assert len(first.lines) == 1  # what is published is another method's
+    else:
+        assert len(labels(first)) == len(runs)
+        assert "Anchored" in figure.get_suptitle()
+
+
+def test_lines_of_different_scales_say_theirs_and_a_single_value_is_the_one_tick(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = found(tmp_path, rows.row("6").runs, scale=0.2)
+    assert labels(drawn(monkeypatch, "5", one).axes[1]) == ["EMNIST"]
+    several = found(tmp_path, rows.row("7").runs[:1], scale=0.02)
+    skew, period, labelled = drawn(monkeypatch, "5", several).axes
+    assert labels(skew) == labels(period) == ["CIFAR-10, scale 0.02", "EMNIST, scale 0.2"]
+    assert [text.get_text() for text in period.get_legend().get_texts()] == labels(period)
+    assert [text.get_text() for text in period.get_xticklabels()] == ["2", "4", "8", "16", "32"]
+    assert labels(labelled) == ["CIFAR-10, scale 0.02"]
+    assert list(labelled.get_xticks()) == [1000]
+    assert any(line.get_fillstyle() == "none" for line in labelled.lines)  # published

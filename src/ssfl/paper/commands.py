@@ -134,7 +134,8 @@ def table(
 @app.command()
 def figure(
     number: Annotated[
-        str, typer.Argument(metavar="ID", help="2 to 6, B.1, C.1 or D; lr for the learning rates. Any case.")
+        str,
+        typer.Argument(metavar="ID", help="2 to 6, B.1, C.1, D.1 to D.4 (D is all four), lr; in any case."),
     ],
     places: From = None,
     fidelity: Fidelity = "paper",

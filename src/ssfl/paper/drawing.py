@@ -5,13 +5,15 @@ which larger groups make larger).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ssfl.errors import RunError
+from ssfl.paper.fidelity import actual
 from ssfl.paper.results import Result
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import NAMES, Run
 from ssfl.report.plots import STYLES, pyplot
 
 Points = dict[float, list[float]]
@@ -20,6 +22,22 @@ MEASURES = {
     "authors_groups": "n·Δ within groups\n(authors' scripts)",
 }
 GIVEN_L2 = "gradient_l2_squared"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The seeds of a run, which are drawn as one."""
+
+    run: Run
+    """What was trained: with `recommended` not the row's own run."""
+    found: list[Result]
+    place: int
+    """Its colour and style, the same in every panel."""
+
+    @property
+    def name(self) -> str:
+        """The method, as the paper calls it."""
+        return NAMES[self.run.method]
 
 
 class Drawing:
@@ -32,30 +50,39 @@ class Drawing:
         self.fidelity = fidelity
         self.missing: list[str] = []
         self.used: list[Result] = []
+        self.places: dict[Hashable, int] = {}
 
-    def of(self, runs: Iterable[Run]) -> dict[Run, list[Result]]:
+    def wanted(self, runs: Iterable[Run]) -> list[Run]:
+        """What is trained for some runs in this fidelity, each once."""
+        return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
+
+    def of(self, runs: Iterable[Run], by: Callable[[Run], Hashable] = lambda run: run.method) -> list[Line]:
         """The seeds of runs that are compared, all of one scale and data: that of most of them, then the
-        largest scale. Runs without any are left out."""
-        by_name = {run.name: run for run in runs}
-        mine = [one for one in self.results if one.name in by_name]
+        largest scale. Runs without any are left out; what differs in `by` has a place of its own."""
+        wanted = self.wanted(runs)
+        names = {run.name for run in wanted}
+        mine = [one for one in self.results if one.name in names]
         kinds = Counter((scale, data) for _, scale, data in {(one.name, one.scale, one.data) for one in mine})
         kind = max(kinds, key=lambda kind: (kinds[kind], kind[0], kind[1] != "digits"), default=None)
-        found: dict[Run, list[Result]] = {}
-        for one in mine:
-            if (one.scale, one.data) == kind:
-                found.setdefault(by_name[one.name], []).append(one)
-                self.used.append(one)
-        self.missing += [name for name, run in by_name.items() if run not in found]
-        return {run: found[run] for run in by_name.values() if run in found}
+        lines = []
+        for run in wanted:
+            place = self.places.setdefault(by(run), len(self.places))
+            found = [one for one in mine if one.name == run.name and (one.scale, one.data) == kind]
+            if found:
+                lines.append(Line(run, found, place))
+                self.used += found
+            else:
+                self.missing.append(run.name)
+        return lines
 
-    def line(self, axis: Any, label: str, number: int, points: Points) -> None:
+    def line(self, axis: Any, label: str, number: int, points: Points, style: str = "") -> None:
         """A line through the seeds' means, a band from the least to the most."""
         if not points:
             return
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
         few = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
-        colour, style = f"C{number % 10}", STYLES[number % len(STYLES)]  # the same in every panel
+        colour, style = f"C{number % 10}", style or STYLES[number % len(STYLES)]  # the same in every panel
         axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **few)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
@@ -122,12 +149,21 @@ def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
     return paths
 
 
-def finish(figure: Any, axes: Any, epochs: bool = True, each: Sequence[Any] | None = None) -> None:
-    """Grids, the epochs below, and a legend in the first panel or in `each`."""
+def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
+    """Grids, the epochs below, and a word where nothing was drawn."""
     for axis in axes:
         axis.grid(alpha=0.3)
         if epochs and axis.get_subplotspec().is_last_row():
             axis.set_xlabel("epoch")
-    for axis in [axes[0]] if each is None else each:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        if epochs and not axis.lines:
+            axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+
+
+def legend(figure: Any, axes: Any) -> None:
+    """One legend below all panels, each name once."""
+    told: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            told.setdefault(label, handle)
+    if told:
+        figure.legend(told.values(), told, loc="outside lower center", ncols=min(len(told), 5), fontsize=8)

@@ -1,18 +1,34 @@
 """The paper's figures from finished runs, in its arrangement: PNG and SVG."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ssfl.errors import ConfigError
 from ssfl.paper import rows
-from ssfl.paper.drawing import MEASURES, Drawing, accuracy, beside, diversity, finish, percents, written
+from ssfl.paper.drawing import (
+    MEASURES,
+    Drawing,
+    Line,
+    accuracy,
+    beside,
+    diversity,
+    finish,
+    legend,
+    percents,
+    written,
+)
 from ssfl.paper.fidelity import FIDELITIES, settings
 from ssfl.paper.results import Result
 from ssfl.paper.rows import NAMES, Run
 from ssfl.report.plots import STYLES, pyplot
 from ssfl.schedule import learning_rate
+
+PARTICIPANTS = (10, 30, 47)
+TITLES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "emnist": "EMNIST"}
+COUNTS = {4: "four", 5: "five"}
 
 
 def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper") -> list[Path]:
@@ -26,17 +42,18 @@ def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 2: the final accuracy of the five methods."""
     figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    found = drawing.of(rows.METHODS.runs)
+    names = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
+    lines = drawing.of(rows.METHODS.runs)
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
-        for place, run in enumerate(run for run in rows.METHODS.runs if run.skew == skew):
-            if run in found:
-                bar = axis.bar(place, statistics.mean(percents(found[run])), width=0.7, color=f"C{place}")
-                axis.bar_label(bar, fmt="%.1f", fontsize=8)
-        names = [NAMES[run.method] for run in rows.METHODS.runs if run.skew == skew]
+        for line in (line for line in lines if line.run.skew == skew):
+            height = statistics.mean(percents(line.found))
+            axis.bar_label(
+                axis.bar(line.place, height, width=0.7, color=f"C{line.place}"), fmt="%.1f", fontsize=8
+            )
         axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
         axis.set(title=f"R = {skew:g}", ylabel="test accuracy, %" if skew == 0 else None)
         axis.set_xlim(-0.6, len(names) - 0.4)
-    return drawing.save(figure, out, "2", "Test accuracy of the five methods")
+    return drawing.save(figure, out, "2", f"Test accuracy of the {COUNTS[len(names)]} methods")
 
 
 def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path], list[Path]]:
@@ -44,18 +61,15 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 4), sharex=True, layout="constrained")
-        wanted = [run for run in rows.METHODS.runs if run.skew == skew]
-        for run, found in drawing.of(wanted).items():
-            name, place = NAMES[run.method], wanted.index(run)
-            drawing.line(axes[0], name, place, accuracy(found))
+        for line in drawing.of(run for run in rows.METHODS.runs if run.skew == skew):
+            drawing.line(axes[0], line.name, line.place, accuracy(line.found))
             for axis, measure in zip(axes[1:], MEASURES, strict=True):
-                drawing.line(axis, name, place, diversity(found, measure))
+                drawing.line(axis, line.name, line.place, diversity(line.found, measure))
         axes[0].set_ylabel("test accuracy, %")
         for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
             axis.set(ylabel=label, yscale="log")
-        finish(figure, axes, each=())
-        told = axes[0].get_legend_handles_labels()
-        figure.legend(*told, loc="outside lower center", ncols=len(wanted), fontsize=8)
+        finish(figure, axes)
+        legend(figure, axes)
         return drawing.save(figure, out, number, f"Convergence and gradient diversity, R = {skew:g}")
 
     return drawn
@@ -69,47 +83,80 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
         ("communication period T", (4, 5, 6), lambda run: run.period),
         ("labels at the server Ns", (7, 8, 9), lambda run: run.server_labels),
     ]
+    lines = {n: drawing.of(rows.row(str(n)).runs, lambda run: run.data) for n in range(1, 10)}
+    scales, title = {one.scale for one in drawing.used}, "Accuracy against R, T and Ns"
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
-        for place, number in enumerate(numbers):
-            row = rows.row(str(number))
-            points = {factor(run): percents(found) for run, found in drawing.of(row.runs).items()}
-            drawing.line(axis, row.runs[0].data, place, points)
-            printed = [(factor(run), run.published) for run in row.runs if run.published is not None]
-            if printed and points and drawing.used[-1].data != "digits":
-                axis.plot(*zip(*printed, strict=True), "o", color=f"C{place}", fillstyle="none")
+        for first, *more in (lines[number] for number in numbers if lines[number]):
+            one, name = first.found[0], TITLES[first.run.data]
+            name += ", on digits" if one.data == "digits" else ""
+            name += f", scale {one.scale:g}" if len(scales) > 1 else ""
+            points = {factor(line.run): percents(line.found) for line in (first, *more)}
+            drawing.line(axis, name, first.place, points)
+            wanted = drawing.wanted(rows.row(str(numbers[first.place])).runs)
+            printed = [(factor(run), run.published) for run in wanted if run.published is not None]
+            if printed and one.data != "digits":
+                title = "Accuracy against R, T and Ns (hollow: published)"
+                axis.plot(*zip(*printed, strict=True), "o", color=f"C{first.place}", fillstyle="none")
         axis.set_xlabel(label)
-        if not axis.lines:
+        if axis.lines:
+            _factor_ticks(axis, periods=label.endswith("T"))
+            axis.legend(fontsize=8)
+        else:
             axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes)
             axis.set(xticks=[], yticks=[])
-    if axes[1].lines:
-        axes[1].set_xscale("log", base=2)
     axes[0].set_ylabel("test accuracy, %")
     finish(figure, axes, epochs=False)
-    return drawing.save(figure, out, "5", "Accuracy against R, T and Ns (hollow: published)")
+    return drawing.save(figure, out, "5", title)
+
+
+def _factor_ticks(axis: Any, periods: bool) -> None:
+    """Periods are powers of two and written out; where there is one value, it is the one tick."""
+    values = sorted({float(x) for line in axis.lines for x in line.get_xdata()})
+    if periods:
+        axis.set_xscale("log", base=2)
+    if periods or len(values) == 1:
+        axis.set_xticks(values, [f"{value:g}" for value in values])
 
 
 def _participants(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 6: FedAvg and grouping on EMNIST by C; mask rate and pseudo-labels beside the diversity."""
-    figure, axes = drawing.plt.subplots(
-        5, 3, figsize=(11, 12), sharex=True, sharey="row", layout="constrained"
-    )
-    everything = drawing.of(rows.row("16").runs)
-    for column, count in enumerate((10, 30, 47)):
-        for place, run in enumerate(run for run in rows.row("16").runs if run.participants == count):
-            found, name = everything.get(run, []), NAMES[run.method]
-            drawing.line(axes[0, column], name, place, accuracy(found))
-            for axis, measure in zip(axes[1:3, column], MEASURES, strict=True):
-                drawing.line(axis, name, place, diversity(found, measure))
-            drawing.line(axes[3, column], name, place, beside(found, "mask_rate"))
-            drawing.line(axes[4, column], name, place, beside(found, "pseudo_accuracy"))
-        axes[0, column].set_title(f"C = {count}")
-    axes[0, 0].set_ylabel("test accuracy, %")
+    figure, axes = _by_participants(drawing)
+    for line, column in _columns(drawing, axes):
+        for axis, measure in zip(column[1:3], MEASURES, strict=True):
+            drawing.line(axis, line.name, line.place, diversity(line.found, measure))
+        drawing.line(column[3], line.name, line.place, beside(line.found, "mask_rate"))
+        drawing.line(column[4], line.name, line.place, beside(line.found, "pseudo_accuracy"))
     for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
         axis.set(ylabel=label, yscale="log")
     axes[3, 0].set_ylabel("images with a\npseudo-label")
     axes[4, 0].set_ylabel("of these, right")
-    finish(figure, axes.flat, each=(axes[0, 2],))
-    return drawing.save(figure, out, "6", "FedAvg and grouping on EMNIST by the number of participants")
+    finish(figure, axes.flat)
+    legend(figure, axes.flat)
+    return drawing.save(figure, out, "6", f"{_versus(drawing)} on EMNIST by the number of participants")
+
+
+def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
+    """Five lines of panels, the convergence on top, in three columns by C: Figure 6 and Appendix D."""
+    shape = {"figsize": (11, 12), "sharex": True, "sharey": "row", "layout": "constrained"}
+    figure, axes = drawing.plt.subplots(5, 3, **shape)
+    axes[0, 0].set_ylabel("test accuracy, %")
+    for axis, count in zip(axes[0], PARTICIPANTS, strict=True):
+        axis.set_title(f"C = {count}")
+    return figure, axes
+
+
+def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
+    """Every line of row 16 with the panels of its C, its convergence drawn."""
+    for line in drawing.of(rows.row("16").runs):
+        column = axes[:, PARTICIPANTS.index(line.run.participants)]
+        drawing.line(column[0], line.name, line.place, accuracy(line.found), style)
+        yield line, column
+
+
+def _versus(drawing: Drawing) -> str:
+    """What Figure 6 and Appendix D compare."""
+    methods = dict.fromkeys(run.method for run in drawing.wanted(rows.row("16").runs))
+    return " and ".join(NAMES[method] for method in methods)
 
 
 def _lines(
@@ -119,32 +166,42 @@ def _lines(
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
-        wanted = rows.row(row).runs
-        for run, found in drawing.of(wanted).items():
-            drawing.line(axis, label(run), wanted.index(run), accuracy(found))
+        lines = drawing.of(rows.row(row).runs, by=lambda run: run)
+        for line in lines:
+            drawing.line(axis, label(line.run), line.place, accuracy(line.found))
         axis.set_ylabel("test accuracy, %")
         finish(figure, [axis])
-        return drawing.save(figure, out, number, title)
+        legend(figure, [axis])
+        method = NAMES[drawing.wanted(rows.row(row).runs)[0].method]
+        return drawing.save(figure, out, number, f"{title}, {method}")
 
     return drawn
 
 
-def _sixteen(drawing: Drawing, out: Path) -> list[Path]:
-    """Appendix D: all sixteen measures, as Definition 1 normalises them, for FedAvg and grouping."""
-    figure, axes = drawing.plt.subplots(4, 4, figsize=(13, 11), sharex=True, layout="constrained")
-    found = drawing.of(rows.row("21").runs)
-    for line, kind in enumerate(("gradient", "update")):
-        for half, server in enumerate(("", "_server")):
-            for column, norm in enumerate(("l2_squared", "l2", "l1_squared", "l1")):
-                axis, variant = axes[2 * line + half, column], f"{kind}_{norm}{server}"
-                for place, (run, seeds) in enumerate(found.items()):
-                    drawing.line(axis, NAMES[run.method], place, diversity(seeds, "definition", variant))
-                axis.set_title(
-                    f"{kind}, {norm.replace('_', ' ')}{', with server' if server else ''}", fontsize=8
-                )
-                axis.set_yscale("log")
-    finish(figure, axes.flat, each=(axes[0, 0],))
-    return drawing.save(figure, out, "D", "Sixteen measures of gradient diversity, EMNIST, K = C = 47")
+def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], list[Path]]:
+    """Appendix D: four of the sixteen measures, with a colour for each method and a style for each
+    normalisation."""
+
+    def drawn(drawing: Drawing, out: Path) -> list[Path]:
+        figure, axes = _by_participants(drawing)
+        shown = [(power, server) for server in ("", "_server") for power in ("_squared", "")]
+        for line, column in _columns(drawing, axes, STYLES[0]):
+            for axis, (power, server) in zip(column[1:], shown, strict=True):
+                for measure, style in zip(MEASURES, STYLES, strict=False):
+                    points = diversity(line.found, measure, f"{kind}_{norm}{power}{server}")
+                    drawing.line(axis, line.name, line.place, points, style)
+        for axis, (power, server) in zip(axes[1:, 0], shown, strict=True):
+            label = f"{norm}{' squared' if power else ''}\nusers{' and server' if server else ''}"
+            axis.set(ylabel=label.replace("l", "ℓ", 1), yscale="log" if power else "linear")
+        finish(figure, axes.flat)
+        ways = ("as in Definition 1", "as in the authors' scripts, within groups")
+        for label, style in zip(ways, STYLES, strict=False):
+            axes[1, 0].plot([], [], style, color="black", label=label)
+        legend(figure, axes.flat)
+        title = f"Diversity of {kind}s by the {norm.replace('l', 'ℓ')} norm: {_versus(drawing)} on EMNIST"
+        return drawing.save(figure, out, number, title)
+
+    return drawn
 
 
 def schedules(out: Path) -> list[Path]:
@@ -181,5 +238,8 @@ FIGURES: dict[str, Callable[[Drawing, Path], list[Path]]] = {
         "C.1", "15", "Convergence by C and E on SVHN, K = 30",
         lambda run: f"C = {run.participants}, E = {run.epochs or 40}",
     ),
-    "D": _sixteen,
+    "D.1": _variants("D.1", "gradient", "l2"),
+    "D.2": _variants("D.2", "gradient", "l1"),
+    "D.3": _variants("D.3", "update", "l2"),
+    "D.4": _variants("D.4", "update", "l1"),
 }  # fmt: skip
