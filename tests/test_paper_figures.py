@@ -37,10 +37,16 @@ class Kept(Drawing):
         return []
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, number: str, given: list[Result], fidelity: str = "paper") -> Any:
-    """The panels of a figure, without files."""
+def drawn(
+    monkeypatch: pytest.MonkeyPatch,
+    number: str,
+    given: list[Result],
+    fidelity: str = "paper",
+    with_changes: bool = False,
+) -> Any:
+    """A figure, without files."""
     monkeypatch.setattr(drawing, "written", lambda *given: [])
-    kept = Kept(given, fidelity)
+    kept = Kept(given, fidelity, with_changes)
     figures.FIGURES[number](kept, Path())
     kept.plt.close(kept.figure)
     return kept.figure
@@ -192,3 +198,30 @@ def test_lines_of_different_scales_say_theirs_and_a_single_value_is_the_one_tick
     assert labels(labelled) == ["CIFAR-10, scale 0.02"]
     assert list(labelled.get_xticks()) == [1000]
     assert any(line.get_fillstyle() == "none" for line in labelled.lines)  # published
+
+
+def test_changed_runs_are_lines_of_their_own_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs, changes = rows.row("16").runs, ["method.averaging=weighted", "method.server_weight=0.1"]
+    found(tmp_path, runs)
+    found(tmp_path, runs[2:3], scale=1.0, changes=changes)  # of another scale than what it would stand beside
+    given = found(tmp_path, runs[2:3], changes=changes)
+    plain = ["FedAvg", "Grouping-based"]
+    assert labels(drawn(monkeypatch, "6", given).axes[2]) == plain
+    few, _, all_users, *_ = drawn(monkeypatch, "6", given, with_changes=True).axes
+    assert labels(few) == plain
+    assert labels(all_users) == [*plain, "FedAvg, averaging=weighted, server_weight=0.1"]
+    assert [line.get_color() for line in few.lines] == [line.get_color() for line in all_users.lines[:2]]
+
+
+@pytest.mark.parametrize("number", NEEDS)
+def test_every_figure_takes_changed_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: str
+) -> None:
+    runs = rows.row(NEEDS[number]).runs
+    found(tmp_path, runs)
+    given = found(tmp_path, runs, changes=["train.lr=0.1"])
+    first = drawn(monkeypatch, number, given, with_changes=True).axes[0]
+    names = [label.get_text() for label in first.get_xticklabels()] if number == "2" else labels(first)
+    assert 2 * sum(name.endswith("lr=0.1") for name in names) == len(names) > 0

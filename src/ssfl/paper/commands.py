@@ -139,6 +139,9 @@ def figure(
     ],
     places: From = None,
     fidelity: Fidelity = "paper",
+    with_changes: Annotated[
+        bool, typer.Option("--with-changes", help="Runs with --set too, as lines of their own.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("figures"),
 ) -> None:
     """A figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.
@@ -151,7 +154,8 @@ def figure(
     if number.lower() == "lr":
         print(*figures.schedules(out), sep="\n")
         return
-    for path in figures.draw(number, results.read(places or [Path("runs/paper")]), out, fidelity):
+    found = results.read(places or [Path("runs/paper")])
+    for path in figures.draw(number, found, out, fidelity, with_changes):
         print(path)
 
 

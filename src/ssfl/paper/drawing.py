@@ -34,18 +34,25 @@ class Line:
     place: int
     """Its colour and style, the same in every panel."""
 
+    changes: tuple[str, ...] = ()
+    """The `--set`s that made it another experiment."""
+
     @property
     def name(self) -> str:
-        """The method, as the paper calls it."""
-        return NAMES[self.run.method]
+        """The method, as the paper calls it, and what was changed."""
+        return self.named(NAMES[self.run.method])
+
+    def named(self, name: str) -> str:
+        """A name of another kind, and what was changed."""
+        return ", ".join([name, *(change.partition(".")[2] for change in self.changes)])
 
 
 class Drawing:
     """Chooses the results of one fidelity, data and scale, and notes which runs are missing."""
 
-    def __init__(self, results: Sequence[Result], fidelity: str) -> None:
+    def __init__(self, results: Sequence[Result], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
-        kept = (one for one in results if one.fidelity == fidelity and not one.changes)
+        kept = (one for one in results if one.fidelity == fidelity and (with_changes or not one.changes))
         self.results = [one for one in kept if one.accuracy is not None]
         self.fidelity = fidelity
         self.missing: list[str] = []
@@ -58,21 +65,28 @@ class Drawing:
 
     def of(self, runs: Iterable[Run], by: Callable[[Run], Hashable] = lambda run: run.method) -> list[Line]:
         """The seeds of runs that are compared, all of one scale and data: that of most of them, then the
-        largest scale. Runs without any are left out; what differs in `by` has a place of its own."""
+        largest scale. Runs without any are left out; what differs in `by` has a place of its own, and so
+        have changed runs, which come last."""
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
         mine = [one for one in self.results if one.name in names]
-        kinds = Counter((scale, data) for _, scale, data in {(one.name, one.scale, one.data) for one in mine})
+        plain = [one for one in mine if not one.changes] or mine
+        kinds = Counter(
+            (scale, data) for _, scale, data in {(one.name, one.scale, one.data) for one in plain}
+        )
         kind = max(kinds, key=lambda kind: (kinds[kind], kind[0], kind[1] != "digits"), default=None)
+        mine = [one for one in mine if (one.scale, one.data) == kind]
         lines = []
-        for run in wanted:
-            place = self.places.setdefault(by(run), len(self.places))
-            found = [one for one in mine if one.name == run.name and (one.scale, one.data) == kind]
-            if found:
-                lines.append(Line(run, found, place))
-                self.used += found
-            else:
-                self.missing.append(run.name)
+        for changes in sorted({(), *(one.changes for one in mine)}):
+            for run in wanted:
+                found = [one for one in mine if (one.name, one.changes) == (run.name, changes)]
+                if found or not changes:
+                    place = self.places.setdefault((by(run), changes), len(self.places))
+                if found:
+                    lines.append(Line(run, found, place, changes))
+                elif not changes:
+                    self.missing.append(run.name)
+        self.used += mine
         return lines
 
     def line(self, axis: Any, label: str, number: int, points: Points, style: str = "") -> None:
@@ -98,7 +112,8 @@ class Drawing:
         data = ", ".join(sorted({one.data for one in self.used}))
         names = {one.name for one in self.used}
         scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
-        seeds = sorted(set(Counter(name for name, _ in {(one.name, one.seed) for one in self.used}).values()))
+        each = {(one.name, one.changes, one.seed) for one in self.used}
+        seeds = sorted(set(Counter(one[:2] for one in each).values()))
         many = " or ".join(map(str, seeds)) + (" seeds" if seeds[-1] > 1 else " seed")
         made = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
         if self.missing:

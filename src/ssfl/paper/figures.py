@@ -31,29 +31,33 @@ TITLES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "emnist": "EMNIST"}
 COUNTS = {4: "four", 5: "five"}
 
 
-def draw(name: str, results: Sequence[Result], out: Path, fidelity: str = "paper") -> list[Path]:
-    """A figure by its number in the paper; a letter alone is every figure of that appendix."""
+def draw(
+    name: str, results: Sequence[Result], out: Path, fidelity: str = "paper", with_changes: bool = False
+) -> list[Path]:
+    """A figure by its number in the paper; a letter alone is every figure of that appendix. Runs with
+    `--set` are left out, or lines of their own."""
     wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
     if not wanted:
         raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}, lr")
-    return [path for one in wanted for path in FIGURES[one](Drawing(results, fidelity), out)]
+    return [path for one in wanted for path in FIGURES[one](Drawing(results, fidelity, with_changes), out)]
 
 
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 2: the final accuracy of the five methods."""
     figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    names = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
+    wanted = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
     lines = drawing.of(rows.METHODS.runs)
+    names = dict(enumerate(wanted)) | {line.place: line.name.replace(", ", "\n") for line in lines}
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for line in (line for line in lines if line.run.skew == skew):
             height = statistics.mean(percents(line.found))
             axis.bar_label(
                 axis.bar(line.place, height, width=0.7, color=f"C{line.place}"), fmt="%.1f", fontsize=8
             )
-        axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
+        axis.set_xticks(list(names), names.values(), rotation=25, fontsize=8)
         axis.set(title=f"R = {skew:g}", ylabel="test accuracy, %" if skew == 0 else None)
         axis.set_xlim(-0.6, len(names) - 0.4)
-    return drawing.save(figure, out, "2", f"Test accuracy of the {COUNTS[len(names)]} methods")
+    return drawing.save(figure, out, "2", f"Test accuracy of the {COUNTS[len(wanted)]} methods")
 
 
 def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path], list[Path]]:
@@ -83,20 +87,23 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
         ("communication period T", (4, 5, 6), lambda run: run.period),
         ("labels at the server Ns", (7, 8, 9), lambda run: run.server_labels),
     ]
+    drawing.places |= {(data, ()): place for place, data in enumerate(TITLES)}
     lines = {n: drawing.of(rows.row(str(n)).runs, lambda run: run.data) for n in range(1, 10)}
-    scales, title = {one.scale for one in drawing.used}, "Accuracy against R, T and Ns"
+    scales = {one.scale for one in drawing.used}
+    hollow = ""
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
-        for first, *more in (lines[number] for number in numbers if lines[number]):
+        for number, place in [(n, place) for n in numbers for place in {line.place: n for line in lines[n]}]:
+            first, *more = (line for line in lines[number] if line.place == place)
             one, name = first.found[0], TITLES[first.run.data]
             name += ", on digits" if one.data == "digits" else ""
             name += f", scale {one.scale:g}" if len(scales) > 1 else ""
             points = {factor(line.run): percents(line.found) for line in (first, *more)}
-            drawing.line(axis, name, first.place, points)
-            wanted = drawing.wanted(rows.row(str(numbers[first.place])).runs)
+            drawing.line(axis, first.named(name), place, points)
+            wanted = drawing.wanted(rows.row(str(number)).runs)
             printed = [(factor(run), run.published) for run in wanted if run.published is not None]
-            if printed and one.data != "digits":
-                title = "Accuracy against R, T and Ns (hollow: published)"
-                axis.plot(*zip(*printed, strict=True), "o", color=f"C{first.place}", fillstyle="none")
+            if printed and one.data != "digits" and not first.changes:
+                hollow = " (hollow: published)"
+                axis.plot(*zip(*printed, strict=True), "o", color=f"C{place}", fillstyle="none")
         axis.set_xlabel(label)
         if axis.lines:
             _factor_ticks(axis, periods=label.endswith("T"))
@@ -106,7 +113,8 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
             axis.set(xticks=[], yticks=[])
     axes[0].set_ylabel("test accuracy, %")
     finish(figure, axes, epochs=False)
-    return drawing.save(figure, out, "5", title)
+    method = NAMES[drawing.wanted(rows.row("1").runs)[0].method]
+    return drawing.save(figure, out, "5", f"{method}: accuracy against R, T and Ns{hollow}")
 
 
 def _factor_ticks(axis: Any, periods: bool) -> None:
@@ -168,7 +176,7 @@ def _lines(
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
         lines = drawing.of(rows.row(row).runs, by=lambda run: run)
         for line in lines:
-            drawing.line(axis, label(line.run), line.place, accuracy(line.found))
+            drawing.line(axis, line.named(label(line.run)), line.place, accuracy(line.found))
         axis.set_ylabel("test accuracy, %")
         finish(figure, [axis])
         legend(figure, [axis])
