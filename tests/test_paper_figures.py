@@ -225,3 +225,9 @@ def test_every_figure_takes_changed_runs(
     first = drawn(monkeypatch, number, given, with_changes=True).axes[0]
     names = [label.get_text() for label in first.get_xticklabels()] if number == "2" else labels(first)
     assert 2 * sum(name.endswith("lr=0.1") for name in names) == len(names) > 0
+
+
+def test_a_run_that_lies_in_two_places_is_drawn_as_one(tmp_path: Path) -> None:
+    runs = rows.row("21").runs
+    given = found(tmp_path / "one", runs) + found(tmp_path / "two", runs)
+    assert [len(line.found) for line in Drawing(given, "paper").of(runs)] == [1, 1]

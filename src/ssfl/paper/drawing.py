@@ -79,7 +79,8 @@ class Drawing:
         lines = []
         for changes in sorted({(), *(one.changes for one in mine)}):
             for run in wanted:
-                found = [one for one in mine if (one.name, one.changes) == (run.name, changes)]
+                seeds = {one.seed: one for one in mine if (one.name, one.changes) == (run.name, changes)}
+                found = list(seeds.values())  # one that lies in two places is one
                 if found or not changes:
                     place = self.places.setdefault((by(run), changes), len(self.places))
                 if found:

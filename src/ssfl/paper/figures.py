@@ -44,17 +44,19 @@ def draw(
 
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 2: the final accuracy of the five methods."""
-    figure, axes = drawing.plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     wanted = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
     lines = drawing.of(rows.METHODS.runs)
     names = dict(enumerate(wanted)) | {line.place: line.name.replace(", ", "\n") for line in lines}
+    size = (1.8 * max(len(names), 5), 4)
+    figure, axes = drawing.plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for line in (line for line in lines if line.run.skew == skew):
             height = statistics.mean(percents(line.found))
             axis.bar_label(
                 axis.bar(line.place, height, width=0.7, color=f"C{line.place}"), fmt="%.1f", fontsize=8
             )
-        axis.set_xticks(list(names), names.values(), rotation=25, fontsize=8)
+        axis.set_xticks(list(names), names.values(), rotation=25, ha="right", fontsize=8)
+        axis.margins(y=0.08)
         axis.set(title=f"R = {skew:g}", ylabel="test accuracy, %" if skew == 0 else None)
         axis.set_xlim(-0.6, len(names) - 0.4)
     return drawing.save(figure, out, "2", f"Test accuracy of the {COUNTS[len(wanted)]} methods")
