@@ -70,7 +70,7 @@ WORDS = {
     "DataSharing": "data-sharing", "EASGD": "easgd", "OverlapSGD": "overlap-sgd", "FixMatch": "fixmatch",
     "Self-training": "self-training", "CRL with BN": "crl-bn", "FedMatch": "fedmatch",
 }  # fmt: skip
-SETS = {
+SETS: dict[str, list[float]] = {
     "0.0,0.1,...,1.0": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0],
     "2,2^2,...,2^5": [2, 4, 8, 16, 32],
     "10^3,2x10^3,...,5x10^3": [1000, 2000, 3000, 4000, 5000],
