@@ -10,11 +10,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paper_results import fake
-from ssfl import cli, runs, train
+from ssfl import cli, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DataError, DivergedError, RunError
 from ssfl.federation import State
@@ -25,7 +24,6 @@ from ssfl.paper.rows import Row
 from ssfl.simulation import Simulation
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
-SHAPES = {"cifar10": (32, 32, 3), "svhn": (32, 32, 3), "stl10": (96, 96, 3), "emnist": (28, 28)}
 
 
 def ssfl(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -167,9 +165,10 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_one(
 def test_a_stopped_run_goes_on_with_the_images_that_are_asked_for(tmp_path: Path) -> None:
     for folder, shift in (("a", 0), ("b", 7)):
         (tmp_path / folder).mkdir()
-        file = draw_images(tmp_path / folder / "mine.npz", (8, 8), 10, 12)
-        arrays = dict(np.load(file))
-        np.savez(file, **(arrays | {"x_train": arrays["x_train"] + np.uint8(shift)}))
+        images = np.random.default_rng(0).integers(0, 240, (120, 8, 8), np.uint8)
+        labels = np.arange(120) % 10
+        sets = {"x_train": images + np.uint8(shift), "y_train": labels, "x_test": images, "y_test": labels}
+        np.savez(tmp_path / folder / "mine.npz", **sets)
     shutil.copytree(tmp_path / "a", tmp_path / "c")
 
     def options(folder: str) -> sweep.Options:
@@ -292,78 +291,6 @@ def test_a_table_keeps_seeds_together_and_scales_fidelities_and_data_apart(tmp_p
     assert lines[0]["deviation"] == pytest.approx(1)
     assert lines[0]["difference"] == pytest.approx(82 - 82.95)
     assert "82.00 ± 1.00" in tables.markdown(lines)
-
-
-def draw_images(path: Path, shape: tuple[int, ...], classes: int, each: int) -> Path:
-    """Images whose class shows in bright stripes of its own direction and width."""
-    generator = np.random.default_rng(0)
-    grid = np.mgrid[0 : shape[0], 0 : shape[1]]
-    labels = np.arange(classes * each) % classes
-    angle, width = np.pi * np.arange(classes) / classes, 3 + np.arange(classes) % 5
-    waves = [
-        np.sin((grid[0] * np.sin(a) + grid[1] * np.cos(a)) / w) for a, w in zip(angle, width, strict=True)
-    ]
-    clean = np.stack(waves)[labels] * 90 + 128
-    if len(shape) == 3:
-        clean = np.repeat(clean[..., None], 3, axis=3)
-    images = np.clip(clean + generator.normal(0, 15, clean.shape), 0, 255).astype(np.uint8)
-    np.savez(path, x_train=images, y_train=labels, x_test=images[: 4 * classes], y_test=labels[: 4 * classes])
-    return path
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small data of each data set's shape and classes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    sizes = {"cifar10": (10, 60), "svhn": (10, 60), "stl10": (10, 16), "emnist": (47, 24)}
-    return {
-        name: draw_images(folder / f"{name}.npz", SHAPES[name], classes, each)
-        for name, (classes, each) in sizes.items()
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", EVERY)
-def test_every_row_trains(row: Row, tiny: dict[str, Path], tmp_path: Path) -> None:
-    """A few rounds of every method of the row, in its federation, with a small network."""
-    methods = {run.method: run for run in reversed(row.runs)}
-    for method, run in methods.items():
-        labels = min(run.server_labels, 94 if run.data == "emnist" else 60)
-        marked = "user_labels" if run.labels_at == "users" or method == "fixmatch" else "server_labels"
-        sure = 0.03 if run.data == "emnist" else 0.3  # tiny data make nobody very sure
-        changes = (
-            "federation.rounds=6", "federation.period=4", "train.batch_size=8", "model.name=small",
-            "train.warmup=0", "run.device=cpu", f"split.{marked}={labels}", "run.eval_every=8",
-            f"method.threshold={sure}", "run.diversity_every=0", "train.lr=0.01",
-        )  # fmt: skip
-        options = sweep.Options(data=str(tiny[run.data]), sets=changes, out=tmp_path)
-        one = Row(row.number, row.title, row.where, (run,))
-        (path,) = sweep.play([one], options, lambda line: None, quiet=True)
-        events = [event for event in runs.read_events(path) if event["event"] == "round"]
-        supervised = "supervised" in method or method in ("data-sharing", "easgd", "overlap-sgd")
-        told = "server_loss" if "server_loss" in events[0] else "loss"
-        falls = min(event[told] for event in events[1:]) < events[0][told]
-        masked = max(event["mask_rate"] for event in events) > 0
-        assert falls or (masked and not supervised), [event[told] for event in events]
-        assert sweep.play([one], options, lambda line: None, quiet=True) == [path]  # knows its own run again
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "model"), [("13", "resnet18"), ("45", "vgg11"), ("50", "resnet9"), ("46", "cnn")]
-)
-def test_the_rows_own_networks_train(number: str, model: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    run = rows.row(number).runs[-1]
-    labels = "user_labels" if run.labels_at == "users" else "server_labels"
-    changes = (
-        "federation.rounds=2", "federation.period=1", "train.batch_size=4", "federation.participants=2",
-        "split.users=10", "federation.groups=2", f"split.{labels}=47", "train.warmup=0", "train.lr=0.02",
-        "run.device=cpu", "run.diversity_every=0",
-    )  # fmt: skip
-    options = sweep.Options(data=str(tiny[run.data]), sets=changes, out=tmp_path)
-    (path,) = sweep.play([Row(0, "", "", (run,))], options, lambda line: None, quiet=True)
-    config = runs.read_config(path)
-    assert (config.model.name, config.federation.participants) == (model, 2)
 
 
 @pytest.mark.slow
