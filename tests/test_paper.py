@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paper_results import fake
@@ -167,8 +168,8 @@ def test_a_stopped_run_goes_on_with_the_images_that_are_asked_for(tmp_path: Path
         (tmp_path / folder).mkdir()
         images = np.random.default_rng(0).integers(0, 240, (120, 8, 8), np.uint8)
         labels = np.arange(120) % 10
-        sets = {"x_train": images + np.uint8(shift), "y_train": labels, "x_test": images, "y_test": labels}
-        np.savez(tmp_path / folder / "mine.npz", **sets)
+        file = tmp_path / folder / "mine.npz"
+        np.savez(file, x_train=images + np.uint8(shift), y_train=labels, x_test=images, y_test=labels)
     shutil.copytree(tmp_path / "a", tmp_path / "c")
 
     def options(folder: str) -> sweep.Options:

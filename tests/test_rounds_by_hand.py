@@ -40,7 +40,7 @@ def trained(sim: Simulation, start: Tensor, work: Work, who: int, loss: Loss) ->
             for weight, slope, v in zip(weights, slopes, velocity, strict=True):
                 slope = slope + 1e-4 * weight
                 v.copy_(0.9 * v + slope)
-                weight -= rate * (slope + 0.9 * v)
+                weight.sub_(rate * (slope + 0.9 * v))
     return torch.cat([weight.detach().flatten() for weight in weights]), told
 
 
@@ -127,7 +127,8 @@ def test_a_round_with_labels_at_the_users(quick: Make) -> None:
         shares.append(mask.mean().item())
         unlabelled = functional.cross_entropy(model(batch.strong[who]), label, reduction="none")
         labelled = functional.cross_entropy(model(batch.own[who]), batch.own_labels[who])
-        return (unlabelled * mask).sum() / 16 + labelled  # those that are not sure count as zeros
+        loss: Tensor = (unlabelled * mask).sum() / 16 + labelled  # those that are not sure count as zeros
+        return loss
 
     ends, losses = zip(*(trained(sim, start.average, work, who, both) for who in (0, 1)), strict=True)
     assert close(state.average, (ends[0] + ends[1]) / 2)

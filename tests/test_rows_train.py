@@ -68,14 +68,14 @@ def marked(run: Run) -> str:
 def falls(events: list[dict[str, Any]], key: str) -> bool:
     """Whether a loss ends a fifth or more below where it began; a broken run has none."""
     losses = [event[key] for event in events]
-    return all(map(math.isfinite, losses)) and sum(losses[-2:]) / 2 < 0.8 * losses[0]
+    return all(map(math.isfinite, losses)) and bool(sum(losses[-2:]) / 2 < 0.8 * losses[0])
 
 
 def right(events: list[dict[str, Any]], classes: int) -> bool:
     """Whether users came to be sure, and then were right three times as often as guesses are."""
     kept = [(event["mask_rate"], event["pseudo_accuracy"]) for event in events if event["mask_rate"] > 0]
     sure = sum(rate for rate, _ in kept)
-    return sure > 0.01 and sum(rate * accuracy for rate, accuracy in kept) > 3 / classes * sure
+    return bool(sure > 0.01 and sum(rate * accuracy for rate, accuracy in kept) > 3 / classes * sure)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_every_row_trains(row: Row, tiny: dict[str, Path], tmp_path: Path) -> No
         few, labels, rounds = min(run.participants, max(3, run.groups or 0)), 2 * classes, 6
         if run.labels_at == "users":  # one step: users know their few labels by heart after more of them
             few, labels, rounds, steps, rate, sure = 5, 500, 16, 1, 0.01, 0.95
-        changes = (
+        changes: tuple[str, ...] = (
             f"federation.rounds={rounds}", f"federation.period={steps}", f"federation.participants={few}",
             f"train.batch_size={batch}", "train.warmup=0", "train.cycles=0.4", f"train.lr={rate}",
             "model.name=small", f"method.threshold={sure}", "run.device=cpu", "run.eval_every=20",
