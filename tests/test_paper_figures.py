@@ -166,7 +166,7 @@ def test_what_we_recommend_is_drawn_once_and_named_by_what_it_is(
     runs = {one.name: one for one in (actual(run, "recommended") for run in rows.row(NEEDS[number]).runs)}
     given = found(tmp_path, runs.values(), fidelity="recommended")
     figure = drawn(monkeypatch, number, given, "recommended")
-    assert "not run" not in figure.get_suptitle() or number == "5"
+    assert "not run" not in figure.get_suptitle() or number in ("5", "C.1")  # these need other rows besides
     first = figure.axes[0]
     if number == "2":
         names = ["Self-training", "CRL with BN", "Anchored", "Supervised FedAvg"]

@@ -170,19 +170,19 @@ def _versus(drawing: Drawing) -> str:
 
 
 def _lines(
-    number: str, row: str, title: str, label: Callable[[Run], str]
+    number: str, wanted: Sequence[Run], title: str, label: Callable[[Run], str]
 ) -> Callable[[Drawing, Path], list[Path]]:
-    """Figures B.1 and C.1: convergence of the runs of a row."""
+    """Figures B.1 and C.1: convergence of some runs."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
-        lines = drawing.of(rows.row(row).runs, by=lambda run: run)
+        lines = drawing.of(wanted, by=lambda run: run)
         for line in lines:
             drawing.line(axis, line.named(label(line.run)), line.place, accuracy(line.found))
         axis.set_ylabel("test accuracy, %")
         finish(figure, [axis])
         legend(figure, [axis])
-        method = NAMES[drawing.wanted(rows.row(row).runs)[0].method]
+        method = NAMES[drawing.wanted(wanted)[0].method]
         return drawing.save(figure, out, number, f"{title}, {method}")
 
     return drawn
@@ -243,10 +243,10 @@ FIGURES: dict[str, Callable[[Drawing, Path], list[Path]]] = {
     "4": _curves_and_diversity(0.4, "4"),
     "5": _factors,
     "6": _participants,
-    "B.1": _lines("B.1", "4", "Convergence by T", lambda run: f"T = {run.period}"),
+    "B.1": _lines("B.1", rows.row("4").runs, "Convergence by T", lambda run: f"T = {run.period}"),
     "C.1": _lines(
-        "C.1", "15", "Convergence by C and E on SVHN, K = 30",
-        lambda run: f"C = {run.participants}, E = {run.epochs or 40}",
+        "C.1", [run for row in ("13", "15") for run in rows.row(row).runs if run.users == run.participants],
+        "Convergence by K = C and E on SVHN", lambda run: f"K = C = {run.users}, E = {run.epochs or 40}",
     ),
     "D.1": _variants("D.1", "gradient", "l2"),
     "D.2": _variants("D.2", "gradient", "l1"),
