@@ -180,8 +180,8 @@ def test_what_we_recommend_is_drawn_once_and_named_by_what_it_is(
     elif number == "5":
         assert labels(first) == ["EMNIST"]
         assert len(first.lines) == 1  # what is published is another method's
-    else:
-        assert len(labels(first)) == len(runs)
+    else:  # of row 15 two runs have K = C
+        assert len(labels(first)) == (2 if number == "C.1" else len(runs))
         assert "Anchored" in figure.get_suptitle()
 
 
