@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from ssfl import runs, train
+from ssfl import runs, same, train
 from ssfl.config import load_config
 from ssfl.errors import DivergedError
 from ssfl.report import text
@@ -91,7 +91,7 @@ def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> 
     seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
     sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
     config = load_config(given.config, sets)
-    train.require_same(config, folder)
+    same.require(config, folder)
     if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
         with suppress(DivergedError):  # a result as well: the others go on
             train.begin_or_resume(config, folder)

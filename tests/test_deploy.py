@@ -423,6 +423,9 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
 
 
 def test_insecure_is_for_this_machine_alone(folders: Path) -> None:
+    asked = ["join", "127.0.0.1:8443", "--insecure", "--data", str(folders / "Klinik Ä")]
+    with pytest.raises(ConfigError, match=r"'Klinik Ä' cannot be a site's name: give one .* with --name"):
+        cli.app(asked, standalone_mode=False)
     asked = ["join", "10.0.0.1:8443", "--insecure", "--data", str(folders / "bonn")]
     with pytest.raises(ConfigError, match="for this machine alone"):
         cli.app(asked, standalone_mode=False)

@@ -73,10 +73,13 @@ def test_kill_9_and_resume_to_the_same_bytes(straight: tuple[str, Path], tmp_pat
     assert content(out) == content(reference)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(straight: tuple[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    straight: tuple[str, Path], tmp_path: Path, kind: signal.Signals
+) -> None:
     engine, reference = straight
     out = tmp_path / "stopped"
-    process = stopped_at(4, out, engine, signal.SIGINT)
+    process = stopped_at(4, out, engine, kind)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert f"go on with `ssfl resume {out}`" in told

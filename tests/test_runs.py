@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import assemble, checkpoints, compare, runs
+from ssfl import assemble, checkpoints, compare, runs, train
 from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
 from ssfl.settings import Config
 
@@ -358,3 +358,12 @@ def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: M
     first, second = (str(warning.message) for warning in told)
     assert first.startswith("the server has no label of 3 of 10 classes (7, 8, 9): nobody can learn them")
     assert second.startswith("train.warmup = 1000 is longer than the run")
+
+
+def test_a_long_round_is_saved_whatever_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "SAVED", 0.0)
+    short = ["federation.rounds=3", "federation.period=1", "run.checkpoint_every=50"]
+    ssfl.run(ssfl.load_config("quickstart", short), tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "round-0000002.safetensors").is_file()

@@ -26,6 +26,7 @@ from image_files import (
 from ssfl.data import formats
 from ssfl.data.dataset import Dataset
 from ssfl.data.sources import EMNIST_CLASSES, load, read_image_files
+from ssfl.errors import DataError
 
 
 def test_digits_have_a_fixed_stratified_test_set(tmp_path: Path) -> None:
@@ -224,6 +225,12 @@ def test_folder_with_train_and_test(tmp_path: Path, spelling: str) -> None:
     assert data.labels.tolist() == [0, 0, 1, -1, -1, -1, -1]
     assert data.test_images[:, 0, 0, 0].tolist() == [40, 50]
     assert data.test_labels.tolist() == [0, 1]
+
+
+def test_unlabelled_in_capitals_is_no_class(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "set", "cat/1.png", "dog/1.png", "Unlabelled/1.png")
+    with pytest.raises(DataError, match=r"Unlabelled: is taken for a class; rename it to unlabelled"):
+        load(path=folder, root=tmp_path)
 
 
 @pytest.mark.parametrize("inside", ["", "train/"])

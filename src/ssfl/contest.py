@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ssfl import assemble, progress, runs, train
+from ssfl import assemble, progress, runs, same, train
 from ssfl import config as configs
 from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError, DivergedError, RunError
@@ -204,7 +204,7 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
 
 def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     """The run's folder, or nothing where training broke down."""
-    train.require_same(one.config, one.path)
+    same.require(one.config, one.path)
     if runs.read_summary(one.path) is not None:
         tell(f"{one.path.name}: done before")
         return one.path

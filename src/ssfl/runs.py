@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.settings import Config
 
 Event = dict[str, Any]
-WALL_CLOCK = ("seconds", "phases", "memory")
-"""Event fields that tell time and memory, and differ between equal runs."""
+WALL_CLOCK = ("seconds", "phases", "memory", "wire_up", "wire_down")
+"""Event fields that tell time, memory and what went over wires, and differ between equal runs."""
 FAILURE = "failed.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""
@@ -89,7 +90,7 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
 def require_free(path: Path) -> None:
     """Refuse a path that is taken."""
     if path.exists():
-        hint = f", or go on with `ssfl resume {path}`" if (path / "config.toml").is_file() else ""
+        hint = f", or go on with `ssfl resume {quote(str(path))}`" if (path / "config.toml").is_file() else ""
         raise RunError(f"{path} exists already and is not overwritten: choose another --out{hint}")
 
 

@@ -52,21 +52,28 @@ def reproducible() -> Iterator[None]:
 
 @contextmanager
 def interruptible(loud: bool) -> Iterator[threading.Event]:
-    """The first Ctrl-C is noted, so that the round ends and is saved; a second one stops at once."""
+    """The first Ctrl-C or SIGTERM is noted, so that the round ends and is saved; a second stops at once."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # what containers and schedulers send
+        before[signal.SIGTERM] = signal.SIG_DFL
+
+    def restore() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
     def note(*_: object) -> None:
         noted.set()
         if loud:  # a plain write: whatever the signal interrupted may hold the stream
             os.write(2, b"\nfinishing the round, then saving; Ctrl-C again stops at once\n")
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, note)
+    for kind in before:
+        signal.signal(kind, note)
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

@@ -4,13 +4,14 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 
-from ssfl import assemble, checkpoints, privacy, provenance, runs, track
+from ssfl import assemble, checkpoints, privacy, provenance, runs, same, track
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
@@ -22,6 +23,8 @@ from ssfl.settings import Config, Data
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
 
+SAVED = 120.0
+"""Seconds after which a round is saved whatever `run.checkpoint_every` says."""
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
 
@@ -124,31 +127,10 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
     """A new run, or the one that was begun in this folder, gone on with."""
-    require_same(config, path)
+    same.require(config, path)
     if (path / "config.toml").is_file():
         return _resume(path, report, lambda message: None, config.data)
     return run(config, path, report)
-
-
-def require_same(config: Config, path: Path) -> None:
-    """A run found where one is asked for must be that one: a method's settings may have changed since.
-
-    What images decide, and where they lie, is left open.
-    """
-    if not (path / "config.toml").is_file():
-        return
-    before, count = runs.read_config(path), max(1, round(assemble.rounds(config)))
-    now = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
-    for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
-        was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
-        for key, value in wanted.items():
-            left_open = value in (None, "suited") or key in ("root", "download", "path")
-            users_alone = key == "server_labels" and before.split.labels_at == "users"
-            if was[key] != value and not left_open and not users_alone:
-                raise ConfigError(
-                    f"{path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
-                    "remove it, or choose another --out"
-                )
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
@@ -167,10 +149,11 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
 
 def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
     state = start.state
-    again = f"ssfl serve --resume {path}" if sim.config.run.engine == "sites" else f"ssfl resume {path}"
+    real = sim.config.run.engine == "sites"
+    again = f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}"
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
-    saving = 0.0  # seconds of checkpoints that no event has told yet
+    saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
     history = list(runs.read_events(path)) if leads else []
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
@@ -208,10 +191,11 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                         totals[key] += event.get(key, 0)
                     tell(event)
                 stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
-                if leads and (last or stop or state.round % (every.checkpoint_every or 1) == 0):
+                late = time.monotonic() - saved >= SAVED
+                if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
                     began = time.perf_counter()
                     checkpoints.write(path, Checkpoint(state, totals, now))
-                    saving = time.perf_counter() - began
+                    saving, saved = time.perf_counter() - began, time.monotonic()
                 if stop and not last:
                     raise Interrupted(path, state.round, again)
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):

@@ -218,6 +218,9 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                     "rename it or move it away"
                 )
     classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
+    for entry in classes:
+        if entry.name.lower() in UNLABELLED:
+            raise DataError(f"{entry}: is taken for a class; rename it to {entry.name.lower()}")
     if not classes:
         raise DataError(f"{places[0]}: holds no folders; put the images of each class in a folder")
     train = {entry.name: pictures.list_images(entry) for entry in classes}

@@ -127,6 +127,10 @@ def join(
         tell("--insecure: nothing is encrypted")
     opened = None if key is None else keyring.read_site(key)
     called = opened.name if opened else name or data.absolute().name
+    if opened is None and not keyring.NAME.fullmatch(called):
+        raise ConfigError(
+            f"{called!r} cannot be a site's name: give one of a-z, A-Z, 0-9, '.', '_' and '-' with --name"
+        )
     if keep is not None:
         free_files(keep)
     files = site.usable(sources.image_files([data]), tell)

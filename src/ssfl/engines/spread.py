@@ -120,6 +120,7 @@ def _begin(parent: int) -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(1))
 
     signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's ends the round first
 
     def watch() -> None:
         while os.getppid() == parent:

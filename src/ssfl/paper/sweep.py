@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ssfl import progress, train
+from ssfl import progress, same, train
 from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
@@ -69,7 +69,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         for path, (run, seed) in wanted.items()
     }
     for path, config in configs.items():
-        train.require_same(config, path)
+        same.require(config, path)
     failed: SsflError | None = None
     for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
         here = f"[{number}/{len(wanted)}] {path.name}"
