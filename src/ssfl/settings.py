@@ -245,7 +245,7 @@ class Run:
     """Rounds between evaluations on the test images, by itself a hundredth of all or 5; the last round is
     always evaluated."""
     checkpoint_every: int | None = None
-    """Rounds between checkpoints, by itself a hundredth of all or 10."""
+    """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
     diversity_every: int = 0
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = "none"
