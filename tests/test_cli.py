@@ -69,6 +69,13 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     assert told[0]["confidence"] == pytest.approx(float(shares.max()), rel=1e-5)
     code, out, _ = ssfl("predict", "a", "scans/one.png")
     assert out.startswith("scans/one.png\t")
+    Path("scans/broken.png").write_bytes(Path("scans/one.png").read_bytes()[:40])
+    Path("scans/empty.png").write_bytes(b"")
+    code, out, told = ssfl("predict", "a", "scans")
+    assert code == 2
+    assert out.count("\t") == 4  # the two others all the same
+    assert "scans/broken.png: damaged" in told
+    assert "scans/empty.png: damaged" in told
 
     code, out, _ = ssfl("export", "a", "out/digits")
     assert code == 0

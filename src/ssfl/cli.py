@@ -12,7 +12,7 @@ import typer
 
 from ssfl import verbs
 from ssfl.deploy import commands as deploy
-from ssfl.errors import SsflError, SsflWarning
+from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
 
 app = typer.Typer(
@@ -153,12 +153,16 @@ def predict(
     Example: ssfl predict runs/quickstart scan.png"""
     from ssfl.predict import predict as predicted
 
-    told = predicted(run, images)
+    broken: list[str] = []
+    told = predicted(run, images, broken)
     if json_only:
         print(json.dumps(told))
     else:
         for row in told:
             print(f"{row['file']}\t{row['class']}\t{row['confidence']:.3f}")
+    if broken:  # after what could be said of the others
+        more = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
+        raise DataError("; ".join(broken[:20]) + more)
 
 
 @app.command()

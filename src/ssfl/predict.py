@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssfl import models, runs
 from ssfl.data import sources
-from ssfl.errors import RunError
+from ssfl.errors import DataError, RunError
 
 
 class Classifier(nn.Module):
@@ -68,15 +68,30 @@ def load_model(run: str | Path) -> Classifier:
         ) from error
 
 
-def predict(run: str | Path, images: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Class and confidence of each image file; a folder stands for the images in it."""
+def predict(
+    run: str | Path, images: Sequence[str | Path], broken: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Class and confidence of each image file; a folder stands for the images in it.
+
+    A file that cannot be read is an error, or a line in `broken` where that is given.
+    """
     model = load_model(run)
     files = sources.image_files(images)
     told = []
     for start in range(0, len(files), 256):
-        part = files[start : start + 256]
+        part, rows = [], []
+        for file in files[start : start + 256]:
+            try:
+                rows.append(sources.read_image_files([file], *model.shape))
+                part.append(file)
+            except DataError as error:
+                if broken is None:
+                    raise
+                broken.append(str(error))
+        if not part:
+            continue
         with torch.no_grad():
-            shares = model(sources.read_image_files(part, *model.shape)).softmax(-1)
+            shares = model(torch.cat(rows)).softmax(-1)
         confidence, label = shares.max(-1)
         told += [
             {"file": str(file), "class": model.classes[int(index)], "confidence": float(sure)}
