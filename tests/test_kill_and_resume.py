@@ -73,7 +73,7 @@ def test_kill_9_and_resume_to_the_same_bytes(straight: tuple[str, Path], tmp_pat
     assert content(out) == content(reference)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_says_how_to_go_on(
     straight: tuple[str, Path], tmp_path: Path, kind: signal.Signals
 ) -> None:
@@ -90,6 +90,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert content(out) == content(reference)
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint(straight: tuple[str, Path], tmp_path: Path) -> None:
     engine, reference = straight
     if engine == "loop":
