@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def load_model(run: str | Path) -> Classifier:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         runs.read_config(path)  # says so where it is not a run folder at all
-        raise RunError(f"{path} has no model yet: finish it with `ssfl resume {quote(str(path))}`")
+        raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
     try:
         network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])

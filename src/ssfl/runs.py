@@ -87,10 +87,15 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
     write_atomic(path / "split.json", _json(parts))
 
 
+def again(path: Path, real: bool = False) -> str:
+    """The command that goes on with a run, here or of a real federation."""
+    return f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}"
+
+
 def require_free(path: Path) -> None:
     """Refuse a path that is taken."""
     if path.exists():
-        hint = f", or go on with `ssfl resume {quote(str(path))}`" if (path / "config.toml").is_file() else ""
+        hint = f", or go on with `{again(path)}`" if (path / "config.toml").is_file() else ""
         raise RunError(f"{path} exists already and is not overwritten: choose another --out{hint}")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -149,8 +148,7 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
 
 def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
     state = start.state
-    real = sim.config.run.engine == "sites"
-    again = f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}"
+    again = runs.again(path, real=sim.config.run.engine == "sites")
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet

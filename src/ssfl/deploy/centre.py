@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from queue import Queue
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -217,7 +216,7 @@ def opened(
     if again:
         config = runs.read_config(path)
         if config.run.engine != "sites":
-            raise RunError(f"{path} is a simulation: go on with `ssfl resume {quote(str(path))}`")
+            raise RunError(f"{path} is a simulation: go on with `{runs.again(path)}`")
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
         known = _begun_with(path, known, count, config.split.users)
@@ -255,9 +254,7 @@ def conduct(
         try:
             fleet.gather()
         except RunError as error:
-            raise RunError(
-                f"{error}; then go on with `ssfl serve --resume {quote(str(path))} --keys FOLDER`"
-            ) from error
+            raise RunError(f"{error}; then go on with `{runs.again(path, real=True)}`") from error
         runs.write_split(path, _described(sim) | _shares(fleet))
         result = train.rounds(centre, path, start, view.report)
     finally:

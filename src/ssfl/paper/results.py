@@ -55,7 +55,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
     """Sum up a run folder that is finished, or diverged; `told` says how it was asked for."""
     summary = runs.read_summary(path) or {}
     if not summary and "diverged" not in told:
-        raise RunError(f"{path} is not finished: go on with `ssfl resume {path}`")
+        raise RunError(f"{path} is not finished: go on with `{runs.again(path)}`")
     config = asdict(runs.read_config(path))
     config["data"].pop("root")
     if config["data"]["path"]:
