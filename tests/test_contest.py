@@ -10,6 +10,7 @@ from ssfl import contest, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, RunError
 from ssfl.methods import METHODS
+from ssfl.schedule import head_start
 from ssfl.standings import Standing, draw, table, write
 
 SHORT = ["federation.rounds=6", "federation.period=2", "train.batch_size=8"]
@@ -239,3 +240,14 @@ def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
 def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--choose method\.threshold is there twice"):
         played(tmp_path, "alternate", seeds=1, choose=("method.threshold=0.5", "method.threshold=0.7,0.8"))
+
+
+@pytest.mark.parametrize("whole", [15, 30, 31, 640])
+def test_a_head_start_comes_on_top_of_what_users_do(tmp_path: Path, whole: int) -> None:
+    for name in ("anchored", "semifl", "fl2", "rscfed", "cbafed"):
+        config = contest.entry("quickstart", name, 1, [f"federation.rounds={whole}"], (), tmp_path).config
+        assert config.federation.rounds is not None
+        head = head_start(config.method.head_start, config.federation.rounds)
+        theirs = config.federation.rounds - head
+        assert theirs == round(whole / contest.passes(config))
+        assert (head > 0) == (name in ("fl2", "rscfed", "cbafed")) or theirs < 9

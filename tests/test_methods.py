@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 
-from ssfl import assemble, averaging, labelling, sending
+from ssfl import assemble, averaging, labelling, schedule, sending
 from ssfl.cohort import Cohort
 from ssfl.config import from_dict
 from ssfl.errors import ConfigError
@@ -23,7 +25,7 @@ from ssfl.work import Objective, Trained, Work, make_batch
 Make = Callable[..., Config]
 ALONE = ["split.users=1", "split.server_labels=0", "method.server=none", "train.precision=float64",
          "run.engine=loop", "train.momentum=0", "train.nesterov=false", "train.weight_decay=0",
-         "method.threshold=0.105"]  # fmt: skip
+         "method.threshold=0.105", "method.head_start=0"]  # fmt: skip
 
 
 def answers(*rows: list[list[float]]) -> torch.Tensor:
@@ -405,9 +407,14 @@ ONCE = {"method.labels": "round", "method.server": "alternate", "method.averagin
 CUT = {"train.weight_decay": 5e-4, "train.clip": 1.0, "method.server_momentum": 0.5, "method.fill": True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "semifl": ONCE | CUT | {"method.threshold": 0.95, "method.thresholds": "fixed", "method.mix": 1.0},
-    "fl2": ONCE | CUT | {"method.thresholds": "free", "method.sharpness": 0.1, "method.weighting": "doubt"},
-    "rscfed": {"method.combine": "distance", "train.weight_decay": 5e-4, "train.clip": 5.0},
+    "fl2": ONCE
+    | CUT
+    | {"method.thresholds": "free", "method.sharpness": 0.1, "method.weighting": "doubt"}
+    | {"method.head_start": 0.1},
+    "rscfed": {"method.combine": "distance", "train.weight_decay": 5e-4, "train.clip": 5.0}
+    | {"method.head_start": 0.1},
     "cbafed": ONCE
+    | {"method.head_start": 0.1}
     | {"method.thresholds": "balanced", "method.threshold": 0.84, "method.fill": True}
     | {"method.weighting": "labelled", "method.residual": 5, "train.weight_decay": 5e-4, "train.clip": 5.0},
     "fedprox": {"method.proximal": 0.01, "method.server": "alternate"},
@@ -473,3 +480,55 @@ def test_strong_views_at_the_server_where_images_are_large_enough(quick: Make, p
     assert torch.equal(seen[:, ::2], weak[:, ::2])
     assert torch.equal(seen[:, 1::2], strong[:, 1::2])
     assert not torch.equal(weak, strong)
+
+
+def test_a_head_start_is_the_servers_alone(quick: Make) -> None:
+    sim = assemble.make(quick("method.name=alternate", "method.head_start=0.5", "federation.rounds=4"))
+    alone = assemble.make(quick("method.name=server-only", "federation.rounds=4"))
+    state, other = sim.initial(), alone.initial()
+    for _ in range(2):
+        state, (event, *_) = sim.play(state)
+        other, _ = alone.play(other)
+        assert (event["participants"], event["returned"], event["bytes_down"]) == ([], [], 0)
+    assert torch.equal(state.average, other.average)
+    state, (event, *_) = sim.play(state)
+    assert event["returned"]
+    assert not torch.equal(state.average, alone.play(other)[0].average)
+
+
+@pytest.mark.parametrize("name", ["anchored", "grouping", "semifl", "fl2", "rscfed", "cbafed", "fedmatch"])
+def test_every_method_bears_a_head_start(quick: Make, name: str) -> None:
+    sim = assemble.make(quick(f"method.name={name}", "method.head_start=0.4", "federation.rounds=3"))
+    state = sim.initial()
+    for _ in range(3):
+        state, (event, *_) = sim.play(state)
+    assert torch.isfinite(state.average).all()
+    assert event["returned"]
+
+
+def test_a_kept_model_is_one_that_users_had_a_part_in(quick: Make) -> None:
+    sim = assemble.make(quick("method.residual=1", "method.head_start=0.5", "federation.rounds=4"))
+    state = sim.initial()
+    kept = []
+    for _ in range(3):
+        state, _ = sim.play(state)
+        kept.append("stored" in state.memory)
+    assert kept == [False, False, True]
+
+
+@given(share=st.floats(0, 0.9), rounds=st.integers(1, 10**9))
+def test_a_head_start_leaves_rounds_for_users(share: float, rounds: int) -> None:
+    head = schedule.head_start(share, rounds)
+    assert 0 <= head < rounds
+    assert abs(head - share * rounds) <= 1
+
+
+def test_a_head_start_needs_a_server() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "data": {"name": "digits"},
+        "federation": {"rounds": 4},
+        "split": {"labels_at": "users"},
+        "method": {"name": "alternate", "server": "none", "head_start": 0.1},
+    }
+    with pytest.raises(ConfigError, match="head_start needs a server that trains"):
+        from_dict(given)

@@ -69,6 +69,10 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"method.guard needs method.server = 'alternate', not {method.server!r}{_comes(method, 'guard')}"
         )
+    if method.head_start and method.server == "none":
+        raise ConfigError(
+            "method.head_start needs a server that trains, and method.server is 'none': set it to 0"
+        )
     if method.check and method.server == "none":
         raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
     if config.run.engine == "dist" and own:

@@ -2,9 +2,9 @@
 
 A seed is a start, its draws and a split: where labels are few, which images have them matters most.
 What the config and --set say holds for all, [method] aside; what they leave open is as in each method's row
-in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward. Choices are
-made on validation images, which are set aside before the split and trained on by nobody; test accuracy is
-what the last round has.
+in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward; those that the
+server plays alone, where a method begins so, come on top. Choices are made on validation images, which are
+set aside before the split and trained on by nobody; test accuracy is what the last round has.
 """
 
 import difflib
@@ -22,6 +22,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
 from ssfl.report.words import percent
+from ssfl.schedule import head_start
 from ssfl.settings import Config
 from ssfl.standings import Standing
 
@@ -73,16 +74,17 @@ def entry(
         config = configs.from_dict(shared)
     except ConfigError as error:
         raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
-    work = passes(config)
-    if work > 1:
+    work, head = passes(config), config.method.head_start
+    if work > 1 or head:
         whole = assemble.rounds(config)
-        fewer = max(1, round(whole / work))
-        if abs(fewer * work - whole) > 0.1 * whole:
+        count = max(1, round(whole / max(work, 1)))
+        if work and abs(count * work - whole) > 0.1 * whole:
             raise ConfigError(
                 f"{method} does {work} times the work in a step, and {whole:g} rounds cannot be cut to as "
                 f"much within a tenth: play at least {5 * work}"
             )
-        config = replace(config, federation=replace(config.federation, rounds=fewer, epochs=None))
+        count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
+        config = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
     name = "-".join([method, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
     return Entry(method, options, config, out / name)
 

@@ -28,10 +28,11 @@ def evaluated(state: State) -> Tensor:
     return state.memory.get("slow", state.average)
 
 
-def over_rounds(method: Method, state: State) -> State:
-    """The averages over rounds: CBAFed's residual connection, and the slow one that is evaluated."""
+def over_rounds(method: Method, state: State, users: bool) -> State:
+    """The averages over rounds: CBAFed's residual connection, where users took part, and the slow one that
+    is evaluated."""
     memory = state.memory
-    if method.residual and state.round % method.residual == 0:
+    if method.residual and users and state.round % method.residual == 0:
         average = (state.average + memory.get("stored", state.average)) / 2
         memory = memory | {"stored": average.clone()}
         state = replace(state, average=average, streams=average.repeat(len(state.streams), 1))

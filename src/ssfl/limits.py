@@ -54,6 +54,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "method.mix": (0, 100, "a weight"),
     "method.proximal": (0, 1000, "a weight"),
     "method.sharpness": (0, 10, "a distance"),
+    "method.head_start": (0, 0.9, "a share of the rounds"),
     "method.server_momentum": (0, 0.999, "below 1"),
     "method.residual": (0, 10**6, "rounds; 0 is never"),
     "method.slow": (0, 0.99999, "below 1"),

@@ -103,8 +103,8 @@ METHODS: dict[str, Settings] = {
         "train": {"weight_decay": 5e-4, "clip": 1.0},
     },
     # A rival, Lee et al. 2024, (FL)²: thresholds by class, flat minima, doubtful users weigh more. Published
-    # on SemiFL's rounds, with the same statistics over every user's images, and after a training of the
-    # server alone: not here.
+    # on SemiFL's rounds, with the same statistics over every user's images: not here. Its server's training
+    # before the first round is a tenth of the rounds here, as in the next two.
     "fl2": {
         "method": {
             **_ONCE,
@@ -113,6 +113,7 @@ METHODS: dict[str, Settings] = {
             "sharpness": 0.1,
             "weighting": "doubt",
             "server_momentum": 0.5,
+            "head_start": 0.1,
         },
         "model": {"norm": "group"},
         "train": {"weight_decay": 5e-4, "clip": 1.0},
@@ -126,13 +127,14 @@ METHODS: dict[str, Settings] = {
             "averaging": "fedavg",
             "server": "alternate",
             "combine": "distance",
+            "head_start": 0.1,
         },
         "model": {"norm": "group"},
         "train": {"weight_decay": 5e-4, "clip": 5.0},
     },
     # A rival, Li, Li and Wang 2023: thresholds by how often a class was trained on, weights by how many
-    # images, residual connection. Users tell everybody their class counts. Published after a training on
-    # labels alone, and with rare second classes of unsure images: not here.
+    # images, residual connection. Users tell everybody their class counts. Published with rare second
+    # classes of unsure images: not here.
     "cbafed": {
         "method": {
             **_ONCE,
@@ -141,6 +143,7 @@ METHODS: dict[str, Settings] = {
             "fill": True,
             "weighting": "labelled",
             "residual": 5,
+            "head_start": 0.1,
         },
         "model": {"norm": "group"},
         "train": {"weight_decay": 5e-4, "clip": 5.0},

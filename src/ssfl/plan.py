@@ -12,7 +12,7 @@ from ssfl import draws
 from ssfl.cohort import Cohort, draw_cohort
 from ssfl.data.hands import Hands, Index
 from ssfl.rows import placed
-from ssfl.schedule import learning_rate
+from ssfl.schedule import head_start, learning_rate
 from ssfl.settings import Config
 from ssfl.work import Objective, Work, round_keys
 
@@ -79,7 +79,8 @@ class Plan:
         return cohort, self.users_work(round, cohort), own
 
     def cohort(self, round: int) -> Cohort:
-        if self.config.method.objective == "none":
+        method, rounds = self.config.method, self.config.federation.rounds or 0
+        if method.objective == "none" or round < head_start(method.head_start, rounds):
             return Cohort((), (), ((),) * self.streams, (), ())
         return draw_cohort(
             round,

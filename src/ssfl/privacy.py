@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ssfl import draws
 from ssfl.errors import SsflError
+from ssfl.schedule import head_start
 from ssfl.settings import Config
 
 Event = dict[str, Any]
@@ -51,6 +52,7 @@ def planned(config: Config) -> Event:
         full = -(-participants // groups)
         least = participants % full or full
     rounds = federation.rounds or 1
+    rounds -= head_start(config.method.head_start, rounds)
     return {"event": "privacy", "round": 0, **_cost(config, rounds, {least: rounds})}
 
 

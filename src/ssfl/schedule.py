@@ -1,6 +1,11 @@
-"""The learning rate."""
+"""When users come in, and the learning rate."""
 
 import math
+
+
+def head_start(share: float, rounds: int) -> int:
+    """How many of the rounds the server plays before users take part; never all."""
+    return int(share * rounds + 1e-9)
 
 
 def learning_rate(

@@ -127,6 +127,8 @@ class Method:
     pace: str = "full"
     """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
     pseudo-labels are of few classes, and what it learned counts more; not where users hold labels."""
+    head_start: float = 0.0
+    """The share of the rounds, the first ones, that the server plays alone before users take part."""
     server_momentum: float = 0.0
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
     residual: int = 0

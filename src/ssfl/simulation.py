@@ -172,7 +172,7 @@ class Simulation:
             **accepting.rules(self, state, cohort),
             **more,
         )
-        return keeping.over_rounds(method, new), outcome
+        return keeping.over_rounds(method, new, bool(cohort.users)), outcome
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images (and on the validation images, if any)."""
