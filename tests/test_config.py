@@ -98,6 +98,7 @@ def test_every_checked_key_is_a_field_and_every_field_is_explained() -> None:
         ("model.norm=layer", "model.norm = 'layer' is not one of group, batch, none"),
         ("method.averaging=weighted", "go together"),
         ("split.scheme=mixture", "needs split.mixtures"),
+        ("run.test=last", "needs images to look at meanwhile"),
         ("split.mixtures=[1]", "rows of numbers"),
         ("split.labels_at=users", "add method.server = 'none'"),
         ("train.momentum=0", "set train.nesterov=false"),

@@ -43,10 +43,11 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
         for name in ("crl-gn", "crl-bn")
     ]
     assert norms == ["group", "batch"]
-    for name in METHODS:  # every row as `ssfl run` has it, but for the seed and what is set aside
+    for name in METHODS:  # every row as `ssfl run` has it, but for the seed and which images are looked at
         if name in ("fixmatch", "fedmatch"):
             continue
         sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3", "split.seed=2022"]
+        sets.append("run.test=last")
         config = entry(name).config
         rounds, epochs = config.federation.rounds, config.federation.epochs
         federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)
@@ -86,6 +87,19 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
         paths = [tmp_path / f"{one['method']}-seed{seed}" for seed in (1, 2)]
         summaries = [runs.read_summary(path) or {} for path in paths]
         assert one["accuracies"] == [100 * summary["accuracy"] for summary in summaries]
+
+
+def test_test_images_are_looked_at_in_the_last_round_alone(tmp_path: Path) -> None:
+    (one,) = contest.play(
+        "quickstart", ["grouping"], 1, sets=[*SHORT, "run.eval_every=2"], out=tmp_path, tell=print, quiet=True
+    )
+    events = list(runs.read_events(tmp_path / "grouping-seed1"))
+    told = [event for event in events if event["event"] == "eval"]
+    assert [event["round"] for event in told] == [2, 4, 6]
+    assert all("validation_accuracy" in event for event in told)
+    for key in ("accuracy", "loss", "class_accuracy", "stream_accuracy"):
+        assert [key in event for event in told] == [False, False, True]
+    assert one.accuracies == [100 * told[-1]["accuracy"]]
 
 
 def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -> None:

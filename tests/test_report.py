@@ -231,6 +231,23 @@ def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
     assert "No evaluation yet" in words(page.contents([tmp_path / "run"]))
 
 
+def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_path: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 3:
+            raise Interrupted(tmp_path / "stopped", 3, "")
+
+    late = quick("run.checkpoint_every=1", "run.eval_every=1", "data.validation=0.1", "run.test=last")
+    with pytest.raises(Interrupted):
+        ssfl.run(late, tmp_path / "stopped", stop)
+    told = page.contents([tmp_path / "stopped"])
+    assert "The test images are looked at in the last round: 3 of 4 rounds" in words(told)
+    assert [one["name"] for one in figure(told, "accuracy")["series"]] == ["validation images"]
+    ssfl.run(late, tmp_path / "run")
+    told = page.contents([tmp_path / "run", tmp_path / "stopped"])
+    assert figure(told, "accuracy")["title"] == "Accuracy on the validation images"
+    assert [len(one["points"]) for one in figure(told, "accuracy")["series"]] == [4]  # two of a kind
+
+
 @pytest.mark.parametrize(
     "settings",
     [

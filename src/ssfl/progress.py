@@ -23,6 +23,13 @@ def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
         return play(reporter)
 
 
+def accuracy(event: Event) -> str:
+    """What an evaluation found, in words."""
+    if "accuracy" in event:
+        return f"accuracy {100 * event['accuracy']:.1f} %"
+    return f"validation accuracy {100 * event['validation_accuracy']:.1f} %"
+
+
 class Reporter:
     """Shows events as they come; use as a context."""
 
@@ -63,7 +70,7 @@ class Reporter:
             alone = "without users  " if event.get("alone") else ""
             self.told = f"{alone}{mask}{event['seconds']:.2f} s/round"
         elif event["event"] == "eval":
-            self.accuracy = f"accuracy {100 * event['accuracy']:.1f} %  "
+            self.accuracy = f"{accuracy(event)}  "
         self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):

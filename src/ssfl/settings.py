@@ -244,8 +244,10 @@ class Run:
     threads: int | None = None
     """CPU cores to use, by itself all: on a CPU users are trained in so many processes of one thread."""
     eval_every: int | None = None
-    """Rounds between evaluations on the test images, by itself a hundredth of all or 5; the last round is
-    always evaluated."""
+    """Rounds between evaluations, by itself a hundredth of all or 5; the last round is always evaluated."""
+    test: str = "every"
+    """Which evaluations look at the test images: "every" one, or the "last" alone, as in a contest; the
+    others then look at the validation images (data.validation)."""
     checkpoint_every: int | None = None
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
     diversity_every: int = 0

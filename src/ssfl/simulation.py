@@ -175,26 +175,24 @@ class Simulation:
         return keeping.over_rounds(method, new, bool(cohort.users)), outcome
 
     def evaluate(self, state: State) -> Event:
-        """The averaged model on the test images (and on the validation images, if any)."""
+        """The averaged model on the test images, if it is time for them, and on the validation images, if
+        there are any."""
         row = self.final_row(state)
-        test = self.dataset.test_images.to(self.device), self.dataset.test_labels
-        accuracy, loss, per_class = self.score(row, *test)
-        self._require_finite(state.round, "the averaged model on the test images", [loss])
-        event: Event = {
-            "event": "eval",
-            "round": state.round,
-            "accuracy": accuracy,
-            "loss": loss,
-            "class_accuracy": per_class,
-            "memory": peak(self.device),
-        }
-        # a good average can hide streams that have collapsed
-        if len(state.streams) > 1 and not self.plan.own_streams:
-            event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
+        event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
+        if self.config.run.test == "every" or state.round == self.rounds:
+            test = self.dataset.test_images.to(self.device), self.dataset.test_labels
+            accuracy, loss, per_class = self.score(row, *test)
+            self._require_finite(state.round, "the averaged model on the test images", [loss])
+            event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
+            # a good average can hide streams that have collapsed
+            if len(state.streams) > 1 and not self.plan.own_streams:
+                event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
             images = self.pool.images[held.to(self.device)]
-            event["validation_accuracy"] = self.score(row, images, self.dataset.labels[held])[0]
+            accuracy, loss, _ = self.score(row, images, self.dataset.labels[held])
+            self._require_finite(state.round, "the averaged model on the validation images", [loss])
+            event["validation_accuracy"] = accuracy
         return event
 
     def final_row(self, state: State) -> Tensor:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssfl import privacy
+from ssfl.progress import accuracy
 from ssfl.report.text import printable
 from ssfl.runs import Event
 
@@ -57,7 +58,7 @@ class View:
         if event["event"] == "round":
             self._round(event)
         elif event["event"] == "eval":
-            self.accuracy = f"accuracy {100 * event['accuracy']:.1f} % on held-out labels"
+            self.accuracy = f"{accuracy(event)} on held-out labels"
             self.tell(f"round {event['round']}/{self.rounds}  {self.accuracy}")
         elif event["event"] == "privacy":
             self.tell(privacy.told(event))

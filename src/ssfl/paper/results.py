@@ -63,7 +63,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
     events = list(runs.read_events(path))
     rounds = {event["round"]: event for event in events if event["event"] == "round"}
     curve = []
-    for event in (event for event in events if event["event"] == "eval"):
+    for event in (event for event in events if "accuracy" in event):
         point = {"round": event["round"]} | {key: event[key] for key in _CURVE if key in event}
         beside = rounds.get(event["round"], {})
         curve.append(point | {f"round_{key}": beside[key] for key in _BESIDE if key in beside})

@@ -63,6 +63,15 @@ class Run:
         return self.told("accuracy", "eval")
 
     @cached_property
+    def watched(self) -> Points:
+        """Accuracy as it was followed: on validation images where the test images come last."""
+        return self.told("validation_accuracy", "eval") if self.test_last else self.accuracy
+
+    @property
+    def test_last(self) -> bool:
+        return self.config.run.test == "last"
+
+    @cached_property
     def classes(self) -> list[str]:
         found = self.split.get("classes")
         return [str(name) for name in found] if isinstance(found, list) else []

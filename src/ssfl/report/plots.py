@@ -30,7 +30,7 @@ def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path
     )
     for number, (name, events) in enumerate(histories.items()):
         style = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 2}
-        evals = [(e["round"], 100 * e["accuracy"]) for e in events if e["event"] == "eval"]
+        evals = [(e["round"], 100 * e["accuracy"]) for e in events if "accuracy" in e]
         masks = [(e["round"], e["mask_rate"]) for e in events if "mask_rate" in e]
         (line,) = top.plot(*zip(*evals, strict=True), label=f"{name}: {evals[-1][1]:.1f} %", **style)
         if masks:

@@ -126,14 +126,14 @@ def _line(
 
 
 def _accuracy(run: Run) -> list[Block]:
-    if not run.accuracy:
-        return [text("There is no evaluation yet.")]
-    series = [_series("test images", run.accuracy)]
     held = run.told("validation_accuracy", "eval")
-    if held:
-        series.append(_series("validation images", held))
+    series = [
+        _series(f"{name} images", of) for name, of in (("test", run.accuracy), ("validation", held)) if of
+    ]
+    if not series:
+        return [text("There is no evaluation yet.")]
     groups = {event["round"]: numbers(event.get("stream_accuracy")) for event in run.evaluations}
-    for k in range(max(map(len, groups.values())) if run.streams <= 4 else 0):
+    for k in range(max(map(len, groups.values()), default=0) if run.streams <= 4 else 0):
         own = [(at, value) for at, each in groups.items() if k < len(each) and (value := each[k]) is not None]
         series.append(_series(f"group {k + 1} alone", own))
     losses = [
@@ -142,20 +142,25 @@ def _accuracy(run: Run) -> list[Block]:
         ("test", run.told("loss", "eval")),
     ]
     told = [_series(name, points) for name, points in losses if points]
-    title = "Accuracy on the test images"
     return [
-        _line("accuracy", title, "share right", series, [run], height=320, marks=_marks(run)),
+        _line("accuracy", _title([run]), "share right", series, [run], height=320, marks=_marks(run)),
         _line("loss", "Loss", "mean loss", told, [run], format="number", range=None),
     ]
 
 
 def _accuracies(families: Sequence[Family]) -> list[Block]:
-    series = _curves(families, lambda run: run.accuracy)
+    series = _curves(families, lambda run: run.watched)
     if not series:
         return [text("There is no evaluation yet.")]
     note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
-    title, found = "Accuracy on the test images", _members(families)
-    return [_line("accuracy", title, "share right", series, found, height=320, note=note)]
+    found = _members(families)
+    return [_line("accuracy", _title(found), "share right", series, found, height=320, note=note)]
+
+
+def _title(found: Sequence[Run]) -> str:
+    """Of a chart of accuracy: which images it is about."""
+    ways = {"validation" if run.test_last else "test" for run in found}
+    return f"Accuracy on the {' or '.join(sorted(ways))} images"
 
 
 def _diversity(run: Run) -> list[Block]:

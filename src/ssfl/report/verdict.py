@@ -41,7 +41,7 @@ def judge(run: Run) -> Verdict:
     mask = percent(fmean(value for _, value in last))
     labels = [right[at] for at, _ in last if at in right]
     true = f", and {percent(fmean(labels))} of these pseudo-labels are right" if labels else ""
-    best, fall = _fall(run.accuracy, since)
+    best, fall = _fall(run.watched, since)
     streams = _streams(run)
     if since is not None and (fall >= FELL or (right and masks[-1][0] in sure)):
         facts = [f"The users are sure of {mask} of their images{true.replace(' and', ' but only')}"]

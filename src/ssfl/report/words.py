@@ -100,7 +100,8 @@ def setting(run: Run) -> list[str]:
 def answer(run: Run) -> str:
     """What came of it."""
     if not run.accuracy:
-        return f"No evaluation yet: {run.played:,} of {run.planned:,} rounds are played."
+        what = "The test images are looked at in the last round" if run.test_last else "No evaluation yet"
+        return f"{what}: {run.played:,} of {run.planned:,} rounds are played."
     (at, last), best = run.accuracy[-1], max(run.accuracy, key=lambda point: point[1])
     tests = finite(run.split.get("test"))
     images = f"the {tests:,.0f} test images" if tests else "the test images"
