@@ -101,7 +101,17 @@ def test_a_network_that_needs_larger_images_says_so() -> None:
     ("shape", "name"), [(DIGITS, "small"), (EMNIST, "cnn"), (CIFAR, "resnet18"), (STL, "vgg11")]
 )
 def test_the_network_suits_the_images(shape: tuple[int, int, int], name: str) -> None:
-    assert models.suited(shape) == name
+    assert models.suited(shape, gpu=True) == name
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [(DIGITS, "small"), (EMNIST, "cnn"), (CIFAR, "cnn"), ((3, 64, 64), "cnn"), (STL, "small")],
+)
+def test_without_a_gpu_the_network_is_one_that_a_cpu_can_train(
+    shape: tuple[int, int, int], name: str
+) -> None:
+    assert models.suited(shape, gpu=False) == name
 
 
 @pytest.mark.parametrize("norm", ["group", "batch", "none"])

@@ -1,6 +1,7 @@
 """The run folder: what is in it, what survives, what is refused."""
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -358,6 +359,26 @@ def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: M
     first, second = (str(warning.message) for warning in told)
     assert first.startswith("the server has no label of 3 of 10 classes (7, 8, 9): nobody can learn them")
     assert second.startswith("train.warmup = 1000 is longer than the run")
+
+
+def test_without_a_gpu_the_network_is_small_told_and_kept(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "a.npz", x_train=pixels[8:], y_train=labels[8:], x_test=pixels[:8], y_test=labels[:8])
+    short = [f"data.path={tmp_path / 'a.npz'}", "split.users=2", "federation.rounds=8", "train.warmup=0"]
+    cpu = ssfl.load_config(None, [*short, "run.device=cpu"])
+    with pytest.warns(SsflWarning, match="no GPU, so the network is cnn, .* and not resnet18: --set") as told:
+        sim = assemble.make(cpu)
+    assert len(told) == 1
+    assert sim.config.model.name == "cnn"
+    gpu = ssfl.load_config(None, [*short, "run.device=cuda"])
+    assert assemble.resolve(gpu, sim.dataset).model.name == "resnet18"
+    for before, device in ((sim.config, "cuda"), (assemble.resolve(gpu, sim.dataset), "cpu")):
+        moved = replace(before, run=replace(before.run, device=device))
+        assert assemble.resolve(moved, sim.dataset).model == before.model
+    with warnings.catch_warnings(action="error"):  # nothing to tell where somebody chose
+        chosen = assemble.make(ssfl.load_config(None, [*short, "run.device=cpu", "model.name=small"]))
+    assert chosen.config.model.name == "small"
 
 
 def test_a_long_round_is_saved_whatever_the_setting_says(

@@ -3,7 +3,6 @@
 Every mistake in the input shows here, before anything is written.
 """
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssfl import engines, fedmatch, memory, models
+from ssfl import doubts, engines, fedmatch, memory, models
 from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
-from ssfl.errors import ConfigError, SsflWarning
+from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.privacy import library
@@ -122,6 +121,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         library()
         delta = min(1e-5, 0.1 / wanted.users) if privacy.delta is None else privacy.delta
         privacy = replace(privacy, delta=delta)
+    gpu = torch.cuda.is_available() if config.run.device == "auto" else config.run.device != "cpu"
     views = method.server_views
     if views == "suited":
         views = "both" if min(dataset.shape[1:]) >= 16 else "weak"
@@ -131,7 +131,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
         method=replace(method, gate=bool(method.gate), server_views=views),
         privacy=privacy,
-        model=replace(config.model, name=config.model.name or models.suited(dataset.shape)),
+        model=replace(config.model, name=config.model.name or models.suited(dataset.shape, gpu)),
         federation=replace(federation, participants=participants, groups=groups, rounds=count, epochs=None),
         run=replace(
             config.run,
@@ -195,34 +195,12 @@ def make(config: Config) -> Simulation:
     device = choose_device(config.run.device)
     if config.run.engine == "dist":
         device = engines.dist.local_device(device)
-    dataset = load_data(config)
+    given, dataset = config, load_data(config)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
     if config.run.engine != "dist" or engines.dist.rank() == 0:
-        for doubt in _doubts(config, dataset, parts):
-            warnings.warn(doubt, SsflWarning, stacklevel=2)
+        doubts.warn(given, config, dataset, parts)
     return build(config, dataset, parts, held, device)
-
-
-def _doubts(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
-    """What can be done and is hardly meant."""
-    doubts = []
-    told = config.split.labels_at != "server" or config.method.objective == "supervised"
-    counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
-    missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
-    if missing and len(parts.server) and not told:  # users know no label
-        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        doubts.append(
-            f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
-            "them; raise split.server_labels"
-        )
-    steps = (config.federation.rounds or 0) * config.federation.period
-    if config.train.warmup > steps:
-        doubts.append(
-            f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
-            "never gets to train.lr"
-        )
-    return doubts
 
 
 def build(

@@ -193,13 +193,15 @@ MODELS = {
 SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wide_resnet": 8}
 
 
-def suited(shape: tuple[int, int, int]) -> str:
-    """The network for images of this size when nobody chose one."""
+def suited(shape: tuple[int, int, int], gpu: bool) -> str:
+    """The network for images of this size when nobody chose one: without a GPU one that a CPU can train."""
     pixels = min(shape[1:])
     if pixels < 16:
         return "small"
     if pixels <= 28 and shape[0] == 1:
         return "cnn"
+    if not gpu:  # the weights of cnn grow with the pixels, and its time
+        return "cnn" if shape[1] * shape[2] <= 64 * 64 else "small"
     return "resnet18" if pixels <= 64 else "vgg11"
 
 

@@ -110,16 +110,17 @@ def most_users(found: Found) -> int:
 
 
 def _settings(found: Found, users: int) -> Config:
-    chosen = [f"model.name={model}"] if (model := small_model(found)) else []
+    chosen = [f"model.name={model}"] if (model := light_model(found)) else []
     path = f"data.path={json.dumps(str(found.folder))}"
     return load_config("own", [path, f"split.users={users}", *chosen])
 
 
-def small_model(found: Found) -> str | None:
-    """A network that a CPU can train where the one that suits the images is for a GPU."""
+def light_model(found: Found) -> str | None:
+    """The network that a CPU gets, where a GPU would get another."""
     side = found.size or min(next(iter(found.sizes)))
-    heavy = models.suited((1 if found.grey else 3, side, side)) not in ("small", "cnn")
-    return "cnn" if heavy and not GPU else None
+    shape = (1 if found.grey else 3, side, side)
+    chosen = models.suited(shape, GPU)
+    return None if chosen == models.suited(shape, True) else chosen
 
 
 def summary(found: Found, users: int) -> list[str]:
@@ -152,8 +153,8 @@ def config(found: Found, users: int) -> str:
     )
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
     known = ", ".join(CHOICES["model.name"])
-    network = f'# name = "small"  # {known}; by itself what suits the image size'
-    if model := small_model(found):
+    network = f'# name = "small"  # {known}; by itself what suits the images and the machine'
+    if model := light_model(found):
         network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
     differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
     if found.files.unlabelled:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl import assemble, checkpoints, runs, surroundings, train
+from ssfl import assemble, checkpoints, doubts, runs, surroundings, train
 from ssfl.checkpoints import Checkpoint
 from ssfl.checks import check
 from ssfl.clock import Phases
@@ -121,6 +121,7 @@ class Centre(Simulation):
 def prepare(config: Config) -> tuple[Simulation, str]:
     """The centre's half of the federation, and the terms for the sites."""
     wire.check(config)
+    given = config
     dataset = assemble.load_data(config)
     labels = dataset.labels.numpy()
     held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
@@ -132,6 +133,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     config = assemble.resolve(config, dataset)
     terms = wire.Terms.of(config, dataset).text()
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
+    doubts.warn(given, config, dataset, parts)
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)

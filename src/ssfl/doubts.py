@@ -1,0 +1,49 @@
+"""What can be done and is hardly meant, and what a person would want to know was chosen: a line for each."""
+
+import warnings
+
+from ssfl import models
+from ssfl.data import split
+from ssfl.data.dataset import Dataset
+from ssfl.errors import SsflWarning
+from ssfl.settings import Config
+
+
+def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
+    """Tell them as warnings; `given` is the config before what it left open was chosen."""
+    for line in (*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)):
+        warnings.warn(line, SsflWarning, stacklevel=3)
+
+
+def _network(given: Config, config: Config, dataset: Dataset) -> list[str]:
+    chosen, usual = config.model.name, models.suited(dataset.shape, gpu=True)
+    if given.model.name is not None or chosen == usual:
+        return []
+    faster = "; --set data.size=32 trains faster" if min(dataset.shape[1:]) > 32 else ""
+    return [
+        f"no GPU, so the network is {chosen}, which a CPU can train, and not {usual}: "
+        f"--set model.name=NAME chooses another{faster}"
+    ]
+
+
+def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
+    told = config.split.labels_at != "server" or config.method.objective == "supervised"
+    counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
+    missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
+    if not missing or not len(parts.server) or told:  # otherwise users know no label
+        return []
+    named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+    return [
+        f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
+        "them; raise split.server_labels"
+    ]
+
+
+def _warmup(config: Config) -> list[str]:
+    steps = (config.federation.rounds or 0) * config.federation.period
+    if config.train.warmup <= steps:
+        return []
+    return [
+        f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
+        "never gets to train.lr"
+    ]
