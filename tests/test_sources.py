@@ -324,6 +324,28 @@ def test_read_image_files_of_every_kind(tmp_path: Path) -> None:
     assert read_image_files([], 3, 4, 5).shape == (0, 3, 4, 5)
 
 
+@pytest.mark.parametrize(
+    ("largest", "white"), [(100, 255), (4_000, 4_095), (16_383, 16_383), (40_000, 65_535)]
+)
+def test_the_largest_value_of_a_folder_says_how_many_bits_there_are(
+    largest: int, white: int, tmp_path: Path
+) -> None:
+    """Scans of 12 bits in files of 16: one scale for all of them, so that dark ones stay darker."""
+    deep = np.random.default_rng(1).integers(0, largest // 4, (6, 8, 8), dtype=np.uint16)
+    deep[5, 0, 0] = largest
+    for number, pixels in enumerate(deep):
+        file = tmp_path / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    data = load(path=tmp_path, root=tmp_path)
+    assert data.white == white
+    read = torch.cat([data.images, data.test_images]).numpy()[:, 0]
+    wanted = np.floor(deep * (255 / white) + 0.5).astype(np.uint8)
+    assert sorted(image.tobytes() for image in read) == sorted(image.tobytes() for image in wanted)
+    again = read_image_files([tmp_path / "b" / "5.png"], 1, 8, 8, data.white)
+    assert same(again[:, 0], wanted[5:])
+
+
 def test_read_image_files_refuses(tmp_path: Path) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ssfl import models, runs
 from ssfl.data import sources
+from ssfl.data.dataset import WHITE
 from ssfl.errors import DataError, RunError
 
 
@@ -27,6 +28,9 @@ class Classifier(nn.Module):
         self.card = card
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
+        self.white = int(card.get("white", WHITE))
+        if not 255 <= self.white <= WHITE:
+            raise ValueError(f"white is {self.white}")
         self.register_buffer("mean", torch.tensor(card["mean"]))
         self.register_buffer("std", torch.tensor(card["std"]))
 
@@ -81,7 +85,7 @@ def predict(
         part, rows = [], []
         for file in files[start : start + 256]:
             try:
-                rows.append(sources.read_image_files([file], *model.shape))
+                rows.append(sources.read_image_files([file], *model.shape, model.white))
                 part.append(file)
             except DataError as error:
                 if broken is None:

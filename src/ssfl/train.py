@@ -263,6 +263,7 @@ def model_card(sim: Simulation, accuracy: float) -> dict[str, Any]:
         "norm": sim.config.model.norm,
         "classes": list(sim.dataset.classes),
         "shape": list(sim.dataset.shape),
+        "white": sim.dataset.white,
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,

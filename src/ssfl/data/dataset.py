@@ -8,6 +8,9 @@ from torch import Tensor
 from ssfl.data import formats
 from ssfl.errors import DataError
 
+WHITE = 65_535
+"""The largest value of 16 bits."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -22,6 +25,7 @@ class Dataset:
     mean: tuple[float, ...]  # of x/255 in each channel
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image is still of its class
+    white: int = WHITE  # what became 255 in image files of more than 8 bits
 
     @property
     def labelled(self) -> int:

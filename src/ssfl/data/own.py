@@ -254,11 +254,16 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset:
-    """The images of a folder, sorted as `sort_files` says; they are grey if all of them are."""
+    """The images of a folder, sorted as `sort_files` says; they are grey if all of them are.
+
+    The largest value of all says how many bits those of more than 8 have: the same scale for every image.
+    """
     files = sort_files(folder, test_fraction)
     everything = files.everything
-    channels = 1 if all(grey for _, grey in pictures.each(everything, pictures.is_grey)) else 3
-    images = pictures.decode_all(everything, channels, size)
+    found = [told for _, told in pictures.each(everything, pictures.survey)]
+    channels = 1 if all(grey for grey, _ in found) else 3
+    white = pictures.white_of(max(largest for _, largest in found))
+    images = pictures.decode_all(everything, channels, size, white)
     test_labels = torch.tensor(files.labels(files.test))
     images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]
     return Dataset(
@@ -270,6 +275,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
         tuple(files.train),
         *statistics(images),
         flip=channels == 3,
+        white=white,
     )
 
 

@@ -5,14 +5,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ssfl.data.dataset import WHITE
 from ssfl.data.formats import check_side, reading
 from ssfl.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -69,15 +73,30 @@ def header(path: Path) -> tuple[int, int, bool]:
         return *((height, width) if turned else (width, height)), image.mode in _GREY_MODES
 
 
-def is_grey(path: Path) -> bool:
-    """Whether an image file has no colours, by its header."""
-    return header(path)[2]
+def survey(path: Path) -> tuple[bool, int]:
+    """Whether an image file has no colours, and its largest value where it has more than 8 bits (or 0)."""
+    from PIL import Image
+
+    with reading(path), _quiet(), Image.open(path) as image:
+        grey = image.mode in _GREY_MODES
+        return grey, int(_deep(image).max()) if image.mode.startswith("I") else 0
 
 
-def decode(path: Path, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
+def white_of(largest: int) -> int:
+    """The largest number of as many bits as the largest value of all images has: scans of 12 bits are often
+    saved in 16."""
+    return (1 << max(largest.bit_length(), 8)) - 1 if largest else WHITE
+
+
+def _deep(image: "Image.Image") -> np.ndarray:
+    """The values of an image of more than 8 bits."""
+    return np.asarray(image).astype(np.int64).clip(0, WHITE)
+
+
+def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
     """An image file, upright, as uint8 [channels, height, width], resized if a size is given.
 
-    What is transparent becomes white; 16 bits become 8.
+    What is transparent becomes white; more than 8 bits become 8, where `white` becomes 255.
     """
     from PIL import Image, ImageOps
 
@@ -86,11 +105,11 @@ def decode(path: Path, channels: int, size: tuple[int, int] | None = None) -> np
         if image.mode == "F":
             raise DataError(f"{path}: has floating-point pixels; save it with 8 bits per channel")
         if image.mode.startswith("I"):
-            deep = np.asarray(image).astype(np.int64).clip(0, 65_535)
-            image = Image.fromarray(((deep + 128) // 257).astype(np.uint8))
+            deep = _deep(image).clip(0, white)
+            image = Image.fromarray(((deep * 255 + white // 2) // white).astype(np.uint8))
         elif image.mode in _ALPHA_MODES or "transparency" in image.info:
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image.convert("RGBA"))
+            paper = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(paper, image.convert("RGBA"))
         image = image.convert("L" if channels == 1 else "RGB")
         if size is not None and image.size != (size[1], size[0]):
             image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
@@ -114,11 +133,11 @@ def each(files: Sequence[Path], read: Callable[[Path], Read]) -> Iterator[tuple[
         raise DataError(f"{broken[0][1]}{also}")
 
 
-def decode_all(files: Sequence[Path], channels: int, size: int | None) -> Tensor:
+def decode_all(files: Sequence[Path], channels: int, size: int | None, white: int) -> Tensor:
     """Image files of one size, or resized to size x size, as uint8 [N, channels, height, width]."""
     target = None if size is None else (size, size)
     images, first = np.empty((len(files), channels, 0, 0), np.uint8), files[0]
-    read = each(files, lambda file: decode(file, channels, target))
+    read = each(files, lambda file: decode(file, channels, target, white))
     for index, (file, pixels) in enumerate(read):
         _, height, width = pixels.shape
         if index == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssfl.data import formats, pictures
-from ssfl.data.dataset import Dataset, checked, statistics
+from ssfl.data.dataset import WHITE, Dataset, checked, statistics
 from ssfl.data.download import OFFICIAL, obtain
 from ssfl.data.formats import LARGEST, SMALLEST, reading
 from ssfl.data.own import load_folder, load_npz
@@ -80,9 +80,11 @@ def image_files(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def read_image_files(paths: Iterable[str | Path], channels: int, height: int, width: int) -> Tensor:
+def read_image_files(
+    paths: Iterable[str | Path], channels: int, height: int, width: int, white: int = WHITE
+) -> Tensor:
     """Image files as uint8 [N, channels, height, width]: grey or RGB, resized if needed."""
-    images = [pictures.decode(Path(path), channels, (height, width)) for path in paths]
+    images = [pictures.decode(Path(path), channels, (height, width), white) for path in paths]
     if not images:
         return torch.empty((0, channels, height, width), dtype=torch.uint8)
     return torch.from_numpy(np.stack(images))

@@ -59,7 +59,7 @@ class Site:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
                 raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
-            images = sources.read_image_files(self.files, *agreed.shape)
+            images = sources.read_image_files(self.files, *agreed.shape, agreed.white)
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))

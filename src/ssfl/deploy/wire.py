@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from ssfl.config import from_dict, to_toml
-from ssfl.data.dataset import Dataset
+from ssfl.data.dataset import WHITE, Dataset
 from ssfl.errors import ConfigError, DataError
 from ssfl.settings import Config, Data, Run
 from ssfl.work import TOLD, Trained
@@ -39,6 +39,7 @@ class Terms:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    white: int
 
     @classmethod
     def of(cls, config: Config, data: Dataset) -> "Terms":
@@ -48,12 +49,12 @@ class Terms:
             data=Data(path="site", flip=config.data.flip),
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
-        return cls(here, len(data.classes), data.shape, data.mean, data.std)
+        return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white)
 
     def text(self) -> str:
         """As JSON, the config as TOML inside."""
         told = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
-        return json.dumps(told | {"mean": self.mean, "std": self.std})
+        return json.dumps(told | {"mean": self.mean, "std": self.std, "white": self.white})
 
 
 def read_terms(text: str) -> Terms:
@@ -63,16 +64,17 @@ def read_terms(text: str) -> Terms:
         config = from_dict(tomllib.loads(told["config"]), resolved=True)
         classes, shape = int(told["classes"]), tuple(int(n) for n in told["shape"])
         mean, std = (tuple(float(x) for x in told[name]) for name in ("mean", "std"))
+        white = int(told["white"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
     channels = shape[0] if len(shape) == 3 else 0
     fits = channels in (1, 3) and all(4 <= side <= 1024 for side in shape[1:])
     if not (fits and len(mean) == len(std) == channels and 2 <= classes <= MOST_CLASSES):
         raise DataError(f"the centre asks for images of shape {shape} in {classes} classes: ask its keeper")
-    if not (np.isfinite(mean + std).all() and min(std) > 0):
+    if not (np.isfinite(mean + std).all() and min(std) > 0 and 255 <= white <= WHITE):
         raise DataError("the centre's normalisation is not of positive numbers: ask its keeper")
     check(config)
-    return Terms(config, classes, (shape[0], shape[1], shape[2]), mean, std)
+    return Terms(config, classes, (shape[0], shape[1], shape[2]), mean, std, white)
 
 
 def check(config: Config) -> None:
