@@ -124,6 +124,20 @@ def test_new_writes_a_config_that_runs_as_it_is(ssfl: Call) -> None:
     assert json.loads(Path("runs/mine/split.json").read_text())["test"] == 6
 
 
+def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: Call) -> None:
+    for seed, name in enumerate(("plain", "stripes", "rare")):
+        draw(f"scans/train/{name}", 8, seed=seed)
+    for name in ("plain", "stripes"):
+        draw(f"scans/test/{name}", 2, seed=3)
+    told = "no test image of 1 of 3 classes (rare): accuracy leaves them out"
+    assert f"  {told}\n" in ssfl("new", "mine", "--images", "scans")[1]
+    assert f"\n{told}\n" in ssfl("split", "mine")[1]
+    code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
+    assert (code, err) == (0, f"ssfl: warning: {told}; add some\n")
+    assert ssfl("report", "runs/mine")[0] == 0
+    assert f"There is {told}." in Path("runs/mine/report.html").read_text()
+
+
 def test_new_fits_users_and_size_to_the_images(ssfl: Call) -> None:
     draw("odd/stripes", 3, (40, 30))
     draw("odd/pla\nin", 4, (90, 80), seed=1)

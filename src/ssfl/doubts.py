@@ -2,16 +2,21 @@
 
 import warnings
 
+import torch
+
 from ssfl import models
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.errors import SsflWarning
+from ssfl.report.text import untested
 from ssfl.settings import Config
 
 
 def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
     """Tell them as warnings; `given` is the config before what it left open was chosen."""
-    for line in (*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)):
+    found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
+    counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
+    for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
         warnings.warn(line, SsflWarning, stacklevel=3)
 
 

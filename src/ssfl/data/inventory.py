@@ -30,6 +30,7 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[st
         "measured_skew": split.skew_of(known) if known.any() else None,
         "validation": len(held),
         "test": len(dataset.test_labels),
+        "test_classes": np.bincount(dataset.test_labels.numpy(), minlength=len(dataset.classes)).tolist(),
         "fingerprint": fingerprint(dataset),
     }
     if parts.labelled is not None:

@@ -5,6 +5,7 @@ from collections import Counter
 
 from ssfl.report.blocks import Block, bars, text
 from ssfl.report.gather import Run, finite, numbers, whole
+from ssfl.report.text import untested
 from ssfl.report.words import count, percent
 from ssfl.runs import Event
 
@@ -46,7 +47,10 @@ def _measured(run: Run) -> list[str]:
         told = [f"The measured R is {skew:.4f} (Definition 2 of the paper: 0 is iid, 1 is disjoint)."]
     held, labelled = finite(run.split.get("validation")), finite(run.split.get("user_labelled_total"))
     told += [f"{held:,.0f} images were set aside for validation."] if held else []
-    return told + ([f"{labelled:,.0f} images of the users have labels."] if labelled else [])
+    told += [f"{labelled:,.0f} images of the users have labels."] if labelled else []
+    tests = numbers(run.split.get("test_classes"))
+    missing = untested(run.classes, tests) if len(tests) == len(run.classes) else []
+    return told + [f"There is {line}." for line in missing]
 
 
 def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]) -> Block:

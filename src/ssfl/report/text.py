@@ -60,10 +60,20 @@ def split(config: Config, described: dict[str, Any]) -> str:
     lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
     if described["validation"]:
         lines.append(f"{described['validation']} images set aside for validation")
+    lines += untested(classes, described["test_classes"])
     lines.append(_typical(sizes[0], rows[0], classes))
     if "user_labelled" in described:
         lines.append(f"labels at the users: {described['user_labelled_total']} images in all")
     return "\n".join(lines)
+
+
+def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
+    """A line about the classes that have no test image, where there are any."""
+    missing = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if not missing:
+        return []
+    named = printable(_few(missing))
+    return [f"no test image of {len(missing)} of {len(classes)} classes ({named}): accuracy leaves them out"]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
