@@ -62,7 +62,7 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     Image.fromarray(pixels).resize((64, 64)).convert("RGB").save("scans/two.jpg")
     code, out, _ = ssfl("predict", "a", "scans", "--json")
     assert code == 0
-    told = json.loads(out)
+    told = rows = json.loads(out)
     assert [Path(row["file"]).name for row in told] == ["one.png", "two.jpg"]
     shares = model(torch.from_numpy(pixels)[None, None]).detach().softmax(-1)[0]
     assert told[0]["class"] == model.classes[int(shares.argmax())]
@@ -83,7 +83,14 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     program = torch.export.load("out/digits.pt2").module()
     images = torch.from_numpy(np.stack([pixels] * 5))[:, None]
     torch.testing.assert_close(program(images), model(images))
-    assert json.loads(Path("out/digits.json").read_text())["classes"] == list("0123456789")
+    card = json.loads(Path("out/digits.json").read_text())
+    assert card["classes"] == list("0123456789")
+    assert "grey" in card["reading"]
+    assert "stretched to width 8, height 8 (bilinear" in card["reading"]
+    by_hand = Image.open("scans/two.jpg").convert("L").resize((8, 8), Image.Resampling.BILINEAR)
+    scaled = (torch.from_numpy(np.array(by_hand)) / 255 - card["mean"][0]) / card["std"][0]
+    sure = model.network(scaled[None, None]).detach().softmax(-1).max()
+    assert rows[1]["confidence"] == pytest.approx(float(sure), rel=1e-4)
     assert library.load_model("out/digits.safetensors").classes == model.classes
     assert ssfl("export", "a", "out/digits.pt2")[0] == 2
 

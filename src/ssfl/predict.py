@@ -139,9 +139,16 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Write a model: the safetensors file and its JSON card."""
+    """Write a model: the safetensors file and its JSON card, which says what becomes of an image file."""
     channels, height, width = model.shape
-    card = model.card | {"input": f"uint8 [N, {channels}, {height}, {width}]", "output": "logits"}
+    colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
+    card = model.card | {
+        "reading": f"upright by EXIF; transparent becomes white; 16 bits become 8 ({model.white}: 255); "
+        f"{colours}; stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
+        "input": f"uint8 [N, {channels}, {height}, {width}]",
+        "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
+        "output": "logits",
+    }
     runs.write_model(files[0], model.network.state_dict(), card)
     runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
     return list(files)
