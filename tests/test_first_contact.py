@@ -138,6 +138,19 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
     assert f"There is {told}." in Path("runs/mine/report.html").read_text()
 
 
+def test_sub_folders_of_unlabelled_are_told_to_be_no_users(ssfl: Call) -> None:
+    for seed, name in enumerate(("plain", "stripes", "unlabelled/a", "unlabelled/b/c", "unlabelled")):
+        draw(f"scans/{name}", 8, seed=seed)
+    Path("scans/unlabelled/empty").mkdir()
+    told = "the 2 sub-folders of unlabelled/ are not users: all images there are dealt together"
+    assert (
+        f"24 without labels, 4 for testing (a part of each class, held out)\n  grey, 12x12 pixels\n  {told}\n"
+        in (ssfl("new", "mine", "--images", "scans")[1])
+    )
+    code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
+    assert (code, err) == (0, f"ssfl: warning: {told}; for a folder per user, `ssfl serve` and `ssfl join`\n")
+
+
 def test_new_fits_users_and_size_to_the_images(ssfl: Call) -> None:
     draw("odd/stripes", 3, (40, 30))
     draw("odd/pla\nin", 4, (90, 80), seed=1)

@@ -8,13 +8,14 @@ from ssfl import models
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.errors import SsflWarning
-from ssfl.report.text import untested
+from ssfl.report.text import pooled, untested
 from ssfl.settings import Config
 
 
 def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
     """Tell them as warnings; `given` is the config before what it left open was chosen."""
     found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
+    found += _pooled(dataset, parts)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
     for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
         warnings.warn(line, SsflWarning, stacklevel=3)
@@ -42,6 +43,12 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
         f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
         "them; raise split.server_labels"
     ]
+
+
+def _pooled(dataset: Dataset, parts: split.Parts) -> list[str]:
+    if not any(len(user) for user in parts.users):  # a centre, which leaves such images out
+        return []
+    return [f"{line}; for a folder per user, `ssfl serve` and `ssfl join`" for line in pooled(dataset.pooled)]
 
 
 def _warmup(config: Config) -> list[str]:

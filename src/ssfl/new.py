@@ -13,7 +13,7 @@ from ssfl.data import own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.limits import CHOICES
-from ssfl.report.text import printable, untested
+from ssfl.report.text import pooled, printable, untested
 from ssfl.settings import Config, Data
 
 GPU = torch.cuda.is_available()
@@ -137,6 +137,7 @@ def summary(found: Found, users: int) -> list[str]:
         f"  {'grey' if found.grey else 'colour'}, {pixels} pixels"
         + (f", resized to {found.size}x{found.size}" if found.size else ""),
     ]
+    told += [f"  {line}" for line in pooled(files.pooled)]
     told += [f"  {line}" for line in untested(names, [len(files.test.get(name, [])) for name in names])]
     if not files.unlabelled:
         told.append(f"  all are labelled: the server keeps some, {users} users get the others without labels")

@@ -26,6 +26,7 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image is still of its class
     white: int = WHITE  # what became 255 in image files of more than 8 bits
+    pooled: int = 0  # sub-folders whose images without labels were put together
 
     @property
     def labelled(self) -> int:

@@ -189,6 +189,7 @@ class Files:
     unlabelled: list[Path]
     test: dict[str, list[Path]]
     own_test: bool  # whether the folder brings its test images
+    pooled: int  # sub-folders of "unlabelled" whose images are put together
 
     @property
     def everything(self) -> list[Path]:
@@ -240,17 +241,19 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     else:
         test = {name: _held_out(files, test_fraction) for name, files in train.items()}
         train = {name: sorted(set(files) - set(test[name])) for name, files in train.items()}
+    bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
     unlabelled = [
         file
         for place in places
         for file in (
             *pictures.list_images(place, nested=False),
-            *(file for name in UNLABELLED for file in pictures.list_images(place / name)),
+            *(file for name in UNLABELLED for file in bare[place / name]),
         )
     ]
     if not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
-    return Files(train, unlabelled, test, split and "test" in inner)
+    pooled = len({f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base})
+    return Files(train, unlabelled, test, split and "test" in inner, pooled)
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset:
@@ -276,6 +279,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
         *statistics(images),
         flip=channels == 3,
         white=white,
+        pooled=files.pooled,
     )
 
 

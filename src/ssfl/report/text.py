@@ -76,6 +76,13 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
     return [f"no test image of {len(missing)} of {len(classes)} classes ({named}): accuracy leaves them out"]
 
 
+def pooled(folders: int) -> list[str]:
+    """A line about folders that somebody may take for users, where there are any."""
+    if folders < 2:
+        return []
+    return [f"the {folders} sub-folders of unlabelled/ are not users: all images there are dealt together"]
+
+
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
     """What one user would look like, in words."""
     if not sum(counts):
