@@ -23,7 +23,7 @@ from PIL import Image
 from rich.console import Console
 
 from ssfl import assemble, cli, runs
-from ssfl.deploy import centre, fleet, keys, site, view, wire
+from ssfl.deploy import centre, fleet, keys, roster, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.predict import load_model, predict
@@ -239,6 +239,27 @@ def test_sites_get_the_same_terms_when_a_run_goes_on(folders: Path, tmp_path: Pa
     sim, terms = centre.prepare(config_of(folders, []))
     runs.create(tmp_path / "run", sim.config, {})
     assert centre.prepare(runs.read_config(tmp_path / "run"))[1] == terms
+
+
+def test_new_sites_get_the_next_numbers_and_a_wrong_keys_folder_is_refused(
+    folders: Path, tmp_path: Path
+) -> None:
+    config = centre.prepare(config_of(folders, []))[0].config
+    runs.create(tmp_path / "run", config, {"sites": ["bonn", "calais", "dover"]})
+    assert roster.going_on(tmp_path / "run", config, ["bonn", "dover"], 2) == (
+        config,
+        ["bonn", "calais", "dover"],
+    )
+    more, names = roster.going_on(tmp_path / "run", config, ["aachen", "bonn", "calais", "dover"], 4)
+    assert names == ["bonn", "calais", "dover", "aachen"]
+    assert (more.split.users, more.federation.participants) == (4, 4)
+    some = replace(config, federation=replace(config.federation, participants=2))
+    assert roster.joined(some, 4).federation.participants == 2
+    with pytest.raises(RunError, match=r"begun with other sites \(bonn, calais, dover\)"):
+        roster.going_on(tmp_path / "run", config, ["essen", "fulda", "gent"], 3)
+    private = replace(config, privacy=replace(config.privacy, clip=1.0, noise=1.0))
+    with pytest.raises(RunError, match="counts privacy for 3 sites: take the key of aachen out"):
+        roster.going_on(tmp_path / "run", private, ["aachen", "bonn"], 2)
 
 
 def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from ssfl import cli, runs
 from ssfl.deploy import connection, keys
 from ssfl.errors import DataError, SsflError
+from ssfl.report import gather
 from stage import NAMES, Stage, checkpoint, config_of, free_port, same, sets, simulated
 
 FAULTS = {
@@ -229,12 +230,15 @@ def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
     serve.send_signal(signal.SIGINT)
     assert serve.wait(60) == 130, stage.said("serve")
     fewer = Path(shutil.copytree(ring, stage.folder / "fewer"))
-    (fewer / "bonn.pub").rename(fewer / "zwolle.pub")
+    for name in NAMES:
+        (fewer / f"{name}.pub").rename(fewer / f"other-{name}.pub")
     again = ["serve", "--resume", out, "--port", port, "--keys", fewer]
     other = stage.ssfl("other", *again)
     assert other.wait(60) == 2
     assert "was begun with other sites (aachen, bonn, calais)" in stage.said("other")
-    (fewer / "zwolle.pub").unlink()
+    for name in ("aachen", "calais"):
+        (fewer / f"other-{name}.pub").rename(fewer / f"{name}.pub")
+    (fewer / "other-bonn.pub").unlink()
     before = checkpoint(out).round
     second = stage.ssfl("second", *again)
     assert second.wait(200) == 0, stage.said("second")
@@ -242,6 +246,37 @@ def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
     rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
     assert [event["returned"] for event in rounds[before:]] == [[0, 2]] * (8 - before)
     assert runs.read_config(out).split.users == 3
+
+
+@pytest.mark.slow
+def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out = free_port(), stage.folder / "run"
+    keys = Path(shutil.copytree(ring, stage.folder / "keys"))
+    (keys / "aachen.pub").rename(keys / "aachen.later")
+    serve = stage.serve(folders, keys, port, *sets("federation.rounds=8"))
+    for name in ("bonn", "calais"):
+        stage.join(name, port, folders, ring)
+    stage.until("serve", "round 2/8  accuracy")
+    serve.send_signal(signal.SIGINT)
+    assert serve.wait(60) == 130, stage.said("serve")
+    before = checkpoint(out).round
+    (keys / "aachen.later").rename(keys / "aachen.pub")
+    second = stage.ssfl("second", "serve", "--resume", out, "--port", port, "--keys", keys)
+    stage.until("second", "new since this run began: aachen")
+    stage.join("aachen", port, folders, ring)
+    stage.until("second", f"round {before + 1}/8  accuracy")
+    second.send_signal(signal.SIGINT)
+    assert second.wait(60) == 130, stage.said("second")
+    assert json.loads((out / "split.json").read_text())["sites"] == ["bonn", "calais", "aachen"]
+    third = stage.ssfl("third", "serve", "--resume", out, "--port", port, "--keys", keys)
+    assert third.wait(200) == 0, stage.said("third")
+    assert "new since" not in stage.said("third")
+    rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
+    assert [event["returned"] for event in rounds] == [[0, 1]] * before + [[0, 1, 2]] * (8 - before)
+    assert len(checkpoint(out).strikes) == 3
+    assert gather.read(out, "run").users == 3
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ssfl.clock import Phases
 from ssfl.cohort import only
 from ssfl.data import inventory, split
 from ssfl.deploy import keys as keyring
-from ssfl.deploy import link, silenced, wire
+from ssfl.deploy import link, roster, silenced, wire
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.view import View
 from ssfl.errors import ConfigError, RunError, SsflError
@@ -190,6 +190,9 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
             shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
             view.tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
             gone = [name for name in names if known and name not in known]
+            new = set(names) - set(roster.begun_with(path)) if again and known else ()
+            if new:
+                view.tell(f"new since this run began: {', '.join(sorted(new))}")
             if gone:
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
@@ -221,7 +224,7 @@ def opened(
             raise RunError(f"{path} is a simulation: go on with `{runs.again(path)}`")
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
-        known = _begun_with(path, known, count, config.split.users)
+        config, known = roster.going_on(path, config, known, count)
     else:
         runs.require_free(path)
         assert config is not None
@@ -246,6 +249,7 @@ def conduct(
     now = train.conditions(sim)
     if start is None:
         start = Checkpoint(centre.initial(), {}, now)
+    start = replace(start, state=roster.grown(start.state, sim.config.split.users))
     changed = train.changes(start.conditions, now)
     if changed:
         view.tell(f"warning: {changed}: numbers may differ from here on")
@@ -275,17 +279,6 @@ def conduct(
 
 def _described(sim: Simulation) -> dict[str, Any]:
     return inventory.describe_split(sim.dataset, sim.parts, sim.validation)
-
-
-def _begun_with(path: Path, names: list[str], count: int, users: int) -> list[str]:
-    """The sites of a run that was stopped, in the order of their numbers; whose key is gone stays away."""
-    try:
-        begun = [str(name) for name in json.loads((path / "split.json").read_text())["sites"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
-    if (set(names) - set(begun)) if names and begun else count != users:
-        raise RunError(f"{path} was begun with other sites ({', '.join(begun)}): use the keys of these alone")
-    return begun or names
 
 
 def _shares(fleet: Fleet) -> dict[str, Any]:

@@ -155,5 +155,6 @@ def _beat(client: FleetHttpClient, node: Node, gone: threading.Event) -> None:
 def _refused(address: str, said: str) -> str:
     return (
         f"{address} does not know this site's key, or it is in use ({' '.join(said.split())[:150]}): "
-        "the centre's keeper makes another with `ssfl keys add` and starts the centre again"
+        "ask the centre's keeper; a key that was added after the centre began counts from its next "
+        "`ssfl serve --resume` on"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ssfl import runs
+from ssfl.deploy import roster
 from ssfl.errors import RunError
 from ssfl.runs import Event
 from ssfl.settings import Config
@@ -123,10 +124,9 @@ def read(path: Path, name: str) -> Run:
     except RunError:
         raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start the run anew") from None
     known = [e for e in events if e["event"] in ("round", "eval", "diversity") and 0 <= e["round"] <= 10**9]
-    return Run(
-        path, name, config, known,
-        _object(path / "split.json"), runs.read_summary(path) or {},
-    )  # fmt: skip
+    split = _object(path / "split.json")
+    config = roster.joined(config, len(split["sites"]) if isinstance(split.get("sites"), list) else 0)
+    return Run(path, name, config, known, split, runs.read_summary(path) or {})
 
 
 def finite(value: Any) -> float | None:
