@@ -312,6 +312,12 @@ def test_batch_norm_statistics_are_a_choice(quick: Make, tmp_path: Path, statist
     assert (tensors["norm1.running_var"] > 0).all()
 
 
+def test_test_images_come_last_only_where_there_are_others(quick: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of so few labelled images is none"):
+        ssfl.run(quick("run.test=last", "data.validation=0.0001"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_validation_images_are_apart_and_told(quick: Make, tmp_path: Path) -> None:
     result = ssfl.run(quick("data.validation=0.2"), tmp_path / "run")
     assert 0 <= result.history[-1]["validation_accuracy"] <= 1

@@ -207,6 +207,11 @@ def build(
     config: Config, dataset: Dataset, parts: split.Parts, held: Index, device: torch.device
 ) -> Simulation:
     """A simulation of given owners of given images; the config is resolved."""
+    if config.run.test == "last" and not len(held):
+        raise ConfigError(
+            "run.test = 'last' needs images to look at meanwhile, and data.validation = "
+            f"{config.data.validation} of so few labelled images is none: raise it"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         if not _has_bfloat16(device):
