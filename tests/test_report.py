@@ -241,11 +241,28 @@ def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_pa
         ssfl.run(late, tmp_path / "stopped", stop)
     told = page.contents([tmp_path / "stopped"])
     assert "The test images are looked at in the last round: 3 of 4 rounds" in words(told)
+    assert "not recorded" not in str(blocks(told, "table"))  # its memory
     assert [one["name"] for one in figure(told, "accuracy")["series"]] == ["validation images"]
     ssfl.run(late, tmp_path / "run")
     told = page.contents([tmp_path / "run", tmp_path / "stopped"])
     assert figure(told, "accuracy")["title"] == "Accuracy on the validation images"
     assert [len(one["points"]) for one in figure(told, "accuracy")["series"]] == [4]  # two of a kind
+
+
+def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 2:
+            raise Interrupted(tmp_path / "stopped", 2, "")
+
+    config = quick("method.head_start=0.5", "run.checkpoint_every=1", "run.eval_every=1")
+    with pytest.raises(Interrupted):
+        ssfl.run(config, tmp_path / "stopped", stop)
+    page.write([tmp_path / "stopped"], tmp_path / "stopped.html", tmp_path / "figures")
+    assert "gave a model" not in words(page.contents([tmp_path / "stopped"]))
+    ssfl.run(config, tmp_path / "run")
+    told = words(page.contents([tmp_path / "run"]))
+    assert "The server plays the first 2 rounds alone. In each of 2 further rounds" in told
+    assert "everybody was in it in each of the 2 rounds with users" in told
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def size(count: float) -> str:
 
 
 def _memory(run: Run) -> str:
-    told = [event["memory"] for event in run.evaluations if isinstance(event.get("memory"), dict)]
+    told = [event["memory"] for event in run.events if isinstance(event.get("memory"), dict)]
     found = [(finite(told[-1].get(kind)), kind) for kind in ("cpu", "gpu")] if told else []
     where = {"cpu": "", "gpu": " on the GPU"}
     return ", ".join(size(count) + where[kind] for count, kind in found if count) or "not recorded"

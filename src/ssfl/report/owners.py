@@ -114,13 +114,17 @@ def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
 
 def groups(run: Run) -> list[Block]:
     """Who was in which group of which round."""
-    told = [event for event in run.rounds if isinstance(event.get("returned"), list)]
+    known = [event for event in run.rounds if isinstance(event.get("returned"), list)]
+    told = [event for event in known if event["returned"] or event.get("participants")]
     if not told or run.config.method.objective == "none":
-        return []
+        return []  # so far the server played alone
     came = Counter(user for event in told for user in whole(event["returned"]))
     times = sorted(came.values()) or [0]
     if not run.grouped and len(came) == run.users and times[0] == times[-1] == len(told):
-        return [text("There is one group, and everybody was in it in every round.")]
+        which = "every round" if told == known else f"each of the {count(len(told), 'round')} with users"
+        return [text(f"There is one group, and everybody was in it in {which}.")]
+    if not came:
+        return [text(_attendance(run, told, came, times))]
     shown, people = told[:MOST_ROUNDS], sorted(came)
     chosen = [people[k] for k in _some(len(people), MOST_USERS)]
     dealt = [_dealt(event, run.grouped) for event in shown]

@@ -1,6 +1,7 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
 from ssfl.report.gather import Run, finite, inside
+from ssfl.schedule import head_start
 from ssfl.settings import Config
 
 _LEARN = {
@@ -69,8 +70,12 @@ def setting(run: Run) -> list[str]:
     else:
         chosen = f"{federation.participants or split.users:,} of {split.users:,} users take part"
         steps = count(federation.period, "step")
+        alone = head_start(method.head_start, run.planned)
+        if alone:
+            sentences.append(f"The server plays the first {count(alone, 'round')} alone.")
+        which = f"{run.planned - alone:,} {'further ' if alone else ''}rounds"
         sentences += [
-            f"In each of {run.planned:,} rounds {chosen} and train {steps} of {train.batch_size} images.",
+            f"In each of {which} {chosen} and train {steps} of {train.batch_size} images.",
             _LEARN[method.objective].format(threshold=method.threshold),
             _averaging(config),
             _SERVER[method.server],
