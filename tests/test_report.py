@@ -247,6 +247,12 @@ def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_pa
     told = page.contents([tmp_path / "run", tmp_path / "stopped"])
     assert figure(told, "accuracy")["title"] == "Accuracy on the validation images"
     assert [len(one["points"]) for one in figure(told, "accuracy")["series"]] == [4]  # two of a kind
+    ssfl.run(quick("run.eval_every=1", "data.validation=0.1"), tmp_path / "every")
+    ssfl.run(quick("run.eval_every=1"), tmp_path / "none")
+    told = page.contents([tmp_path / "run", tmp_path / "every", tmp_path / "none"])
+    assert figure(told, "accuracy")["title"] == "Accuracy on the test or validation images"
+    family, _ = figure(told, "accuracy")["series"]
+    assert all(low == high for _, low, high in family["band"])  # the same run, seen by the same images
 
 
 def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> None:

@@ -66,7 +66,11 @@ class Run:
     @cached_property
     def watched(self) -> Points:
         """Accuracy as it was followed: on validation images where the test images come last."""
-        return self.told("validation_accuracy", "eval") if self.test_last else self.accuracy
+        return self.validation if self.test_last else self.accuracy
+
+    @cached_property
+    def validation(self) -> Points:
+        return self.told("validation_accuracy", "eval")
 
     @property
     def test_last(self) -> bool:

@@ -126,10 +126,8 @@ def _line(
 
 
 def _accuracy(run: Run) -> list[Block]:
-    held = run.told("validation_accuracy", "eval")
-    series = [
-        _series(f"{name} images", of) for name, of in (("test", run.accuracy), ("validation", held)) if of
-    ]
+    kinds = ("test", run.accuracy), ("validation", run.validation)
+    series = [_series(f"{name} images", of) for name, of in kinds if of]
     if not series:
         return [text("There is no evaluation yet.")]
     groups = {event["round"]: numbers(event.get("stream_accuracy")) for event in run.evaluations}
@@ -149,17 +147,19 @@ def _accuracy(run: Run) -> list[Block]:
 
 
 def _accuracies(families: Sequence[Family]) -> list[Block]:
-    series = _curves(families, lambda run: run.watched)
+    found = _members(families)
+    late = any(run.test_last for run in found)  # then by validation images, all that have any
+    series = _curves(families, lambda run: (run.validation if late else []) or run.accuracy)
     if not series:
         return [text("There is no evaluation yet.")]
     note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
-    found = _members(families)
     return [_line("accuracy", _title(found), "share right", series, found, height=320, note=note)]
 
 
 def _title(found: Sequence[Run]) -> str:
     """Of a chart of accuracy: which images it is about."""
-    ways = {"validation" if run.test_last else "test" for run in found}
+    late = any(run.test_last for run in found)
+    ways = {"validation" if late and (run.validation or run.test_last) else "test" for run in found}
     return f"Accuracy on the {' or '.join(sorted(ways))} images"
 
 
