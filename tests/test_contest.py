@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import contest, runs, train
+from ssfl import contest, models, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, RunError
 from ssfl.methods import METHODS
@@ -180,6 +180,17 @@ def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     (tmp_path / "protocol.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         played(tmp_path, "server-only", seeds=1)
+
+
+def test_a_machine_that_would_choose_another_network_needs_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played(tmp_path, "server-only", seeds=1)
+    monkeypatch.setattr(models, "suited", lambda shape, gpu: "cnn")
+    with pytest.raises(ConfigError, match=r"holds a contest with model.name = small, now cnn: choose"):
+        played(tmp_path, "alternate", seeds=1)
+    sets = [*SHORT, "model.name=small"]
+    contest.play("quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=print, quiet=True)
 
 
 def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,9 @@ def play(
     for method, seed in itertools.product(methods, range(1, seeds + 1)):
         entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
     data = assemble.load_data(wanted[methods[0]][0].config)
-    _require_validation(wanted[methods[0]][0].config, data)
-    _same_protocol(out, source, sets)
+    first = assemble.resolve(wanted[methods[0]][0].config, data)
+    _require_validation(first, data)
+    _same_protocol(out, source, sets, first.model.name)
     found = []
     for method, mine in wanted.items():
         taken, scores = mine[0].options, []
@@ -168,15 +169,15 @@ def _values(choice: str) -> list[str]:
 
 def _require_validation(config: Config, data: Dataset) -> None:
     """Choices need images; where there are hardly any, a part of them is none."""
-    if not len(assemble.make_parts(assemble.resolve(config, data), data)[1]):
+    if not len(assemble.make_parts(config, data)[1]):
         raise ConfigError(
             f"data.validation = {config.data.validation} of so few labelled images is none: raise it"
         )
 
 
-def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
+def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
     """Runs under other settings must not be taken for this contest's; how a run is carried out, and where
-    files lie, is none."""
+    files lie, is none. Which network is chosen where nobody names one depends on the machine."""
     said = {
         f"{section}.{key}": value
         for section, values in configs.read(source, sets).items()
@@ -184,13 +185,13 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str]) -> None:
         for key, value in values.items()
         if f"{section}.{key}" not in ("data.root", "data.download")
     }
-    told = json.loads(json.dumps(said))
+    told = {"model.name": network} | json.loads(json.dumps(said))
     file = out / "protocol.json"
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} is the folder of a run: choose another --out")
     if file.is_file():
         try:
-            before = dict(json.loads(file.read_text("utf-8"))["settings"])
+            before = {"model.name": network} | dict(json.loads(file.read_text("utf-8"))["settings"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} cannot be read: choose another --out") from None
         changed = [key for key in sorted(told | before) if told.get(key) != before.get(key)]
