@@ -19,7 +19,7 @@ import pytest
 import ssfl as library
 from conftest import Call
 from ssfl import runs
-from ssfl.board import folder, follow
+from ssfl.board import describe, folder, follow
 from ssfl.config import load_config
 from ssfl.errors import SsflError
 
@@ -143,6 +143,18 @@ def test_the_list_tells_every_run_and_its_state(get: Get, root: Path) -> None:
     assert found["running"]["left"] == 0
     assert "training broke down" in found["failed"]["error"]
     assert (found["finished"]["method"], found["finished"]["data"]) == ("anchored", "digits")
+
+
+def test_until_the_test_images_come_the_list_has_the_validation_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[federation]\nrounds = 3\n")
+    evals = [{"event": "eval", "round": at, "validation_accuracy": at / 10} for at in (1, 2)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in evals))
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        told = describe.run(handle, "run")
+    finally:
+        os.close(handle)
+    assert (told["accuracy"], told["validation"], told["round"]) == (None, 0.2, 2)
 
 
 def test_a_run_gives_its_curves_and_settings(get: Get, root: Path) -> None:

@@ -61,8 +61,13 @@
     return el("tr", { class: on ? "chosen" : null },
       el("td", {}, box), el("th", { scope: "row" }, name, el("span", { class: "more" }, about)),
       el("td", {}, el("span", { class: `state ${run.state}` }, run.state), bar),
-      el("td", { class: "number" }, rounds), el("td", { class: "number" }, show("percent", run.accuracy)),
+      el("td", { class: "number" }, rounds), el("td", { class: "number" }, accuracy(run)),
       el("td", { class: "number wide" }, ago(run.age)));
+  }
+
+  function accuracy(run) { // where the test images come last, that of validation images until then
+    const early = run.accuracy === null && run.validation !== null;
+    return early ? `${show("percent", run.validation)} (validation)` : show("percent", run.accuracy);
   }
 
   function drawList() {
@@ -119,7 +124,7 @@
 
   function tiles(run) {
     const facts = [["state", run.state], ["round", `${show("count", run.round ?? 0)} of ${show("count", run.rounds)}`],
-      ["accuracy", show("percent", run.accuracy)], ["method", run.method], ["data", run.data]];
+      ["accuracy", accuracy(run)], ["method", run.method], ["data", run.data]];
     if (run.left !== null) facts.push(["about left", show("seconds", run.left)]);
     return el("dl", { class: "tiles" }, facts.map(([name, value]) =>
       el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value || "–"))));

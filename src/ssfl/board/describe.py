@@ -34,6 +34,7 @@ def run(handle: int, name: str) -> dict[str, Any]:
         "rounds": _whole(config.get("federation", {}).get("rounds")),
         "round": _whole(summary.get("rounds")),
         "accuracy": finite(summary.get("accuracy")),
+        "validation": None,
         "left": None,
         "age": _age(handle),
     }
@@ -67,13 +68,15 @@ def _changed(handle: int, file: str) -> int:
 
 
 def _so_far(handle: int, rounds: int | None, running: bool) -> dict[str, Any]:
-    """Round, accuracy and seconds left of an unfinished run, from the end of its events."""
+    """Round, accuracy (on validation images too: test images may come last) and seconds left of an unfinished
+    run, from the end of its events."""
     found: dict[str, Any] = {"round": 0}
     pace = []
     for event in _last_events(handle):
         found["round"] = max(found["round"], _whole(event.get("round")) or 0)
-        if event.get("event") == "eval" and finite(event.get("accuracy")) is not None:
-            found["accuracy"] = finite(event["accuracy"])
+        for key, name in (("accuracy", "accuracy"), ("validation", "validation_accuracy")):
+            if event.get("event") == "eval" and finite(event.get(name)) is not None:
+                found[key] = finite(event[name])
         seconds = finite(event.get("seconds"))
         if seconds is not None and event.get("event") == "round":
             pace.append(seconds)
