@@ -1,11 +1,13 @@
 """What goes wrong in a real federation: each fault is provoked by a real process, over TLS."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -52,6 +54,29 @@ def closed(port: int) -> bool:
             return True
         time.sleep(0.2)
     return False
+
+
+@pytest.mark.slow
+def test_flowers_process_ends_with_a_centre_that_was_killed_at_once(tmp_path: Path) -> None:
+    """Also where the centre was started by a script, in the background: what a shell starts so ignores
+    SIGINT."""
+    script = """
+import os, pathlib, signal, sys
+from ssfl.deploy import link
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+print(link._start(folder, None, "127.0.0.1", port, "secret", 1000, print).pid, flush=True)
+os._exit(1)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), str(free_port())]
+    pid = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    end, state = time.monotonic() + 60, "S"
+    while state and state[0] != "Z" and time.monotonic() < end:
+        time.sleep(0.5)
+        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
+    if state and state[0] != "Z":
+        os.kill(int(pid), signal.SIGKILL)
+        pytest.fail("it goes on, and keeps the port")
 
 
 @pytest.mark.slow

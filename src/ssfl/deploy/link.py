@@ -8,6 +8,7 @@ that run them, and checks the sites alone. Here everything but the sites' part n
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -229,6 +230,8 @@ def main() -> None:
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.superlink.main import create_app
 
+    # by which the monitor ends this process; a shell has what it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start_parent_process_monitor(int(os.environ["SSFL_LINK_PARENT"]))
     stock = importlib.import_module("flwr.superlink.cli.flower_superlink")
     config = stock._parse_superlink_lifespan_config()
