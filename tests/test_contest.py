@@ -213,6 +213,7 @@ def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
     [
         (["semifi"], [], [], "no method 'semifi'"),
         (["semifl"], ["method.threshold=0.5"], [], "try values with --choose"),
+        (["semifl"], ["run.test=every"], [], "test images in the last round alone"),
         (["semifl"], [], ["threshold"], "write section.key=one,two"),
         (["semifl"], [], ["method.name=grouping,semifl"], "part of the protocol"),
         (["semifl"], [], ["run.seed=7,8"], "part of the protocol"),

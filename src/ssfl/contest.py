@@ -63,6 +63,8 @@ def entry(
     bad = [one for one in sets if one.startswith(("method.", "run.seed"))]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
+    if any(one.startswith("run.test=") for one in sets):
+        raise ConfigError("--set run.test: a contest looks at test images in the last round alone")
     shared = configs.read(source, sets)
     base = configs.from_dict(shared)
     shared["method"] = {"name": method}
