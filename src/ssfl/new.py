@@ -20,6 +20,8 @@ GPU = torch.cuda.is_available()
 LARGE = 96 if GPU else 32
 """Pixels on a side above which images are made smaller: a first run should end today."""
 USERS = 10
+FEW = 3
+"""Users that take part in a round on a CPU, which trains them one or two at a time."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,10 @@ def config(found: Found, users: int) -> str:
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
     known = ", ".join(CHOICES["model.name"])
     network = f'# name = "small"  # {known}; by itself what suits the images and the machine'
+    part, batch = f"# participants = {users}  # users that take part in a round", 64
     if model := light_model(found):
+        part = f"participants = {min(users, FEW)}  # users that take part in a round: few, for a CPU"
+        batch = 32
         network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
     differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
     if found.files.unlabelled:
@@ -193,10 +198,10 @@ name = "anchored"  # users and server in turn; "server-only" trains on the label
 [federation]
 rounds = 100  # how long: accuracy that still rises at the end asks for more
 period = 16  # local steps a round
-# participants = {users}  # users that take part in a round
+{part}
 
 [train]
-batch_size = 64
+batch_size = {batch}
 lr = 0.03
 warmup = 80  # steps in which the learning rate rises from 0
 
