@@ -287,7 +287,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("labels_at", SCENARIOS)
+@pytest.mark.parametrize("labels_at", ["server", pytest.param("users", marks=pytest.mark.slow)])
 def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
     quick: Make, tmp_path: Path, labels_at: str
 ) -> None:

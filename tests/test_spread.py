@@ -52,6 +52,7 @@ def test_a_process_that_is_ended_from_outside_is_told(quick: Make) -> None:
         sim.play(state)
 
 
+@pytest.mark.slow
 def test_a_run_inside_a_daemonic_process_is_not_spread(quick: Make, tmp_path: Path) -> None:
     config = quick("run.threads=2", "federation.rounds=1")
     context = multiprocessing.get_context("spawn")
@@ -65,7 +66,7 @@ def test_a_run_inside_a_daemonic_process_is_not_spread(quick: Make, tmp_path: Pa
 def test_the_processes_end_and_the_folder_is_free_after_a_run(quick: Make, tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     path = ssfl.run(quick("run.threads=2", "federation.rounds=2"), tmp_path / "run").path
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before  # of which one may have ended since
     with runs.locked(path):
         process = os.fork()
         if process == 0:  # a process that has inherited the open folder
