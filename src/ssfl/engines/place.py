@@ -65,8 +65,10 @@ class Place:
         self.told.zero_()
 
 
-def make_place(layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work) -> Place:
-    """For so many models and this kind of work, not filled."""
+def make_place(
+    layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work, learns: bool = True
+) -> Place:
+    """For so many models and this kind of work, not filled; who only looks keeps nothing that is learned."""
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[models, ...], filters in the order of images with channels last on a GPU."""
@@ -78,11 +80,11 @@ def make_place(layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work
 
     tensors = list(layout.unflatten(rows).items())
     trained, statistics = tensors[: layout.trained], tensors[layout.trained :]
-    weights = {name: empty(value) for name, value in trained}
     rounded = pool.dtype != rows.dtype
+    weights = {name: empty(value) for name, value in trained} if learns or not rounded else {}
     return Place(
         weights,
-        {name: empty(value) for name, value in trained},
+        {name: empty(value) for name, value in trained} if learns else {},
         {name: empty(value) for name, value in trained} if work.objective.proximal else {},
         {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
         rounded,

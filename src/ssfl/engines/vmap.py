@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,16 @@ from ssfl.work import (
 )
 
 
+class Recorded(NamedTuple):
+    """A step of one kind of work, recorded over fixed places."""
+
+    place: Place
+    graph: torch.cuda.CUDAGraph | None
+    """None where it could not be recorded."""
+    said: Tensor | None
+    """[n, T, B, classes]: where answers are left, if the step only looks."""
+
+
 class Vmap:
     """The engine "vmap"."""
 
@@ -51,7 +61,7 @@ class Vmap:
         self.layout, self.pool, self.optimizer = layout, pool, optimizer
         self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
         self.compiled = compiled
-        self._recorded: dict[Any, tuple[Place, torch.cuda.CUDAGraph | None]] = {}
+        self._recorded: dict[Any, Recorded] = {}
         self._memory: Any = None
         self._functions()
 
@@ -86,12 +96,7 @@ class Vmap:
             # a place per kind of work, whose size does not change with how many users come back
             models = max(len(rows), work.seats)
             kind = (models, work.objective, work.batches.shape[1:], work.labelled is None, work.given is None)
-            if kind not in self._recorded:
-                self._recorded[kind] = self._record(rows, momentum, work, models)
-            place, graph = self._recorded[kind]
-            place.load(self.layout, rows, momentum, work)
-            for _ in work.rates:
-                self._step(place) if graph is None else graph.replay()
+            place = self._replayed(kind, models, rows, momentum, work).place
         else:
             place = make_place(self.layout, self.pool, len(rows), rows, work)
             place.load(self.layout, rows, momentum, work)
@@ -105,16 +110,28 @@ class Vmap:
 
     def answers(self, rows: Tensor, work: Work) -> Tensor:
         """What each row says of weak views of its batches' images, in probabilities."""
-        work = looking(work)
-        models = max(len(rows), work.seats) if rows.is_cuda else len(rows)  # whoever returns
-        place = make_place(self.layout, self.pool, models, rows, work)
-        place.load(self.layout, rows, rows[:, : self.layout.weights], work)
-        batches = each_batch(self.pool, place.work)
+        work, unmoved = looking(work), rows[:, : self.layout.weights]
         if rows.is_cuda:
-            steps = torch.arange(work.steps, device=rows.device)
-            batches = (self._views(self.pool, place.work, step) for step in steps.split(1))
-        found = torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
-        return found[: len(rows)]
+            models = max(len(rows), work.seats)  # whoever returns
+            said = self._replayed(
+                ("answers", models, work.batches.shape[1:]), models, rows, unmoved, work
+            ).said
+            assert said is not None
+            return said[: len(rows)].flatten(1, 2).clone()  # the next round writes over it
+        place = make_place(self.layout, self.pool, len(rows), rows, work, learns=False)
+        place.load(self.layout, rows, unmoved, work)
+        batches = each_batch(self.pool, place.work)
+        return torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
+
+    def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> Recorded:
+        """T steps of this kind of work, which is recorded where it comes for the first time."""
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(rows, momentum, work, models, looks=kind[0] == "answers")
+        found = self._recorded[kind]
+        found.place.load(self.layout, rows, momentum, work)
+        for _ in work.rates:
+            self._step(found.place, found.said) if found.graph is None else found.graph.replay()
+        return found
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""
@@ -170,9 +187,15 @@ class Vmap:
             self._eager_losses(weights, place.statistics, batch, work.objective)
         return 2 * sum(kept.values()) + 10 * self.layout.length * self.pool.wide.itemsize
 
-    def _step(self, place: Place) -> None:
-        """One step of all trainers, in place, from the choice of images on."""
-        self._step_on(place, self._views(self.pool, place.work, place.step))
+    def _step(self, place: Place, said: Tensor | None) -> None:
+        """One step of all trainers, in place, from the choice of images on; or what they say of them."""
+        batch = self._views(self.pool, place.work, place.step)
+        if said is None:
+            self._step_on(place, batch)
+        else:
+            found = self._answers(place.narrow, place.statistics, batch)
+            said.index_copy_(1, place.step, found[:, None])
+            place.step.add_(1)
 
     def _step_on(self, place: Place, batch: Batch) -> None:
         slopes, moved, told = self._slopes(place, batch, place.work.objective)
@@ -227,12 +250,16 @@ class Vmap:
         logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
         return logits.unflatten(0, images.shape[:2])  # type: ignore[no-any-return]
 
-    def _record(
-        self, rows: Tensor, momentum: Tensor, work: Work, models: int
-    ) -> tuple[Place, torch.cuda.CUDAGraph | None]:
+    def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, looks: bool) -> Recorded:
         """A place for this kind of work, and the step recorded on it."""
-        place = make_place(self.layout, self.pool, models, rows, work)
+        place = make_place(self.layout, self.pool, models, rows, work, learns=not looks)
         place.load(self.layout, rows, momentum, work)
+        said = None
+        if looks:
+            with torch.no_grad():
+                classes = self.networks[False](self.pool.normalised(self.pool.images[:1], self.pool.wide))
+            said = classes.new_empty(models, *work.batches.shape[1:], classes.shape[1])
+        make_batch(self.pool, place.work, place.step)  # makes the views' tables, which nothing may record
 
         def warm_up() -> None:
             side = torch.cuda.Stream()
@@ -240,10 +267,9 @@ class Vmap:
             with torch.cuda.stream(side):
                 for _ in range(2):
                     place.step.zero_()
-                    self._step(place)
+                    self._step(place, said)
             torch.cuda.current_stream().wait_stream(side)
 
-        make_batch(self.pool, place.work, place.step)  # makes the views' tables, which nothing may record
         for give_up in (self._give_up_compiling, _give_up_kernels):
             try:
                 warm_up()
@@ -256,14 +282,14 @@ class Vmap:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
-                self._step(place)
+                self._step(place, said)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             warnings.warn(f"no CUDA graph, because {_first_line(error)}", SsflWarning, stacklevel=2)
-            return place, None
+            return Recorded(place, None, said)
         self._memory = self._memory or graph.pool()
-        return place, graph
+        return Recorded(place, graph, said)
 
 
 def _give_up_kernels(error: Exception) -> None:
