@@ -468,6 +468,35 @@ def test_a_site_names_what_it_cannot_read_and_goes_on_with_the_rest(folders: Pat
         site.usable([broken, empty], lines.append)
 
 
+def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Path) -> None:
+    deep = np.random.default_rng(1).integers(0, 4_000, (12, 8, 8), dtype=np.uint16)
+    deep[11, 0, 0] = 60_000
+    names = [*(f"labelled/{'ab'[number % 2]}/{number}.png" for number in range(10)), "10.png", "11.png"]
+    for name, pixels in zip(names, deep, strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / name)
+    lines: list[str] = []
+    there = site.Site("aachen", [tmp_path / "10.png", tmp_path / "11.png"], "cpu", 1, lines.append)
+    there.simulation(centre.prepare(config_of(tmp_path, []))[1], 0)
+    assert lines == [
+        "1 of 2 images have values above 4,095, the largest that the centre's images have bits for: "
+        "these are cut off"
+    ]
+
+
+def test_the_live_view_says_when_the_centre_plays_alone(folders: Path, hall: Open) -> None:
+    made, _, _ = hall(config_of(folders, ["method.head_start=0.4"]))
+    console = Console(file=io.StringIO(), width=150)
+    shown, state = view.View(console), made.initial()
+    for _ in range(2):
+        state, events = made.play(state)
+        for event in events:
+            shown.report(event | {"seconds": 1.0})
+    first, second = console.file.getvalue().splitlines()[:2]  # type: ignore[attr-defined]
+    assert "round 1/0  the centre alone  1.0 s" in first
+    assert "round 2/0  3 of 3 sites  loss " in second
+
+
 def test_the_live_view_shows_sites_round_accuracy_and_refusals(folders: Path, hall: Open) -> None:
     made, grid, _ = hall(config_of(folders, []))
     spoilt = WRONG["not a number"][0]

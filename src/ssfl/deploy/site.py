@@ -60,6 +60,12 @@ class Site:
             if not 0 <= user < agreed.config.split.users:
                 raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
             images = sources.read_image_files(self.files, *agreed.shape, agreed.white)
+            brighter = sum(pictures.survey(file)[1] > agreed.white for file in self.files)
+            if brighter:
+                self.tell(
+                    f"{brighter:,} of {len(self.files):,} images have values above {agreed.white:,}, the "
+                    "largest that the centre's images have bits for: these are cut off"
+                )
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))

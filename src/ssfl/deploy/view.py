@@ -76,10 +76,10 @@ class View:
                 if loss is not None and mask is not None:
                     self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
         refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
-        self.tell(
-            f"round {event['round']}/{self.rounds}  {len(event['returned'])} of {len(event['participants'])} "
-            f"sites  {refused}{told}{event['seconds']:.1f} s"
-        )
+        came = f"{len(event['returned'])} of {len(event['participants'])} sites"
+        if not event["participants"]:  # a head start
+            came, told = "the centre alone", ""
+        self.tell(f"round {event['round']}/{self.rounds}  {came}  {refused}{told}{event['seconds']:.1f} s")
 
     def table(self) -> Table:
         """Who is there, what they do, what was refused."""
