@@ -259,7 +259,7 @@ def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None
 
 
 def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fl2 does 3 times the work .* play at least 15"):
+    with pytest.raises(ConfigError, match=r"fl2 does 3 times .* play a multiple of 3, or at least 15"):
         contest.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path)
 
 

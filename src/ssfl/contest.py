@@ -83,7 +83,7 @@ def entry(
         if work and abs(count * work - whole) > 0.1 * whole:
             raise ConfigError(
                 f"{method} does {work} times the work in a step, and {whole:g} rounds cannot be cut to as "
-                f"much within a tenth: play at least {5 * work}"
+                f"much within a tenth: play a multiple of {work}, or at least {5 * work}"
             )
         count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
         config = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
