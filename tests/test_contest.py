@@ -1,6 +1,8 @@
 """The contest: one protocol for all methods, and what it tells."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import pytest
 from ssfl import contest, models, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, RunError
+from ssfl.federation import State
 from ssfl.methods import METHODS
 from ssfl.schedule import head_start
+from ssfl.simulation import Simulation
 from ssfl.standings import Standing, draw, table, write
 
 SHORT = ["federation.rounds=6", "federation.period=2", "train.batch_size=8"]
@@ -206,6 +210,26 @@ def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
     (folder / "summary.json").unlink()
     with runs.locked(folder), pytest.raises(RunError, match="by another process; when it is done, the same"):
         played(tmp_path, "server-only", seeds=1)
+
+
+def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played_round = Simulation.play
+
+    def stopped(self: Simulation, state: State) -> tuple[State, list[dict[str, object]]]:
+        if state.round == self.rounds - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return played_round(self, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "play", stopped)
+        with pytest.raises(train.SweepInterrupted, match="stopped after round 6 and saved; the same"):
+            played(tmp_path, "server-only", seeds=2)
+    assert runs.read_summary(tmp_path / "server-only-seed1") is not None
+    assert not (tmp_path / "server-only-seed2").exists()
+    (found,) = played(tmp_path, "server-only", seeds=2)
+    assert len(found.accuracies) == 2
 
 
 @pytest.mark.parametrize(

@@ -216,17 +216,18 @@ def test_a_table_of_everything_shows_each_run_once() -> None:
     assert {line["row"] for line in lines} >= {1, 16, 37, 50, "methods"}
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [3, 6])
+def test_ctrl_c_says_how_to_go_on(last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = sweep.Options(data="digits", sets=(*TINY, "federation.rounds=6"), out=tmp_path, only="grouping")
     played = Simulation.play
 
     def stopped(self: Simulation, state: State) -> tuple[State, list[dict[str, object]]]:
-        if state.round == 2:
+        if state.round == last - 1:
             os.kill(os.getpid(), signal.SIGINT)
         return played(self, state)
 
     monkeypatch.setattr(Simulation, "play", stopped)
-    with pytest.raises(train.SweepInterrupted, match="after round 3 and saved; the same command goes on"):
+    with pytest.raises(train.SweepInterrupted, match=f"after round {last} and saved; the same command"):
         sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
     monkeypatch.setattr(Simulation, "play", played)
     (path,) = sweep.play([rows.row("21")], options, lambda line: None, quiet=True)

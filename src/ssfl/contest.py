@@ -219,7 +219,7 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
         return None
     tell(one.path.name)
     try:
-        progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
+        result = progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
     except train.Interrupted as stopped:
         raise train.SweepInterrupted(stopped.round) from None
     except DivergedError as error:
@@ -231,6 +231,8 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
         raise RunError(
             f"{one.path} is being played by another process; when it is done, the same command goes on"
         ) from error
+    if result.stopped is not None:
+        raise train.SweepInterrupted(result.stopped)
     return one.path
 
 

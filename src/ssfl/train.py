@@ -38,6 +38,8 @@ class Result:
     """The events in order: "round", "eval" and "diversity" objects."""
     path: Path
     """The run folder."""
+    stopped: int | None = None
+    """The last round, where Ctrl-C came in it: the run is finished, but whoever plays several stops here."""
 
 
 class Interrupted(SsflError):
@@ -153,6 +155,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
     history = list(runs.read_events(path)) if leads else []
+    stop = False
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
 
@@ -202,7 +205,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval")["accuracy"], history, path)
-        return _finish(sim, path, state, totals, history)
+        return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
     except RunError as error:
         raise RunError(f"{error}; then go on with `{again}`") from error
 

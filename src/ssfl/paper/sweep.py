@@ -102,6 +102,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         printed = f" (published {run.published:.2f})" if compared else ""
         images = f" on {Path(options.data).stem}" if options.data else ""
         tell(f"{here}: {100 * found.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
+        if found.stopped is not None:
+            raise train.SweepInterrupted(found.stopped)
     if failed is not None:
         raise failed
     return list(wanted)
