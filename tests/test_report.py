@@ -213,6 +213,14 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
     page.contents([old, folder / "alone"])
 
 
+def test_an_objective_that_somebody_adds_is_told_by_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ssfl.report.words._LEARN", {})
+    told = words(page.contents([folder / "grouping-1"]))
+    assert "The users train by the objective consistency (threshold " in told
+
+
 def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
     def stop(event: dict[str, Any]) -> None:
         if event["event"] == "round" and event["round"] == 2:

@@ -72,6 +72,11 @@ def test_views_do_not_depend_on_who_else_trains(step: int) -> None:
             assert torch.equal(a[1], b[0])
 
 
+def test_an_objective_that_somebody_adds_has_strong_views() -> None:
+    assert torch.equal(strong_views(work([3], "mine"), 0), strong_views(work([3]), 0))
+    assert make_batch(POOL, work([3], "self-training"), 0).strong is None
+
+
 @pytest.mark.parametrize("at_once", [1, 8, 20, 4096])
 def test_views_of_several_steps_at_once_are_the_same(at_once: int) -> None:
     some = replace(work([3, 7, 9]), labelled=work([1, 2, 3]).batches)

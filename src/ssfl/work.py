@@ -266,7 +266,7 @@ def _views(
 
     images = pool.images[chosen.reshape(-1)]
     strong = own = own_labels = partner = None
-    if objective.name in ("consistency", "fedmatch"):
+    if objective.name not in ("supervised", "self-training"):
         strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
     if strong is not None and given is not None and given.partners is None:
         weak = strong

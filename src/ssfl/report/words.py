@@ -12,6 +12,7 @@ _LEARN = {
     "fedmatch": "The users train as FedMatch does: two sets of weights, helpers (threshold {threshold:g}).",
     "none": "The users do not train.",
 }
+_OTHER = "The users train by the objective {name} (threshold {threshold:g})."
 _EPSILONS = {
     "epsilon_sent": "for all that one user sends",
     "epsilon_model": "for the averaged model",
@@ -76,7 +77,7 @@ def setting(run: Run) -> list[str]:
         which = f"{run.planned - alone:,} {'further ' if alone else ''}rounds"
         sentences += [
             f"In each of {which} {chosen} and train {steps} of {train.batch_size} images.",
-            _LEARN[method.objective].format(threshold=method.threshold),
+            _LEARN.get(method.objective, _OTHER).format(name=method.objective, threshold=method.threshold),
             _averaging(config),
             _SERVER[method.server],
         ]
