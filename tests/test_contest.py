@@ -212,6 +212,13 @@ def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
         played(tmp_path, "server-only", seeds=1)
 
 
+def test_a_seed_whose_split_cannot_be_dealt_is_found_before_anything_runs(tmp_path: Path) -> None:
+    sets = [*SHORT, "split.scheme=dirichlet", "split.alpha=0.05", "split.users=40"]
+    with pytest.raises(ConfigError, match=r"the split of seed 6: split.alpha = 0.05 leaves some of the 40"):
+        contest.play("quickstart", ["server-only"], 6, sets=sets, out=tmp_path, tell=print, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

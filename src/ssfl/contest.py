@@ -114,7 +114,8 @@ def play(
         entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
     data = assemble.load_data(wanted[methods[0]][0].config)
     first = assemble.resolve(wanted[methods[0]][0].config, data)
-    _require_validation(first, data)
+    for seed in range(CHOOSING if grid else 1, seeds + 1):
+        _require_split(entry(source, methods[0], seed, sets, (), out).config, data)
     _same_protocol(out, source, sets, first.model.name)
     found = []
     for method, mine in wanted.items():
@@ -169,9 +170,14 @@ def _values(choice: str) -> list[str]:
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
 
-def _require_validation(config: Config, data: Dataset) -> None:
-    """Choices need images; where there are hardly any, a part of them is none."""
-    if not len(assemble.make_parts(config, data)[1]):
+def _require_split(config: Config, data: Dataset) -> None:
+    """A split that cannot be dealt shows before anything runs. Choices need images; where there are hardly
+    any, a part of them is none."""
+    try:
+        validation = assemble.make_parts(assemble.resolve(config, data), data)[1]
+    except ConfigError as error:
+        raise ConfigError(f"the split of seed {config.run.seed}: {error}") from error
+    if not len(validation):
         raise ConfigError(
             f"data.validation = {config.data.validation} of so few labelled images is none: raise it"
         )
