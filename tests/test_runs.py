@@ -394,3 +394,15 @@ def test_a_long_round_is_saved_whatever_the_setting_says(
     short = ["federation.rounds=3", "federation.period=1", "run.checkpoint_every=50"]
     ssfl.run(ssfl.load_config("quickstart", short), tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "round-0000002.safetensors").is_file()
+
+
+def test_a_folder_of_runs_is_no_run_and_names_those_inside(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / "contest" / name).mkdir(parents=True)
+        (tmp_path / "contest" / name / "config.toml").touch()
+    with pytest.raises(RunError, match=r"is not a run folder: .*; there are \S+/contest/a, \S+/contest/b$"):
+        runs.read_config(tmp_path / "contest")
+
+
+def test_the_public_names_are_listed_for_completion() -> None:
+    assert dir(ssfl) == sorted(ssfl.__all__)

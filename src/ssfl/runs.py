@@ -164,9 +164,12 @@ def next_free(base: Path) -> Path:
     return path
 
 
-def _known() -> str:
-    """The runs that somebody may have meant."""
-    known = [str(file.parent) for file in sorted(Path("runs").glob("*/config.toml"))]
+def _known(*folders: Path) -> str:
+    """The runs that somebody may have meant: of the folder itself, such as a contest's, or of runs/."""
+    found = (
+        [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
+    )
+    known = next(filter(None, found), [])
     return f"; there are {', '.join(known[:5])}" if known else ""
 
 
@@ -175,7 +178,7 @@ def read_config(path: Path) -> Config:
     if not path.is_dir():
         raise RunError(f"there is no folder {path}{_known()}")
     if not (path / "config.toml").is_file():
-        raise RunError(f"{path} is not a run folder: it has no config.toml{_known()}")
+        raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
         return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")), resolved=True)
     except (OSError, ValueError, ConfigError) as error:
