@@ -34,3 +34,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return import_module(f"ssfl.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'ssfl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
