@@ -58,9 +58,7 @@ def table(standings: Sequence[Standing]) -> str:
         told += "" if deviation is None else f" ± {deviation:.2f}"
         told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
         millions = one.images / 1e6
-        per = [
-            "–" if mean is None or not cost else f"{mean / cost:.3g}" for cost in (millions, one.megabytes)
-        ]
+        per = ["–" if mean is None or not cost else _short(mean / cost) for cost in (millions, one.megabytes)]
         seeds = str(len(one.accuracies) + one.diverged)
         counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
         counts.append(f"{one.server_images / 1e6:.3g}")
@@ -71,6 +69,11 @@ def table(standings: Sequence[Standing]) -> str:
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
     flagged = [f"\n* {one.method}: {FLAGS[one.method]}" for one in standings if one.method in FLAGS]
     return text.table(rows) + note + "".join(flagged)
+
+
+def _short(number: float) -> str:
+    """Three digits that count; large numbers whole, since 3.33e+03 is hard to read."""
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _behind(one: Standing, first: Standing) -> str:
@@ -130,6 +133,7 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
     axes[1].set(xlabel="megabytes sent")
     for axis in axes:
         axis.grid(alpha=0.3)
+        axis.locator_params(axis="x", nbins=6)  # in a trial numbers are long, and more would overlap
     if ends:
         axes[0].legend(fontsize=8)
     files = [out / "contest.png", out / "contest.svg"]
