@@ -58,6 +58,17 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
         assert config == replace(load_config("emnist-47", sets), federation=federation)
 
 
+def test_the_configs_own_method_does_not_count() -> None:
+    """Settings of the protocol that it could not play with, and the contest's methods can."""
+    assert entry("grouping", "federation.groups=3").config.federation.groups == 3
+    alone = entry("fixmatch", "split.users=1", "split.labels_at=users", "federation.participants=1")
+    assert alone.config.split.labels_at == "users"
+    with pytest.raises(ConfigError, match=r"crl-gn cannot be played under this protocol: federation.groups"):
+        entry("crl-gn", "federation.groups=3")
+    with pytest.raises(ConfigError, match=r"^unknown key split.user"):
+        entry("grouping", "split.user=3")
+
+
 def test_users_pass_equally_many_images(tmp_path: Path) -> None:
     assert contest.passes(entry("alternate").config) == 1
     assert contest.passes(entry("semifl").config) == 2

@@ -22,7 +22,9 @@ from ssfl.settings import SECTIONS, Config, Method
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
-__all__ = ["CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml"]
+__all__ = [
+    "CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml", "unchecked",
+]  # fmt: skip
 
 
 def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -56,6 +58,13 @@ def from_dict(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Co
 
     What a resolved one lacks is plain: its method had no part that has come since.
     """
+    config = unchecked(given, resolved=resolved)
+    check(config)
+    return config
+
+
+def unchecked(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Config:
+    """A config whose settings are each allowed; whether they go together nobody has asked."""
     for section, values in given.items():
         if section not in SECTIONS:
             raise ConfigError(f"unknown section [{section}]{_suggest(section, SECTIONS)}")
@@ -67,9 +76,7 @@ def from_dict(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Co
     sections = {
         section: _section(section, settings.get(section, {}) | given.get(section, {})) for section in SECTIONS
     }
-    config = Config(**sections)
-    check(config)
-    return config
+    return Config(**sections)
 
 
 def to_toml(config: Config) -> str:

@@ -66,7 +66,7 @@ def entry(
     if any(one.startswith("run.test=") for one in sets):
         raise ConfigError("--set run.test: a contest looks at test images in the last round alone")
     shared = configs.read(source, sets)
-    base = configs.from_dict(shared)
+    base = configs.unchecked(shared)  # its own method does not play
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
     shared.setdefault("run", {}).update(seed=seed, test="last")
