@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ssfl import assemble
 from ssfl.config import CONFIGS, from_dict, load_config, presets, to_toml
 from ssfl.errors import ConfigError
 from ssfl.limits import CHOICES, RANGES
@@ -113,6 +114,35 @@ def test_mistakes_are_named(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load_config("quickstart", [override])
     assert "\n" not in str(caught.value)
+
+
+FOLLOWED = [
+    (["method.averaging=weighted", "method.name=crl-gn"], ["method.server_weight=0.5"]),
+    (["method.name=easgd", "method.gate=true"], ["method.gate=false"]),
+    (["method.name=easgd", "method.combine=median"], ["method.combine=mean"]),
+    (["method.name=overlap-sgd", "federation.attackers=0.3"], ["federation.attackers=0"]),
+    (["method.name=semifl", "run.engine=dist"], ["method.fill=false"]),
+    (["method.name=data-sharing", "method.check=true"], ["method.check=false"]),
+    (["method.name=alternate", "method.guard=true", "split.labels_at=users"],
+     ["method.server = 'none'", "method.guard=false"]),
+    (["split.labels_at=users"], ["method.server = 'none'", "method.name=alternate"]),
+    (["method.name=crl-gn", "method.objective=none", "split.labels_at=both"], ["split.labels_at = 'server'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "remedies"), FOLLOWED)
+def test_what_a_message_says_to_do_helps(sets: list[str], remedies: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", sets)
+    assert all(remedy in str(caught.value) for remedy in remedies)
+    load_config("quickstart", [*sets, *(remedy.replace("'", '"') for remedy in remedies)])
+
+
+def test_a_guard_of_ones_own_is_taken_back_where_no_server_trains() -> None:
+    sets = ["method.name=alternate", "method.guard=true", "split.server_labels=0"]
+    config = load_config("quickstart", sets)
+    with pytest.raises(ConfigError, match=r"method.server = 'none' and method.guard=false"):
+        assemble.resolve(config, assemble.load_data(config))
 
 
 def test_more_groups_than_participants() -> None:

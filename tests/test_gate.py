@@ -223,7 +223,7 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
 
 
 def test_what_does_not_go_together_is_refused(quick: Make) -> None:
-    with pytest.raises(ConfigError, match=r"do not go with run.engine = 'dist'"):
+    with pytest.raises(ConfigError, match=r"does not go with run.engine = 'dist': set method.gate=false"):
         quick("method.gate=true", "run.engine=dist")
     with pytest.raises(ConfigError, match=r"method.check needs the server's labels"):
         quick("method.name=alternate", "method.check=true", "method.server=none")

@@ -173,6 +173,7 @@ def test_the_noise_is_the_users_own_and_a_stopped_run_ends_in_the_same_bytes(
         ([*ON, "method.name=easgd", "split.server_labels=0"], "keeps models"),
         ([*ON, "method.name=fedmatch", "train.momentum_policy=reset"], "shows users' weights"),
         ([*ON, "method.name=server-only"], "does not train users"),
+        ([*ON, "method.name=crl-gn", "method.objective=none"], "method.objective = 'none' does not train"),
         ([*ON, "train.momentum_policy=slot"], "hands momentum on"),
         ([*ON, "privacy.noise=0"], "must lie between"),
     ],

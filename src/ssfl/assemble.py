@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ssfl import doubts, engines, fedmatch, memory, models
-from ssfl.checks import check
+from ssfl.checks import check, without_guard
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -102,7 +102,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     elif labels == 0 and config.method.server != "none":
         raise ConfigError(
             "split.server_labels = 0 leaves the server nothing to train on: raise it, or set "
-            "method.server = 'none'" + (" and begin from method.name=alternate" if method.guard else "")
+            f"method.server = 'none'{without_guard(method)}"
         )
     if config.model.norm_statistics != "average" and (labels == 0 or config.method.server == "none"):
         raise ConfigError(

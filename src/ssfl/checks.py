@@ -29,7 +29,10 @@ def check(config: Config) -> None:
     if (federation.rounds is None) == (federation.epochs is None):
         raise ConfigError("set either federation.rounds or federation.epochs, not both or neither")
     if (method.averaging == "weighted") != (method.server_weight is not None):
-        raise ConfigError("method.averaging = 'weighted' and method.server_weight go together")
+        raise ConfigError(
+            "method.averaging = 'weighted' and method.server_weight go together: set both, such as "
+            "method.server_weight=0.5, or neither"
+        )
     if method.averaging == "weighted" and method.server != "parallel":
         raise ConfigError("method.averaging = 'weighted' needs method.server = 'parallel'")
     if method.averaging in ("elastic", "overlap"):
@@ -58,13 +61,10 @@ def check(config: Config) -> None:
     if method.server_momentum and method.server == "parallel":
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
-    guarded = method.gate or method.check or method.combine != "mean" or federation.attackers > 0
-    guarded = guarded or method.weighting != "even" or method.fill or method.thresholds == "balanced"
-    if guarded and (config.run.engine == "dist" or method.averaging in ("elastic", "overlap")):
-        raise ConfigError(
-            "method.gate, check, combine, weighting, fill, balanced thresholds and federation.attackers "
-            "do not go with run.engine = 'dist' or models of the users' own"
-        )
+    if config.run.engine == "dist":
+        _check_none_is_held(config, "run.engine = 'dist'")
+    if method.averaging in ("elastic", "overlap"):
+        _check_none_is_held(config, f"method.averaging = {method.averaging!r}")
     if method.guard and method.server != "alternate":
         raise ConfigError(
             f"method.guard needs method.server = 'alternate', not {method.server!r}{_comes(method, 'guard')}"
@@ -74,9 +74,13 @@ def check(config: Config) -> None:
             "method.head_start needs a server that trains, and method.server is 'none': set it to 0"
         )
     if method.check and method.server == "none":
-        raise ConfigError("method.check needs the server's labels, and method.server = 'none' has none")
+        raise ConfigError(
+            "method.check needs the server's labels, and method.server = 'none' has none: set "
+            "method.check=false"
+        )
     if config.run.engine == "dist" and own:
-        raise ConfigError(f"run.engine = 'dist' does not go with method.name = {method.name!r}: use 'auto'")
+        which = "objective" if method.objective == "fedmatch" else "averaging"
+        raise ConfigError(f"run.engine = 'dist' does not go with {_said(method, which)}: use 'auto'")
     if method.name == "fixmatch" and split.users != 1:
         raise ConfigError(f"method.name = 'fixmatch' is one model: set split.users=1, not {split.users}")
     if method.objective == "fedmatch":
@@ -88,13 +92,13 @@ def check(config: Config) -> None:
     if method.objective == "none" and method.server == "none":
         raise ConfigError("nobody would train: set method.objective or method.server")
     if split.labels_at == "users" and method.server != "none":
-        begin = " and begin from method.name=alternate" if method.guard else ""
         raise ConfigError(
-            f"split.labels_at = 'users' leaves the server no data: add method.server = 'none'{begin}"
+            "split.labels_at = 'users' leaves the server no data: add method.server = "
+            f"'none'{without_guard(method)}"
         )
     if split.labels_at != "server" and method.objective == "none":
         raise ConfigError(
-            f"method.name = {method.name!r} does not train users: use split.labels_at = 'server'"
+            f"{_said(method, 'objective')} does not train users: use split.labels_at = 'server'"
         )
     if config.run.test == "last" and not config.data.validation:
         raise ConfigError("run.test = 'last' needs images to look at meanwhile: set data.validation=0.1")
@@ -109,6 +113,38 @@ def _comes(method: Method, key: str) -> str:
     if METHODS[method.name]["method"].get(key) != getattr(method, key):
         return ""
     return f"; it comes with method.name = {method.name!r}: begin from another, such as method.name=alternate"
+
+
+def _said(method: Method, key: str) -> str:
+    """What a person said to get a setting: the method's name where it comes with that, else the setting."""
+    given = getattr(method, key)
+    named = METHODS[method.name]["method"].get(key) == given
+    return f"method.name = {method.name!r}" if named else f"method.{key} = {given!r}"
+
+
+def without_guard(method: Method) -> str:
+    """What besides method.server = 'none' is to be said where there is a guard."""
+    if not method.guard:
+        return ""
+    row = METHODS[method.name]["method"].get("guard", False)
+    return " and begin from method.name=alternate" if row else " and method.guard=false"
+
+
+def _check_none_is_held(config: Config, where: str) -> None:
+    """Where users' models are not held together before they are averaged, what needs that is refused."""
+    method, attackers = config.method, config.federation.attackers
+    held = [
+        (method.gate, "method.gate = true", "method.gate=false"),
+        (method.check, "method.check = true", "method.check=false"),
+        (method.combine != "mean", f"method.combine = {method.combine!r}", "method.combine=mean"),
+        (method.weighting != "even", f"method.weighting = {method.weighting!r}", "method.weighting=even"),
+        (method.fill, "method.fill = true", "method.fill=false"),
+        (method.thresholds == "balanced", "method.thresholds = 'balanced'", "method.thresholds=fixed"),
+        (attackers > 0, f"federation.attackers = {attackers}", "federation.attackers=0"),
+    ]
+    for wanted, given, instead in held:
+        if wanted:
+            raise ConfigError(f"{given} does not go with {where}: set {instead}")
 
 
 def _check_round_labels(method: Method, norm: str) -> None:
@@ -172,7 +208,7 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(f"privacy.delta = {privacy.delta} is no promise to {users} users: set it below 1/K")
     broken = [
         (method.objective == "fedmatch", "method.objective = 'fedmatch' shows users' weights to others"),
-        (method.objective == "none", f"method.name = {method.name!r} does not train users"),
+        (method.objective == "none", f"{_said(method, 'objective')} does not train users"),
         (method.averaging in ("elastic", "overlap"), f"method.averaging = {method.averaging!r} keeps models"),
         (
             method.weighting != "even",
