@@ -39,6 +39,15 @@ def test_json_prints_the_summary_alone(ssfl: Call) -> None:
     assert (code, again) == (0, out)
 
 
+def test_bfloat16_is_quiet_on_a_cpu_without_it(tmp_path: Path) -> None:
+    """torch tells of its other way once a process, so this needs a process of its own."""
+    more = ["train.precision=bfloat16", "run.engine=vmap", "run.device=cpu", "train.batch_size=16"]
+    sets = [word for setting in more for word in ("--set", setting)]
+    command = [sys.executable, "-m", "ssfl", "run", *SHORT, *sets, "--out", str(tmp_path / "a"), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_split_shows_who_gets_what(ssfl: Call) -> None:
     code, out, _ = ssfl("split", "--set", "split.skew=1")
     assert code == 0

@@ -290,6 +290,8 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
 
 def _tell_warnings() -> None:
     """Our own warnings in one line; others as Python shows them."""
+    # CPUs without bfloat16 take torch's other way to the same product, which it tells with a stack of C++
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
     shown = warnings.showwarning
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
