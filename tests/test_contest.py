@@ -264,6 +264,25 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
         (["semifl"], ["split.seed=9223372036854775807"], [], "split.seed"),
         (["semifl"], ["data.validation=0.0001"], [], "of so few labelled images is none: raise it"),
         (["fixmatch"], [], [], "fixmatch cannot be played under this protocol: .* one model"),
+        (["semifl"], ["run.seed=3"], [], "--seeds says how many"),
+        (
+            ["crl-bn", "data-sharing"],
+            ["model.norm_statistics=server"],
+            [],
+            "data-sharing cannot be played under this protocol: .* needs a server that trains",
+        ),
+        (
+            ["data-sharing", "supervised"],
+            ["split.server_labels=0"],
+            [],
+            "supervised cannot be played under this protocol: split.server_labels = 0 leaves",
+        ),
+        (
+            ["data-sharing"],
+            ["split.server_labels=0"],
+            ["method.server=none,parallel"],
+            "data-sharing cannot be played under this protocol: split.server_labels = 0 leaves",
+        ),
     ],
 )
 def test_bad_input_is_told_before_anything_runs(

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ssfl import assemble, progress, runs, same, train
 from ssfl import config as configs
-from ssfl.data.dataset import Dataset
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
 from ssfl.report.words import percent
@@ -60,7 +59,9 @@ def entry(
         close = difflib.get_close_matches(method, METHODS, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
         raise ConfigError(f"no method {method!r}: {hint}")
-    bad = [one for one in sets if one.startswith(("method.", "run.seed"))]
+    if any(one.startswith("run.seed=") for one in sets):
+        raise ConfigError("--set run.seed: a contest's seeds are 1, 2, ...; --seeds says how many")
+    bad = [one for one in sets if one.startswith("method.")]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
     if any(one.startswith("run.test=") for one in sets):
@@ -110,12 +111,10 @@ def play(
     if twice:
         raise ConfigError(f"--choose {twice[0]} is there twice: put all its values into one")
     wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
-    for method, seed in itertools.product(methods, range(1, seeds + 1)):
-        entry(source, method, seed, sets, (), out)  # mistakes show before anything runs
-    data = assemble.load_data(wanted[methods[0]][0].config)
-    first = assemble.resolve(wanted[methods[0]][0].config, data)
-    for seed in range(CHOOSING if grid else 1, seeds + 1):
-        _require_split(entry(source, methods[0], seed, sets, (), out).config, data)
+    playing = [one for mine in wanted.values() if len(mine) > 1 for one in mine]
+    for seed, mine in itertools.product(range(1, seeds + 1), wanted.values()):
+        playing.append(entry(source, mine[0].method, seed, sets, mine[0].options, out))
+    first = _require_playable(playing)
     _same_protocol(out, source, sets, first.model.name)
     found = []
     for method, mine in wanted.items():
@@ -170,17 +169,26 @@ def _values(choice: str) -> list[str]:
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
 
-def _require_split(config: Config, data: Dataset) -> None:
-    """A split that cannot be dealt shows before anything runs. Choices need images; where there are hardly
-    any, a part of them is none."""
-    try:
-        validation = assemble.make_parts(assemble.resolve(config, data), data)[1]
-    except ConfigError as error:
-        raise ConfigError(f"the split of seed {config.run.seed}: {error}") from error
-    if not len(validation):
-        raise ConfigError(
-            f"data.validation = {config.data.validation} of so few labelled images is none: raise it"
-        )
+def _require_playable(entries: Sequence[Entry]) -> Config:
+    """Mistakes show before anything runs, those too that only the data tell; the first config, resolved."""
+    data = assemble.load_data(entries[0].config)
+    found, seen = [], set()
+    for one in entries:
+        where = f"{one.method} cannot be played under this protocol"
+        try:
+            found.append(assemble.resolve(one.config, data))
+            if found[-1].split in seen:
+                continue
+            seen.add(found[-1].split)
+            where = f"the split of seed {one.config.run.seed}"
+            held = assemble.make_parts(found[-1], data)[1]
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if not len(held):  # choices need images; where there are hardly any, a part of them is none
+            raise ConfigError(
+                f"data.validation = {one.config.data.validation} of so few labelled images is none: raise it"
+            )
+    return found[0]
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
