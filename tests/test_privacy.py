@@ -47,6 +47,15 @@ def test_statistics_are_cut_with_the_weights_and_what_is_not_finite_counts_as_no
         assert float((out - sent).norm()) == pytest.approx(0.5 if bad == 1000 else 0.0, rel=1e-5)
 
 
+def test_a_variance_that_noise_brings_below_nothing_counts_as_nothing(quick: Make) -> None:
+    """Batch normalisation's statistics are noised like the weights, and no learning rate would mend that."""
+    sim = assemble.make(quick("method.name=crl-bn", "privacy.clip=1", "privacy.noise=2", "split.users=2"))
+    state, _ = sim.play(sim.initial())
+    variances = [v for name, v in sim.layout.unflatten(state.average).items() if "running_var" in name]
+    assert float(torch.cat(variances).min()) < 0
+    assert math.isfinite(sim.evaluate(state)["loss"])
+
+
 def test_the_draws_are_normal_and_the_noise_is_as_large_as_said() -> None:
     named = draws.normal(draws.bits(torch.tensor(draws.key(1, "privacy", 3, 7)), 40_000))
     other = draws.normal(draws.bits(torch.tensor(draws.key(1, "privacy", 3, 8)), 40_000))

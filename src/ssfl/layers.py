@@ -76,7 +76,6 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         models = 1 if self.weight.dim() == 1 else len(self.weight)
         wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(0, (models, -1))
-        mean, var = self.running_mean, self.running_var
         if self.training:
             var, mean = torch.var_mean(wide, [1, *range(3, wide.dim())], correction=0)
             var, mean = var.view_as(self.weight), mean.view_as(self.weight)
@@ -84,6 +83,8 @@ class BatchNorm(nn.Module):
             unbiased = var.detach() * (count / max(count - 1, 1))
             self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
             self.running_var = self.running_var.lerp(unbiased, self.momentum)
+        else:  # noise that users add, or an attacker, may bring a variance below nothing
+            mean, var = self.running_mean, self.running_var.clamp(min=0)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
         scale, shift = (_per_channel(value.reshape(models, -1), x.dim()) for value in (scale, shift))
