@@ -12,7 +12,7 @@ import ssfl
 from ssfl import assemble, attacks, averaging, checkpoints, gate, runs
 from ssfl.cohort import Cohort
 from ssfl.config import load_config
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import State, play_round
 from ssfl.rows import write_row
 from ssfl.settings import Config
@@ -196,6 +196,15 @@ def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
         write_row(sim.model.eval(), sim.layout, weights)
         answers.append(sim.model(images).argmax(1))
     assert torch.equal((answers[0] + 1) % 10, answers[1])
+
+
+def test_a_breakdown_by_attackers_names_their_scale(quick: Make, tmp_path: Path) -> None:
+    config = quick(
+        "method.name=crl-gn", "federation.attackers=0.5", "federation.attack=noise", "federation.rounds=20",
+        "federation.attack_scale=1000000", "run.eval_every=1",
+    )  # fmt: skip
+    with pytest.raises(DivergedError, match=r"lower federation.attack_scale \(now 1000000.0\), lower train"):
+        ssfl.run(config, tmp_path / "run")
 
 
 def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_path: Path) -> None:

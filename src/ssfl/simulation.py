@@ -270,9 +270,12 @@ class Simulation:
 
     def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
         if not all(math.isfinite(number) for number in numbers):
+            federation = self.config.federation
+            attacked = f"lower federation.attack_scale (now {federation.attack_scale}), "
             raise DivergedError(
                 f"training broke down in round {round}: the loss or update of {who} is not finite; "
-                f"in a new run lower train.lr (now {self.config.train.lr}) or add train.warmup steps"
+                f"in a new run {attacked if federation.attackers else ''}lower train.lr "
+                f"(now {self.config.train.lr}) or add train.warmup steps"
             )
 
 
