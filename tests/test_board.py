@@ -157,6 +157,17 @@ def test_until_the_test_images_come_the_list_has_the_validation_accuracy(tmp_pat
     assert (told["accuracy"], told["validation"], told["round"]) == (None, 0.2, 2)
 
 
+def test_a_finished_run_that_never_looked_at_test_images_has_the_validation_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[federation]\nrounds = 3\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"validation_accuracy": 0.25, "rounds": 3}))
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        told = describe.run(handle, "run")
+    finally:
+        os.close(handle)
+    assert (told["state"], told["accuracy"], told["validation"]) == ("finished", None, 0.25)
+
+
 def test_a_run_gives_its_curves_and_settings(get: Get, root: Path) -> None:
     told = looked_at(get, "deep/er/stopped")
     events = list(runs.read_events(root / "finished"))

@@ -126,6 +126,9 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert "by 70 validation images " in (tmp_path / "told.txt").read_text()
     assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
     assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
+    chosen, played_then = (runs.read_events(tmp_path / f"alternate-lr0.05-seed{seed}") for seed in (0, 1))
+    assert not any("accuracy" in event for event in chosen)  # test images choose nothing, and are not seen
+    assert sum("accuracy" in event for event in played_then) == 1
 
 
 def test_who_never_looks_at_a_threshold_does_not_choose_one(tmp_path: Path) -> None:

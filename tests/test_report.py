@@ -249,6 +249,7 @@ def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_pa
         ssfl.run(late, tmp_path / "stopped", stop)
     told = page.contents([tmp_path / "stopped"])
     assert "The test images are looked at in the last round: 3 of 4 rounds" in words(told)
+    assert "no confusion matrix: test images are not yet looked at" in words(told)
     assert "not recorded" not in str(blocks(told, "table"))  # its memory
     assert [one["name"] for one in figure(told, "accuracy")["series"]] == ["validation images"]
     ssfl.run(late, tmp_path / "run")
@@ -261,6 +262,21 @@ def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_pa
     assert figure(told, "accuracy")["title"] == "Accuracy on the test or validation images"
     family, _ = figure(told, "accuracy")["series"]
     assert all(low == high for _, low, high in family["band"])  # the same run, seen by the same images
+
+
+def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp_path: Path) -> None:
+    ssfl.run(quick("run.test=never", "data.validation=0.1"), tmp_path / "run")
+    told = page.contents([tmp_path / "run"])
+    said = words(told)
+    assert "of the 143 validation images right" in said
+    assert "The test images are never looked at." in said
+    assert "no confusion matrix: test images are never looked at" in said
+    assert "validation accuracy" in str(told)
+    assert "test accuracy" not in str(told)
+    assert [one["figure"] for one in blocks(told, "matrix")] == ["who-has-what"]
+    page.write([tmp_path / "run"], tmp_path / "run.html", tmp_path / "figures")
+    ssfl.run(quick("data.validation=0.1"), tmp_path / "every")
+    page.contents([tmp_path / "run", tmp_path / "every"])
 
 
 def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The run folder: what is in it, what survives, what is refused."""
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -316,6 +317,26 @@ def test_test_images_come_last_only_where_there_are_others(quick: Make, tmp_path
     with pytest.raises(ConfigError, match="of so few labelled images is none"):
         ssfl.run(quick("run.test=last", "data.validation=0.0001"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_test_images_that_are_never_looked_at(quick: Make, tmp_path: Path) -> None:
+    """Nothing of them is in what a run leaves, and it is finished all the same."""
+    settings = ["run.test=never", "data.validation=0.2", "run.eval_every=2"]
+    result = ssfl.run(quick(*settings), tmp_path / "run")
+    assert math.isnan(result.accuracy)
+    *_, last = (event for event in result.history if event["event"] == "eval")
+    assert result.told == f"validation accuracy {100 * last['validation_accuracy']:.2f} %"
+    summary = runs.read_summary(tmp_path / "run")
+    assert summary is not None
+    assert summary["validation_accuracy"] == last["validation_accuracy"]
+    told = (tmp_path / "run" / "events.jsonl").read_text() + json.dumps(summary)
+    assert not any(f'"{key}"' in told for key in ("accuracy", "class_accuracy", "stream_accuracy"))
+    assert train.finished(tmp_path / "run")
+    assert math.isnan(ssfl.resume(tmp_path / "run").accuracy)
+    every = ssfl.run(quick(*settings[1:]), tmp_path / "every")  # and training does not notice
+    assert every.accuracy > 0
+    mine, others = (runs.read_model(tmp_path / name / "model.safetensors")[0] for name in ("run", "every"))
+    assert all(torch.equal(value, others[name]) for name, value in mine.items())
 
 
 def test_validation_images_are_apart_and_told(quick: Make, tmp_path: Path) -> None:

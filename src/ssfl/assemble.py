@@ -207,9 +207,9 @@ def build(
     config: Config, dataset: Dataset, parts: split.Parts, held: Index, device: torch.device
 ) -> Simulation:
     """A simulation of given owners of given images; the config is resolved."""
-    if config.run.test == "last" and not len(held):
+    if config.run.test != "every" and not len(held):
         raise ConfigError(
-            "run.test = 'last' needs images to look at meanwhile, and data.validation = "
+            f"run.test = {config.run.test!r} needs other images to look at, and data.validation = "
             f"{config.data.validation} of so few labelled images is none: raise it"
         )
     if device.type == "cuda":

@@ -100,8 +100,10 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"{_said(method, 'objective')} does not train users: use split.labels_at = 'server'"
         )
-    if config.run.test == "last" and not config.data.validation:
-        raise ConfigError("run.test = 'last' needs images to look at meanwhile: set data.validation=0.1")
+    if config.run.test != "every" and not config.data.validation:
+        raise ConfigError(
+            f"run.test = {config.run.test!r} needs other images to look at: set data.validation=0.1"
+        )
     if split.scheme == "mixture" and not split.mixtures:
         raise ConfigError("split.scheme = 'mixture' needs split.mixtures, a row of weights per kind of user")
     if config.train.nesterov and config.train.momentum == 0:

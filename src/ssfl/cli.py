@@ -285,7 +285,7 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     if json_only:
         print(json.dumps(runs.read_summary(result.path)))
     elif not quiet:
-        print(f"accuracy {100 * result.accuracy:.2f} %  in {result.path}")
+        print(f"{result.told}  in {result.path}")
 
 
 def _tell_warnings() -> None:

@@ -26,7 +26,7 @@ CHOICES = {
     "train.momentum_policy": ("reset", "slot", "user"),
     "train.batches": ("continue", "restart"),
     "train.precision": ("bfloat16", "float32", "float64"),
-    "run.test": ("every", "last"),
+    "run.test": ("every", "last", "never"),
     "run.track": ("none", "tensorboard", "mlflow", "wandb"),
     "run.engine": ("auto", "loop", "vmap", "dist", "sites"),
 }

@@ -250,7 +250,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 def read_summary(path: Path) -> dict[str, Any] | None:
     """The summary of a finished run; None while it is unfinished or where it is broken."""
     summary = _object(path / "summary.json")
-    return summary if isinstance(summary.get("accuracy"), float) else None
+    found = summary.get("accuracy", summary.get("validation_accuracy"))  # test images may not be looked at
+    return summary if isinstance(found, float) else None
 
 
 def broke_down(path: Path) -> str | None:

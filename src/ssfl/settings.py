@@ -247,8 +247,8 @@ class Run:
     eval_every: int | None = None
     """Rounds between evaluations, by itself a hundredth of all or 5; the last round is always evaluated."""
     test: str = "every"
-    """Which evaluations look at the test images: "every" one, or the "last" alone, as in a contest; the
-    others then look at the validation images (data.validation)."""
+    """Which evaluations look at the test images: "every" one, the "last" alone, as in a contest, or "never",
+    for runs by which something is chosen; the others look at the validation images (data.validation)."""
     checkpoint_every: int | None = None
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
     diversity_every: int = 0

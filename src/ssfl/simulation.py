@@ -179,7 +179,8 @@ class Simulation:
         there are any."""
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
-        if self.config.run.test == "every" or state.round == self.rounds:
+        when = self.config.run.test
+        if when == "every" or (when == "last" and state.round == self.rounds):
             test = self.dataset.test_images.to(self.device), self.dataset.test_labels
             accuracy, loss, per_class = self.score(row, *test)
             self._require_finite(state.round, "the averaged model on the test images", [loss])

@@ -1,6 +1,7 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -33,13 +34,20 @@ class Result:
     """What a run gave."""
 
     accuracy: float
-    """Of the averaged model on the test images, after the last round."""
+    """Of the averaged model on the test images, after the last round; nan where they are never looked at."""
     history: list[Event]
     """The events in order: "round", "eval" and "diversity" objects."""
     path: Path
     """The run folder."""
     stopped: int | None = None
     """The last round, where Ctrl-C came in it: the run is finished, but whoever plays several stops here."""
+
+    @property
+    def told(self) -> str:
+        """The accuracy in words, on validation images where there is no other."""
+        last = _last(self.history, "eval")
+        kind = "accuracy" if "accuracy" in last else "validation_accuracy"
+        return f"{kind.replace('_', ' ')} {100 * last[kind]:.2f} %"
 
 
 class Interrupted(SsflError):
@@ -98,7 +106,7 @@ def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) ->
     with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
         summary = runs.read_summary(path)
         if summary is not None and finished(path):
-            return Result(summary["accuracy"], list(runs.read_events(path)), path)
+            return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
         sim = assemble.make(_here(config, warn))
         with closing(sim.engine):
             check_unchanged(sim, path)
@@ -204,7 +212,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         if private and history[-1]["event"] != "privacy":
             tell(privacy.spent(sim.config, history))
         if not leads:
-            return Result(_last(history, "eval")["accuracy"], history, path)
+            return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
         return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
     except RunError as error:
         raise RunError(f"{error}; then go on with `{again}`") from error
@@ -215,10 +223,9 @@ def _finish(
 ) -> Result:
     evaluation = _last(events, "eval")
     tensors = sim.final_tensors(state)
-    runs.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation["accuracy"]))
+    runs.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation))
     summary: dict[str, Any] = {
-        "accuracy": evaluation["accuracy"],
-        "loss": evaluation["loss"],
+        **{key: evaluation[key] for key in ("accuracy", "loss") if key in evaluation},
         "rounds": state.round,
         "seconds": totals["seconds"],
         "bytes_up": int(totals["bytes_up"]),
@@ -241,7 +248,7 @@ def _finish(
         told = _last(events, "privacy")
         summary["privacy"] = {key: told[key] for key in ("clip", "noise", "delta", *privacy.EPSILONS)}
     runs.write_summary(path, summary)
-    return Result(evaluation["accuracy"], events, path)
+    return Result(evaluation.get("accuracy", math.nan), events, path)
 
 
 def _last(events: list[Event], kind: str) -> Event:
@@ -259,7 +266,7 @@ def finished(path: Path) -> bool:
     return True
 
 
-def model_card(sim: Simulation, accuracy: float) -> dict[str, Any]:
+def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
     """What a reader of the model file needs to build and use the network."""
     return {
         "model": sim.config.model.name,
@@ -271,7 +278,7 @@ def model_card(sim: Simulation, accuracy: float) -> dict[str, Any]:
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,
         "method": sim.config.method.name,
-        "accuracy": accuracy,
+        "accuracy": evaluation.get("accuracy"),
         "versions": runs.versions(),
     }
 

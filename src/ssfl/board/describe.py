@@ -34,7 +34,7 @@ def run(handle: int, name: str) -> dict[str, Any]:
         "rounds": _whole(config.get("federation", {}).get("rounds")),
         "round": _whole(summary.get("rounds")),
         "accuracy": finite(summary.get("accuracy")),
-        "validation": None,
+        "validation": finite(summary.get("validation_accuracy")),
         "left": None,
         "age": _age(handle),
     }

@@ -267,7 +267,7 @@ def conduct(
         last = max((event["round"] for event in runs.read_events(path)), default=0)
         for event in centre.refusals(last):
             runs.append_event(path, event)
-    why = f"all {sim.rounds} rounds are played; accuracy {100 * result.accuracy:.1f} %"
+    why = f"all {sim.rounds} rounds are played; {result.told}"
     if share:
         tensors, card = runs.read_model(path / "model.safetensors")
         del card["data"]  # where the centre keeps its images is its own affair

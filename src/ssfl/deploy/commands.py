@@ -92,7 +92,7 @@ def serve(
     path = resume or out or next_free(Path("runs") / "centre")
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
-    print(f"accuracy {100 * result.accuracy:.2f} %  in {result.path}")
+    print(f"{result.told}  in {result.path}")
 
 
 @app.command()

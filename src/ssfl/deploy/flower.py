@@ -69,4 +69,4 @@ def main(grid: Grid, context: Context) -> None:
         times = float(told["deadline"]), float(told["patience"])
         fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
         result = centre.conduct(sim, terms, fleet, path, again, bool(told.get("share-model")), view)
-    view.tell(f"accuracy {100 * result.accuracy:.2f} %  in {path}")
+    view.tell(f"{result.told}  in {path}")

@@ -69,6 +69,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         for path, (run, seed) in wanted.items()
     }
     for path, config in configs.items():
+        if config.run.test == "never":
+            raise ConfigError("--set run.test=never: rows are compared by their test accuracy")
         same.require(config, path)
     failed: SsflError | None = None
     for number, (path, (run, seed)) in enumerate(wanted.items(), 1):

@@ -74,7 +74,8 @@ class Run:
 
     @property
     def test_last(self) -> bool:
-        return self.config.run.test == "last"
+        """Whether validation images are looked at meanwhile; test images in the last round, or never."""
+        return self.config.run.test != "every"
 
     @cached_property
     def classes(self) -> list[str]:

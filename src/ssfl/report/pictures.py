@@ -65,6 +65,9 @@ class Loader:
 
 def look(run: Run, loader: Loader) -> Seen | str:
     """What there is to see, or in words why there is nothing."""
+    if run.test_last and not run.accuracy:
+        when = "are never" if run.config.run.test == "never" else "are not yet"
+        return f"There are no pictures and no confusion matrix: test images {when} looked at (run.test)."
     try:
         data = loader.dataset(run)
         model, at = _model(run, data)

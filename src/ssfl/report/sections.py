@@ -59,8 +59,11 @@ def _question(run: Run) -> list[Block]:
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
     skew, tests = finite(run.split.get("measured_skew")), finite(run.split.get("test"))
+    kind, points = (
+        ("test", run.accuracy) if run.config.run.test != "never" else ("validation", run.validation)
+    )
     tiles = [
-        ("test accuracy", words.percent(run.accuracy[-1][1]) if run.accuracy else "–"),
+        (f"{kind} accuracy", words.percent(points[-1][1]) if points else "–"),
         ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
         ("users", f"{run.users:,}"),
         ("server labels", f"{run.config.split.server_labels or 0:,}"),

@@ -105,17 +105,21 @@ def setting(run: Run) -> list[str]:
 
 def answer(run: Run) -> str:
     """What came of it."""
-    if not run.accuracy:
-        what = "The test images are looked at in the last round" if run.test_last else "No evaluation yet"
+    kind = "validation" if run.config.run.test == "never" else "test"
+    points = run.validation if kind == "validation" else run.accuracy
+    if not points:
+        late = run.test_last and kind == "test"
+        what = "The test images are looked at in the last round" if late else "No evaluation yet"
         return f"{what}: {run.played:,} of {run.planned:,} rounds are played."
-    (at, last), best = run.accuracy[-1], max(run.accuracy, key=lambda point: point[1])
-    tests = finite(run.split.get("test"))
-    images = f"the {tests:,.0f} test images" if tests else "the test images"
+    (at, last), best = points[-1], max(points, key=lambda point: point[1])
+    there = finite(run.split.get(kind))
+    images = f"the {there:,.0f} {kind} images" if there else f"the {kind} images"
     text = f"After {at:,} of {run.planned:,} rounds the model gets {percent(last)} of {images} right"
     if best[1] - last >= 0.005:
         text += f"; its best evaluation, in round {best[0]:,}, gave {percent(best[1])}"
     if run.classes:
         text += f". Guessing would give about {percent(1 / len(run.classes))}"
+    text += ". The test images are never looked at" if kind == "validation" else ""
     return text + ("." if run.finished else ". The run is not finished.")
 
 
