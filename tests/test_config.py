@@ -123,6 +123,8 @@ FOLLOWED = [
     (["method.name=easgd", "method.combine=median"], ["method.combine=mean"]),
     (["method.name=overlap-sgd", "federation.attackers=0.3"], ["federation.attackers=0"]),
     (["method.name=semifl", "run.engine=dist"], ["method.fill=false"]),
+    (["method.name=semifl", "run.engine=dist"], ["run.engine=auto"]),
+    (["method.name=server-only", "split.labels_at=users"], ["split.labels_at = 'server'"]),
     (["method.name=data-sharing", "method.check=true"], ["method.check=false"]),
     (["method.name=alternate", "method.guard=true", "split.labels_at=users"],
      ["method.server = 'none'", "method.guard=false"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import contest, models, runs, train
+from ssfl import checkpoints, contest, models, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
@@ -233,18 +233,27 @@ def test_a_seed_whose_split_cannot_be_dealt_is_found_before_anything_runs(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("when", ["played", "saved"])
 def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played_round = Simulation.play
+    played_round, written = Simulation.play, checkpoints.write
 
     def stopped(self: Simulation, state: State) -> tuple[State, list[dict[str, object]]]:
         if state.round == self.rounds - 1:
             os.kill(os.getpid(), signal.SIGINT)
         return played_round(self, state)
 
+    def cut(path: Path, checkpoint: checkpoints.Checkpoint) -> None:
+        written(path, checkpoint)
+        if checkpoint.state.round == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "play", stopped)
+        if when == "played":
+            patch.setattr(Simulation, "play", stopped)
+        else:
+            patch.setattr(checkpoints, "write", cut)
         with pytest.raises(train.SweepInterrupted, match="stopped after round 6 and saved; the same"):
             played(tmp_path, "server-only", seeds=2)
     assert runs.read_summary(tmp_path / "server-only-seed1") is not None
@@ -268,6 +277,8 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
         (["semifl"], ["data.validation=0.0001"], [], "of so few labelled images is none: raise it"),
         (["fixmatch"], [], [], "fixmatch cannot be played under this protocol: .* one model"),
         (["semifl"], ["run.seed=3"], [], "--seeds says how many"),
+        (["semifl"], ["run.seed = 3"], [], "--seeds says how many"),
+        (["semifl"], ["run.test = every"], [], "test images in the last round alone"),
         (
             ["crl-bn", "data-sharing"],
             ["model.norm_statistics=server"],

@@ -275,8 +275,13 @@ def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp
     assert "test accuracy" not in str(told)
     assert [one["figure"] for one in blocks(told, "matrix")] == ["who-has-what"]
     page.write([tmp_path / "run"], tmp_path / "run.html", tmp_path / "figures")
+    ssfl.run(quick("run.test=never", "data.validation=0.1", "train.lr=0.01"), tmp_path / "slower")
+    told = page.contents([tmp_path / "run", tmp_path / "slower"])
+    assert len(figure(told, "final")["items"]) == 2
+    assert "Of all runs on validation images: test images are never looked at there." in words(told)
     ssfl.run(quick("data.validation=0.1"), tmp_path / "every")
-    page.contents([tmp_path / "run", tmp_path / "every"])
+    told = page.contents([tmp_path / "run", tmp_path / "every"])
+    assert "Of run on validation images: test images are never looked at there." in words(told)
 
 
 def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> None:

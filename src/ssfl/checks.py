@@ -62,7 +62,7 @@ def check(config: Config) -> None:
         comes = _comes(method, "server_momentum")
         raise ConfigError(f"method.server_momentum needs method.server = 'alternate' or 'none'{comes}")
     if config.run.engine == "dist":
-        _check_none_is_held(config, "run.engine = 'dist'")
+        _check_none_is_held(config, "run.engine = 'dist'", ", or use run.engine=auto")
     if method.averaging in ("elastic", "overlap"):
         _check_none_is_held(config, f"method.averaging = {method.averaging!r}")
     if method.guard and method.server != "alternate":
@@ -91,14 +91,15 @@ def check(config: Config) -> None:
         raise ConfigError("split.shared shares the server's images: use split.labels_at = 'server'")
     if method.objective == "none" and method.server == "none":
         raise ConfigError("nobody would train: set method.objective or method.server")
-    if split.labels_at == "users" and method.server != "none":
-        raise ConfigError(
-            "split.labels_at = 'users' leaves the server no data: add method.server = "
-            f"'none'{without_guard(method)}"
-        )
     if split.labels_at != "server" and method.objective == "none":
         raise ConfigError(
             f"{_said(method, 'objective')} does not train users: use split.labels_at = 'server'"
+        )
+    if split.labels_at == "users" and method.server != "none":
+        unweighted = " and leave out method.averaging and method.server_weight"
+        raise ConfigError(
+            "split.labels_at = 'users' leaves the server no data: add method.server = "
+            f"'none'{without_guard(method)}{unweighted if method.averaging == 'weighted' else ''}"
         )
     if config.run.test != "every" and not config.data.validation:
         raise ConfigError(
@@ -132,7 +133,7 @@ def without_guard(method: Method) -> str:
     return " and begin from method.name=alternate" if row else " and method.guard=false"
 
 
-def _check_none_is_held(config: Config, where: str) -> None:
+def _check_none_is_held(config: Config, where: str, otherwise: str = "") -> None:
     """Where users' models are not held together before they are averaged, what needs that is refused."""
     method, attackers = config.method, config.federation.attackers
     held = [
@@ -146,7 +147,7 @@ def _check_none_is_held(config: Config, where: str) -> None:
     ]
     for wanted, given, instead in held:
         if wanted:
-            raise ConfigError(f"{given} does not go with {where}: set {instead}")
+            raise ConfigError(f"{given} does not go with {where}: set {instead}{otherwise}")
 
 
 def _check_round_labels(method: Method, norm: str) -> None:

@@ -4,7 +4,8 @@ A seed is a start, its draws and a split: where labels are few, which images hav
 What the config and --set say holds for all, [method] aside; what they leave open is as in each method's row
 in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward; those that the
 server plays alone, where a method begins so, come on top. Choices are made on validation images, which are
-set aside before the split and trained on by nobody; test images are looked at once, in the last round.
+set aside before the split and trained on by nobody; test images are looked at once, in the last round,
+and never by runs that choose.
 """
 
 import difflib
@@ -59,12 +60,13 @@ def entry(
         close = difflib.get_close_matches(method, METHODS, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
         raise ConfigError(f"no method {method!r}: {hint}")
-    if any(one.startswith("run.seed=") for one in sets):
+    keys = [one.partition("=")[0].strip() for one in sets]
+    if "run.seed" in keys:
         raise ConfigError("--set run.seed: a contest's seeds are 1, 2, ...; --seeds says how many")
-    bad = [one for one in sets if one.startswith("method.")]
+    bad = [one for one, key in zip(sets, keys, strict=True) if key.startswith("method.")]
     if bad:
         raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
-    if any(one.startswith("run.test=") for one in sets):
+    if "run.test" in keys:
         raise ConfigError("--set run.test: a contest looks at test images in the last round alone")
     shared = configs.read(source, sets)
     base = configs.unchecked(shared)  # its own method does not play

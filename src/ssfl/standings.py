@@ -73,7 +73,7 @@ def table(standings: Sequence[Standing]) -> str:
 
 def _short(number: float) -> str:
     """Three digits that count; large numbers whole, since 3.33e+03 is hard to read."""
-    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
 def _behind(one: Standing, first: Standing) -> str:

@@ -45,9 +45,10 @@ class Result:
     @property
     def told(self) -> str:
         """The accuracy in words, on validation images where there is no other."""
-        last = _last(self.history, "eval")
-        kind = "accuracy" if "accuracy" in last else "validation_accuracy"
-        return f"{kind.replace('_', ' ')} {100 * last[kind]:.2f} %"
+        if not math.isnan(self.accuracy):
+            return f"accuracy {100 * self.accuracy:.2f} %"
+        found = [event["validation_accuracy"] for event in self.history if "validation_accuracy" in event]
+        return f"validation accuracy {100 * found[-1]:.2f} %" if found else "finished"
 
 
 class Interrupted(SsflError):
@@ -207,6 +208,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     saving, saved = time.perf_counter() - began, time.monotonic()
                 if stop and not last:
                     raise Interrupted(path, state.round, again)
+            stop = stop or interrupted.is_set()  # it may have come while the last round was saved
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(sim.evaluate(state))  # the last events were lost
         if private and history[-1]["event"] != "privacy":

@@ -73,6 +73,15 @@ class Run:
         return self.told("validation_accuracy", "eval")
 
     @property
+    def judged_by(self) -> str:
+        """The images by which the run is judged: "test" ones, or "validation" where those are never seen."""
+        return "validation" if self.config.run.test == "never" else "test"
+
+    @property
+    def judged(self) -> Points:
+        return self.validation if self.judged_by == "validation" else self.accuracy
+
+    @property
     def test_last(self) -> bool:
         """Whether validation images are looked at meanwhile; test images in the last round, or never."""
         return self.config.run.test != "every"

@@ -59,11 +59,8 @@ def _question(run: Run) -> list[Block]:
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
     skew, tests = finite(run.split.get("measured_skew")), finite(run.split.get("test"))
-    kind, points = (
-        ("test", run.accuracy) if run.config.run.test != "never" else ("validation", run.validation)
-    )
     tiles = [
-        (f"{kind} accuracy", words.percent(points[-1][1]) if points else "–"),
+        (f"{run.judged_by} accuracy", words.percent(run.judged[-1][1]) if run.judged else "–"),
         ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
         ("users", f"{run.users:,}"),
         ("server labels", f"{run.config.split.server_labels or 0:,}"),
@@ -85,6 +82,10 @@ def _standings(found: Sequence[Run], families: Sequence[Family]) -> list[Block]:
     ]
     made = [text(one, "lead") for one in asked[:3]]
     made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
+    unseen = [run.name for run in found if run.judged_by == "validation"]
+    if unseen:
+        which = "all runs" if len(unseen) == len(found) else ", ".join(unseen)
+        made.append(text(f"Of {which} on validation images: test images are never looked at there.", "note"))
     made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
     for run in found:
         said = verdict.judge(run)

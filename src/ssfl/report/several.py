@@ -27,7 +27,7 @@ class Family:
     @property
     def ends(self) -> list[float]:
         """The accuracy after the last round of each."""
-        return [run.accuracy[-1][1] for run in self.counted if run.accuracy]
+        return [run.judged[-1][1] for run in self.counted if run.judged]
 
     def curve(self, look: int, told: Callable[[Run], Points]) -> dict[str, Any] | None:
         """A chart's series: the mean over the seeds, with a band of one deviation to both sides."""

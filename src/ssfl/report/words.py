@@ -105,8 +105,7 @@ def setting(run: Run) -> list[str]:
 
 def answer(run: Run) -> str:
     """What came of it."""
-    kind = "validation" if run.config.run.test == "never" else "test"
-    points = run.validation if kind == "validation" else run.accuracy
+    kind, points = run.judged_by, run.judged
     if not points:
         late = run.test_last and kind == "test"
         what = "The test images are looked at in the last round" if late else "No evaluation yet"
