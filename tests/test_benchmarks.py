@@ -59,6 +59,7 @@ def test_a_peer_does_the_same_work_with_the_same_loss(peer: str, tmp_path: Path)
     assert told[peer]["losses"][0] == pytest.approx(told["vmap"]["losses"][0], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_is_told_apart_from_the_others(tmp_path: Path) -> None:
     shown = bench(
         "emnist", "--on", "loop", "--data", str(tmp_path / "none.npz"), "--json", str(tmp_path / "j")
