@@ -111,26 +111,31 @@ def check(config: Config) -> None:
         raise ConfigError("train.nesterov = true needs train.momentum above 0: set train.nesterov=false")
 
 
+def _in_row(method: Method, key: str) -> bool:
+    """Whether a setting is as it comes with the method's name."""
+    found: bool = METHODS[method.name]["method"].get(key) == getattr(method, key)
+    return found
+
+
 def _comes(method: Method, key: str) -> str:
     """A hint, where a setting came with the method's name."""
-    if METHODS[method.name]["method"].get(key) != getattr(method, key):
+    if not _in_row(method, key):
         return ""
     return f"; it comes with method.name = {method.name!r}: begin from another, such as method.name=alternate"
 
 
 def _said(method: Method, key: str) -> str:
     """What a person said to get a setting: the method's name where it comes with that, else the setting."""
-    given = getattr(method, key)
-    named = METHODS[method.name]["method"].get(key) == given
-    return f"method.name = {method.name!r}" if named else f"method.{key} = {given!r}"
+    if _in_row(method, key):
+        return f"method.name = {method.name!r}"
+    return f"method.{key} = {getattr(method, key)!r}"
 
 
 def without_guard(method: Method) -> str:
     """What besides method.server = 'none' is to be said where there is a guard."""
     if not method.guard:
         return ""
-    row = METHODS[method.name]["method"].get("guard", False)
-    return " and begin from method.name=alternate" if row else " and method.guard=false"
+    return " and begin from method.name=alternate" if _in_row(method, "guard") else " and method.guard=false"
 
 
 def _check_none_is_held(config: Config, where: str, otherwise: str = "") -> None:

@@ -174,23 +174,24 @@ def _values(choice: str) -> list[str]:
 def _require_playable(entries: Sequence[Entry]) -> Config:
     """Mistakes show before anything runs, those too that only the data tell; the first config, resolved."""
     data = assemble.load_data(entries[0].config)
-    found, seen = [], set()
+    resolved, dealt = [], set()
     for one in entries:
         where = f"{one.method} cannot be played under this protocol"
         try:
-            found.append(assemble.resolve(one.config, data))
-            if found[-1].split in seen:
+            config = assemble.resolve(one.config, data)
+            resolved.append(config)
+            if config.split in dealt:
                 continue
-            seen.add(found[-1].split)
+            dealt.add(config.split)
             where = f"the split of seed {one.config.run.seed}"
-            held = assemble.make_parts(found[-1], data)[1]
+            held = assemble.make_parts(config, data)[1]
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if not len(held):  # choices need images; where there are hardly any, a part of them is none
             raise ConfigError(
                 f"data.validation = {one.config.data.validation} of so few labelled images is none: raise it"
             )
-    return found[0]
+    return resolved[0]
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:

@@ -120,8 +120,7 @@ def read_config(folder: int) -> dict[str, dict[str, Any]]:
 
 def state(folder: int) -> tuple[str, str]:
     """The state of a run, and what went wrong if it failed."""
-    summary = read_json(folder, "summary.json")
-    if finite(summary.get("accuracy", summary.get("validation_accuracy"))) is not None:
+    if finite(runs.end_of(read_json(folder, "summary.json"))) is not None:
         return "finished", ""
     if runs.is_locked(folder):
         return "running", ""

@@ -66,7 +66,7 @@ class Run:
     @cached_property
     def watched(self) -> Points:
         """Accuracy as it was followed: on validation images where the test images come last."""
-        return self.validation if self.test_last else self.accuracy
+        return self.validation if self.test_kept else self.accuracy
 
     @cached_property
     def validation(self) -> Points:
@@ -82,8 +82,8 @@ class Run:
         return self.validation if self.judged_by == "validation" else self.accuracy
 
     @property
-    def test_last(self) -> bool:
-        """Whether validation images are looked at meanwhile; test images in the last round, or never."""
+    def test_kept(self) -> bool:
+        """Whether test images are kept, for the last round or for ever, and validation images followed."""
         return self.config.run.test != "every"
 
     @cached_property

@@ -65,7 +65,7 @@ class Loader:
 
 def look(run: Run, loader: Loader) -> Seen | str:
     """What there is to see, or in words why there is nothing."""
-    if run.test_last and not run.accuracy:
+    if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
         return f"There are no pictures and no confusion matrix: test images {when} looked at (run.test)."
     try:

@@ -152,7 +152,7 @@ def _accuracy(run: Run) -> list[Block]:
 
 def _accuracies(families: Sequence[Family]) -> list[Block]:
     found = _members(families)
-    late = any(run.test_last for run in found)  # then by validation images, all that have any
+    late = any(run.test_kept for run in found)  # then by validation images, all that have any
     series = _curves(families, lambda run: (run.validation if late else []) or run.accuracy)
     if not series:
         return [text("There is no evaluation yet.")]
@@ -162,8 +162,8 @@ def _accuracies(families: Sequence[Family]) -> list[Block]:
 
 def _title(found: Sequence[Run]) -> str:
     """Of a chart of accuracy: which images it is about."""
-    late = any(run.test_last for run in found)
-    ways = {"validation" if late and (run.validation or run.test_last) else "test" for run in found}
+    late = any(run.test_kept for run in found)
+    ways = {"validation" if late and (run.validation or run.test_kept) else "test" for run in found}
     return f"Accuracy on the {' or '.join(sorted(ways))} images"
 
 

@@ -107,7 +107,7 @@ def answer(run: Run) -> str:
     """What came of it."""
     kind, points = run.judged_by, run.judged
     if not points:
-        late = run.test_last and kind == "test"
+        late = run.test_kept and kind == "test"
         what = "The test images are looked at in the last round" if late else "No evaluation yet"
         return f"{what}: {run.played:,} of {run.planned:,} rounds are played."
     (at, last), best = points[-1], max(points, key=lambda point: point[1])
