@@ -46,7 +46,7 @@ $(VENV)-%/stamp: benchmarks/requirements-%.txt constraints.txt pyproject.toml
 	$(subst $(BIN),$(VENV)-$*/bin,$(PIP)) --editable . --requirement $<
 	touch $@
 
-# torch first and alone: its CPU build then satisfies every later, wider request.
+# torch first and alone, so that every later, wider request finds it there.
 $(VENV)/torch.stamp: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0

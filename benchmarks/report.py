@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.machine import IDLE
-from ssfl import provenance
-from ssfl.report import text
+from ssfl import provenance, text
 
 OURS = ("loop", "vmap")
 

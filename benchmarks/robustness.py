@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ssfl
 from benchmarks import report
-from ssfl.report import text
+from ssfl import text
 from ssfl.runs import versions
 
 SETTINGS = ["method.name=alternate", "method.threshold=0.6", "method.averaging=grouping",

@@ -17,9 +17,8 @@ from torch import Tensor
 
 import ssfl
 from benchmarks import report
-from ssfl import assemble
+from ssfl import assemble, text
 from ssfl.errors import DivergedError
-from ssfl.report import text
 from ssfl.report.several import spread
 from ssfl.runs import versions
 from ssfl.simulation import Simulation

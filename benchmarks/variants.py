@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from ssfl import runs, same, train
+from ssfl import runs, same, text, train
 from ssfl.config import load_config
 from ssfl.errors import DivergedError
-from ssfl.report import text
 from ssfl.runs import versions
 from ssfl.standings import paired
 

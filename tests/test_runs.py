@@ -390,6 +390,28 @@ def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: M
     assert second.startswith("train.warmup = 1000 is longer than the run")
 
 
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ("split.alpha=0.5", "split.scheme=dirichlet"),
+        ("split.classes_per_user=3", "split.scheme=shards"),
+        ("split.user_labels=20", "split.labels_at=both"),
+        ("federation.attack=noise", "federation.attackers=0.1"),
+        ("federation.attack_scale=5", "federation.attackers=0.1"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told_with_what_would_read_it(
+    quick: Make, given: str, more: str
+) -> None:
+    with pytest.warns(SsflWarning) as told:
+        assemble.make(quick(given))
+    key = given.partition("=")[0]
+    assert [str(warning.message) for warning in told] == [f"{key} does nothing by itself: add {more}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SsflWarning)
+        assemble.make(quick(given, more))
+
+
 def test_without_a_gpu_the_network_is_small_told_and_kept(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(40) % 2

@@ -6,8 +6,6 @@ from torch import Tensor
 from ssfl import draws
 from ssfl.rows import Layout
 
-ATTACKS = ("sign", "noise", "shift")
-
 
 def who(users: int, share: float, seed: int) -> frozenset[int]:
     """Which of K users are attackers: a share of them, the same in every round."""

@@ -130,10 +130,10 @@ def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False)
     """Show who would get which images.
 
     Example: ssfl split --set split.skew=1"""
+    from ssfl import text
     from ssfl.assemble import load_data, make_parts, resolve
     from ssfl.config import load_config
     from ssfl.data.inventory import describe_split
-    from ssfl.report import text
 
     loaded = load_config(config, sets or [])
     dataset = load_data(loaded)
@@ -227,10 +227,12 @@ def contest(
     from ssfl import contest as contests
     from ssfl import standings
     from ssfl.errors import DivergedError
+    from ssfl.report.plots import pyplot
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr)
 
+    pyplot()  # what the picture needs is missed now, not after hours
     target = out or Path("runs") / f"contest-{Path(config).stem}"
     names = [name.strip() for name in methods.split(",")]
     found = contests.play(

@@ -21,10 +21,10 @@ from ssfl import assemble, progress, runs, same, train
 from ssfl import config as configs
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
-from ssfl.report.words import percent
 from ssfl.schedule import head_start
 from ssfl.settings import Config
 from ssfl.standings import Standing
+from ssfl.text import percent
 
 VALIDATION = 0.05
 """The part of the training images that choices are made by, where the config sets none aside."""

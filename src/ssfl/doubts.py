@@ -8,13 +8,14 @@ from ssfl import models
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.errors import SsflWarning
-from ssfl.report.text import pooled, untested
-from ssfl.settings import Config
+from ssfl.settings import Config, Federation, Split
+from ssfl.text import pooled, untested
 
 
 def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
     """Tell them as warnings; `given` is the config before what it left open was chosen."""
     found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
+    found += _unread(config)
     found += _pooled(dataset, parts)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
     for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
@@ -59,3 +60,30 @@ def _warmup(config: Config) -> list[str]:
         f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
         "never gets to train.lr"
     ]
+
+
+def _unread(config: Config) -> list[str]:
+    """Settings that somebody gave and nothing reads."""
+    split, federation = config.split, config.federation
+    scheme, attacked = split.scheme, federation.attackers > 0
+    idle = [
+        ("split.alpha", split.alpha != Split.alpha and scheme != "dirichlet", "split.scheme=dirichlet"),
+        (
+            "split.classes_per_user",
+            split.classes_per_user != Split.classes_per_user and scheme != "shards",
+            "split.scheme=shards",
+        ),
+        ("split.mixtures", split.mixtures and scheme != "mixture", "split.scheme=mixture"),
+        ("split.user_labels", split.user_labels and split.labels_at == "server", "split.labels_at=both"),
+        (
+            "federation.attack",
+            federation.attack != Federation.attack and not attacked,
+            "federation.attackers=0.1",
+        ),
+        (
+            "federation.attack_scale",
+            federation.attack_scale != Federation.attack_scale and not attacked,
+            "federation.attackers=0.1",
+        ),
+    ]
+    return [f"{key} does nothing by itself: add {more}" for key, given, more in idle if given]

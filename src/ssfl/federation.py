@@ -125,7 +125,7 @@ def play_round(
     users = own = server_sent = None
     refused: dict[int, str] = {}
     alone = False
-    count, guarded = len(cohort.users), gate is not None or combine is not None
+    count, together = len(cohort.users), gate is not None or combine is not None
     matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
     if matrix is not None:
         matrix = placed(matrix.to(streams.dtype), streams.device)
@@ -139,7 +139,7 @@ def play_round(
             # "Each user locally updates its own model weights to w_k."
             rows, told = trained(train_users, sent, slots[part], part)
             # Equations (7) and (8): each group averages its users (with the server, below).
-            if guarded:
+            if together:
                 held.append((sent, rows))
             else:
                 streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
@@ -148,7 +148,7 @@ def play_round(
         if crowd is not None:
             kept = placed(slots, streams.device) if len(momentum) else None
             streams, users = _exchanged(crowd, state, streams, users, count, momentum, kept)
-        if guarded:
+        if together:
             sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
             reasons = gate(sent, rows) if gate is not None else [""] * count
             refused = {place: reason for place, reason in enumerate(reasons) if reason}

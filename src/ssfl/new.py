@@ -13,8 +13,8 @@ from ssfl.data import own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.limits import CHOICES
-from ssfl.report.text import pooled, printable, untested
 from ssfl.settings import Config, Data
+from ssfl.text import pooled, printable, untested
 
 GPU = torch.cuda.is_available()
 LARGE = 96 if GPU else 32

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ssfl import draws
 from ssfl.errors import SsflError
+from ssfl.runs import Event
 from ssfl.schedule import head_start
 from ssfl.settings import Config
 
-Event = dict[str, Any]
 EPSILONS = ("epsilon_sent", "epsilon_model")
 
 

@@ -20,7 +20,7 @@ class Data:
     download: bool = False
     """Whether missing official files may be fetched."""
     size: int | None = None
-    """Resize the images of a folder to this many pixels square."""
+    """Resize all images to this many pixels square."""
     test_fraction: float = 0.2
     """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
     validation: float = 0.0

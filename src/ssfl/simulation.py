@@ -23,11 +23,10 @@ from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.memory import peak
 from ssfl.plan import Plan
 from ssfl.rows import Layout, row_of, write_row
+from ssfl.runs import Event
 from ssfl.sending import sent_back
 from ssfl.settings import Config
 from ssfl.work import Pool, Trained, Work
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)

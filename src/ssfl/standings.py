@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssfl import runs
+from ssfl import runs, text
 from ssfl.methods import FLAGS
-from ssfl.report import text
 
 ROOM = 12.0
 """How many points below the middle method the picture reaches."""

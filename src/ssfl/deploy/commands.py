@@ -148,7 +148,7 @@ class Left(SsflError):
 
 def tell(line: str) -> None:
     """A line at once, also into a file."""
-    from ssfl.report.text import printable
+    from ssfl.text import printable
 
     print(printable(line), flush=True)
 

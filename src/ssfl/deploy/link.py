@@ -111,6 +111,7 @@ def running(
         with _grid(address, secret, more) as grid:
             yield grid
     finally:
+        http_grid.pull_objects = pull_objects  # type: ignore[attr-defined]
         process.terminate()
         try:
             process.wait(10)

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ssfl import privacy
 from ssfl.progress import accuracy
-from ssfl.report.text import printable
 from ssfl.runs import Event
+from ssfl.text import printable
 
 
 class Sites(Protocol):

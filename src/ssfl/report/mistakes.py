@@ -3,7 +3,8 @@
 from ssfl.report.blocks import Block, Cell, bars, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.pictures import Seen
-from ssfl.report.words import count, percent
+from ssfl.report.words import count
+from ssfl.text import percent
 
 MOST_CLASSES, WORST = 60, 10
 Shares = list[list[float | None]]

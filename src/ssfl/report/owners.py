@@ -5,9 +5,9 @@ from collections import Counter
 
 from ssfl.report.blocks import Block, bars, text
 from ssfl.report.gather import Run, finite, numbers, whole
-from ssfl.report.text import untested
-from ssfl.report.words import count, percent
+from ssfl.report.words import count
 from ssfl.runs import Event
+from ssfl.text import percent, untested
 
 MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 

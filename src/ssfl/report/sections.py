@@ -10,6 +10,7 @@ from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, t
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
 from ssfl.report.pictures import Loader, look
 from ssfl.report.several import Family
+from ssfl.text import percent
 
 MOST_DETAILED = 4
 """Of several runs, who has what, confusion and images are shown for so many experiments."""
@@ -60,7 +61,7 @@ def _question(run: Run) -> list[Block]:
 def _tiles(run: Run) -> list[tuple[str, str]]:
     skew, tests = finite(run.split.get("measured_skew")), finite(run.split.get("test"))
     tiles = [
-        (f"{run.judged_by} accuracy", words.percent(run.judged[-1][1]) if run.judged else "–"),
+        (f"{run.judged_by} accuracy", percent(run.judged[-1][1]) if run.judged else "–"),
         ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
         ("users", f"{run.users:,}"),
         ("server labels", f"{run.config.split.server_labels or 0:,}"),

@@ -3,6 +3,7 @@
 from ssfl.report.gather import Run, finite, inside
 from ssfl.schedule import head_start
 from ssfl.settings import Config
+from ssfl.text import percent
 
 _LEARN = {
     "consistency": "A user's model predicts a weakly changed view of an image; where it is at least "
@@ -120,10 +121,6 @@ def answer(run: Run) -> str:
         text += f". Guessing would give about {percent(1 / len(run.classes))}"
     text += ". The test images are never looked at" if kind == "validation" else ""
     return text + ("." if run.finished else ". The run is not finished.")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def count(many: int, noun: str) -> str:

@@ -20,6 +20,11 @@ def printable(line: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
+def percent(share: float) -> str:
+    """A share in words."""
+    return f"{100 * share:.1f} %"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of words as a Markdown table whose columns stand in line; the first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
