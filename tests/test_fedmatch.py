@@ -279,6 +279,13 @@ def test_only_every_tenth_round_has_helpers(quick: Make) -> None:
     assert found is not None
     assert sorted(found[0].tolist()) == list(cohort.users[1:3])
     assert found[3].tolist() == [-1, -1]
+    state, (cohort, *_) = replace(state, round=9), sim.plan.prepare(9)
+    helped = sim._helpers(state, cohort)
+    assert helped is not None
+    count = int((helped >= 0).sum())
+    assert count > 0
+    down = sim.play(state)[1][0]["bytes_down"]
+    assert down == sim.message_bytes() * (4 + count / 2)  # a helper is half a row
 
 
 SCENARIOS = {

@@ -55,9 +55,9 @@ def drawn_together(rule: str, centre: Tensor, users: Tensor, elasticity: float) 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """One row of many: their "mean", by `weights` [n] if some are given, or coordinate by coordinate their
     "median" or "trimmed" mean, without the fifth (at least one) that is least and the fifth that is most,
-    where there are more than two. Where all weigh nothing, they weigh the same."""
+    where there are more than two."""
     count = len(rows)
-    if weights is not None and rule == "mean" and bool(weights.sum() > 0):
+    if weights is not None and rule == "mean":
         return (weights / weights.sum()) @ rows
     if rule == "mean" or count <= 2:
         return rows.mean(0)

@@ -15,7 +15,7 @@ from ssfl.text import pooled, untested
 def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
     """Tell them as warnings; `given` is the config before what it left open was chosen."""
     found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
-    found += _unread(config)
+    found += [*_unread(config), *_newcomers(config)]
     found += _pooled(dataset, parts)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
     for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
@@ -87,3 +87,14 @@ def _unread(config: Config) -> list[str]:
         ),
     ]
     return [f"{key} does nothing by itself: add {more}" for key, given, more in idle if given]
+
+
+def _newcomers(config: Config) -> list[str]:
+    """Users with models of their own that are not there from the start."""
+    users, participants = config.split.users, config.federation.participants or config.split.users
+    if config.method.averaging not in ("elastic", "overlap") or participants >= users:
+        return []
+    return [
+        f"with {config.method.name} users keep models of their own: one that is drawn for the first time "
+        f"in a late round begins untrained; federation.participants={users} has all of them from the start"
+    ]

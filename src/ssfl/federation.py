@@ -113,7 +113,8 @@ def play_round(
     `statistics_from_server` every model takes the server's own normalisation statistics instead of
     the average's. Users train `at_once` together, all by default, and are added to the average as
     they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
-    that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held.
+    that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held;
+    who weighs nothing counts as if it had not come back.
     With `server_momentum` the users' average is a direction in which the streams go on as well as a place.
     With a `guard`, a server that trains last does so without the users where it would otherwise end less than
     half as far above chance, on its own labels, as it ever was.
@@ -156,11 +157,13 @@ def play_round(
                 back = placed([slots[place] % len(momentum) for place in refused], momentum.device)
                 momentum[back] = state.momentum[back]
             matrix, streams = None, state.streams
-            passed = [place for place in range(count) if place not in refused]
+            weighed = users.stats.get("weight")
+            heavy = [True] * count if weighed is None else (weighed > 0).tolist()
+            passed = [place for place in range(count) if heavy[place] and place not in refused]
             if passed:
                 groups = _passed(cohort, passed)
                 matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
-                who, weighed = placed(cohort.users, rows.device)[passed], users.stats.get("weight")
+                who = placed(cohort.users, rows.device)[passed]
                 weighed = None if weighed is None else weighed[passed]
                 centres = [_combined(combine, rows[passed], who, weighed, group) for group in groups]
                 streams = (1 - matrix[:, :1]) * torch.stack(centres)

@@ -10,7 +10,8 @@ like its own last one to a fixed image of noise. A helper is the received σ wit
 users sent last is kept in State.momentum, a row each, as the method has no momentum.
 
 Left out of the original: the learning rate divided by 3 on a plateau (the schedule of [train] stands in),
-and sending and evaluating without small weights and small changes; the bytes told are whole rows both ways.
+and sending and evaluating without small weights and small changes; the bytes told are whole rows both ways,
+and half a row for each helper.
 Its labelled and clean images are not augmented, where ours are weak views; its strong views have no Cutout.
 It sets a weight decay but never adds it to a loss; here the half that moves decays by train.weight_decay.
 With labels at the users it cuts an epoch of both kinds of images into as many batches of 10 labelled ones;

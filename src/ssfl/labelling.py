@@ -41,6 +41,8 @@ class Looked(NamedTuple):
     """[classes]: how many images of each class got a label; None where nobody looked."""
     reach: Tensor | None = None
     """[n]: how many times as far as it moves a user's model counts; None is once."""
+    sure: Tensor | None = None
+    """[n]: the share of a user's images that got a label, where batches are filled with these."""
 
 
 def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Tensor | None = None) -> Looked:
@@ -51,21 +53,22 @@ def looked(engine: Engine, method: Method, rows: Tensor, work: Work, shares: Ten
     thresholds = class_thresholds(method.thresholds, answers, method.threshold, shares)
     images = work.batches.flatten(1)
     work, sure = labelled(work, answers, thresholds, fill=method.fill)
-    weights = None
+    weights = share = None
     if method.weighting == "doubt":
         weights = doubt(answers)
     elif method.weighting == "labelled":
         weights = distinct(images, sure).to(answers.dtype)
     if method.fill:
+        share = sure.to(answers.dtype).mean(1)
         some = sure.any(1).to(answers.dtype)
         weights = some if weights is None else weights * some
     classes = answers.shape[-1]
     counts = answers.new_zeros(len(rows), classes).scatter_add_(1, answers.argmax(-1), sure.to(answers.dtype))
     if method.pace == "full" or work.labelled is not None:
-        return Looked(work, weights, counts.sum(0))
+        return Looked(work, weights, counts.sum(0), sure=share)
     pace = paces(counts, distinct(images, sure))
     reach = _coarse(pace.double() ** (-2 / 3)).to(pace)
-    return Looked(replace(work, pace=pace), weights, counts.sum(0), reach)
+    return Looked(replace(work, pace=pace), weights, counts.sum(0), reach, share)
 
 
 def paces(counts: Tensor, images: Tensor) -> Tensor:

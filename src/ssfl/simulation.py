@@ -106,8 +106,9 @@ class Simulation:
             looks.append(looked.counts)
             who = cohort.users[part]
             back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows, looked.reach)
-            stats = trained.stats if looked.weights is None else trained.stats | {"weight": looked.weights}
-            return trained._replace(rows=back, stats=stats)
+            found = {"weight": looked.weights, "masked": looked.sure}
+            more = {name: numbers for name, numbers in found.items() if numbers is not None}
+            return trained._replace(rows=back, stats=trained.stats | more)
 
         slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
         if self.plan.own_streams:
@@ -136,6 +137,8 @@ class Simulation:
             new = replace(new, memory=new.memory | {"shares": shares})
         self.prepare(new.round)
         events = [self._round_event(new.round, cohort, outcome)]
+        if helpers is not None:  # half a row each
+            events[0]["bytes_down"] += int((helpers >= 0).sum()) * self.message_bytes() // 2
         if diverse:
             with phases.during("diversity"):
                 events.append(measuring.diversity_event(self, state, cohort, outcome))
