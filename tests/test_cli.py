@@ -31,6 +31,26 @@ def test_the_quickstart_writes_a_run_folder_and_plain_lines(ssfl: Call) -> None:
     assert Path("runs/quickstart-2/summary.json").is_file()
 
 
+def test_a_run_that_went_wrong_says_so_in_its_last_line(ssfl: Call) -> None:
+    """SHORT's two rounds are too early to tell, and nobody is 0.9999 sure in four."""
+    code, _, err = ssfl("run", *SHORT)
+    assert (code, "`ssfl report" in err) == (0, False)
+    code, _, err = ssfl("run", *SHORT, "--set", "federation.rounds=4", "--set", "method.threshold=0.9999")
+    assert code == 0
+    told = err.splitlines()[-1]
+    assert told.startswith(
+        "The users hardly learn. They are sure of only 0.0 % of their images in the last 3"
+    )
+    assert told.endswith("See `ssfl report runs/quickstart-2`")
+
+
+def test_a_contests_methods_may_be_given_one_by_one(ssfl: Call) -> None:
+    code, out, _ = ssfl("contest", *SHORT, "--methods", "alternate", "--methods", "server-only,alternate",
+                        "--seeds", "1", "--quiet")  # fmt: skip
+    assert code == 0
+    assert out.count("| alternate ") == out.count("| server-only ") == 1
+
+
 def test_json_prints_the_summary_alone(ssfl: Call) -> None:
     code, out, err = ssfl("run", *SHORT, "--json", "--out", "a")
     assert (code, err) == (0, "")
@@ -66,6 +86,9 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     ssfl("run", *SHORT, "--out", "a", "--quiet")
     model = library.load_model("a")
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    assert torch.allclose(model(pixels[None]), model(pixels[None] / np.float32(255)), atol=1e-5)
+    with pytest.raises(ValueError, match="floats must be from 0 to 1, not 0 to 2: divide by 255"):
+        model(torch.tensor([0.0, 2.0]).repeat(32).reshape(1, 1, 8, 8))
     Path("scans").mkdir()
     Image.fromarray(pixels).save("scans/one.png")
     Image.fromarray(pixels).resize((64, 64)).convert("RGB").save("scans/two.jpg")
@@ -192,6 +215,8 @@ def test_the_version_and_a_split_of_images_that_nobody_labelled(ssfl: Call, patt
         "split", "--set", "data.path=mine.npz", "--set", "split.users=3", "--set", "split.server_labels=40"
     )
     assert "by skew R = 0.4 (images without labels in equal shares)" in out
+    assert "among the 200 images whose class is known" in out
+    assert "of known class: " in out
 
 
 def test_help_is_quick_and_lists_the_verbs() -> None:

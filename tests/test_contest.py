@@ -91,7 +91,8 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     assert "± " in told
     apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
     assert f"| {sum(apart) / 2:.2f} ± {abs(apart[0] - apart[1]) / 2:.2f} " in told
-    assert told.count("\n") == 3
+    assert told.count("\n") == 4
+    assert told.endswith("\naccuracy is of 360 test images; 70 training images set aside draw the curves")
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]

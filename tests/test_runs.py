@@ -382,6 +382,9 @@ def test_an_npz_with_unlabelled_images_trains(tmp_path: Path, patterns: Path) ->
 def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no preset 'quickstrat'"):
         ssfl.run("quickstrat", tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"no folder or preset 'own/scans'"):
+        ssfl.run("own/scans", tmp_path / "run")
+    assert ssfl.load_config("quickstart", "federation.rounds=5").federation.rounds == 5
     config = quick("split.server_labels=7", "train.warmup=1000")
     with pytest.warns(SsflWarning) as told:
         assemble.make(config)

@@ -210,8 +210,8 @@ def contest(
         str, typer.Argument(help="A preset's name or a TOML file: the protocol.")
     ] = "quickstart",
     methods: Annotated[
-        str, typer.Option(help="Names of the methods table, with commas.")
-    ] = "anchored,grouping,crl-gn,semifl,server-only",
+        list[str], typer.Option(help="Names of the methods table, with commas; repeatable.")
+    ] = ["anchored,grouping,crl-gn,semifl,server-only"],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 3,
     choose: Annotated[
         list[str] | None,
@@ -234,7 +234,7 @@ def contest(
 
     pyplot()  # what the picture needs is missed now, not after hours
     target = out or Path("runs") / f"contest-{Path(config).stem}"
-    names = [name.strip() for name in methods.split(",")]
+    names = [name.strip() for some in methods for name in some.split(",")]
     found = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], out=target, tell=tell, quiet=quiet
     )
@@ -279,6 +279,7 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl import progress, runs
     from ssfl.engines import dist
+    from ssfl.report import gather, verdict
 
     follower = dist.ranks() > 1 and dist.rank() > 0  # one of torchrun's processes speaks for all
     result = progress.watched(start, quiet or follower)
@@ -288,6 +289,9 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
         print(json.dumps(runs.read_summary(result.path)))
     elif not quiet:
         print(f"{result.told}  in {result.path}")
+        said = verdict.judge(gather.read(result.path, result.path.name))
+        if said.bad:
+            print(f"{said.head} {said.text} See `ssfl report {result.path}`", file=sys.stderr)
 
 
 def _tell_warnings() -> None:

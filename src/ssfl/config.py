@@ -38,7 +38,7 @@ def load_config(source: str | Path | None = None, overrides: Iterable[str] = ())
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """What a person said, section by section; the rest is open."""
-    overrides = list(overrides)
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
         source = "own" if other else "quickstart"
@@ -104,7 +104,8 @@ def _read(source: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one")
         if not path.is_file():
             hint = _suggest(str(source), presets()) or f"; presets: {', '.join(presets())}"
-            raise ConfigError(f"no preset {str(source)!r} (a file's name must end in .toml){hint}")
+            what = "folder or preset" if len(path.parts) > 2 else "preset"
+            raise ConfigError(f"no {what} {str(source)!r} (a file's name must end in .toml){hint}")
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:

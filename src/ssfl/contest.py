@@ -125,7 +125,7 @@ def play(
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            images = f"by {_validation_images(mine[0].path):,} validation images"
+            images = f"by {_images(mine[0].path)['validation_images']:,} validation images"
             tell(f"{method}: {' '.join(taken)}, {images} {_percent(best)}, else {others}")
         entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
@@ -258,8 +258,10 @@ def _validation(path: Path | None) -> float:
     return float(summary["validation_accuracy"]) if summary else -1.0
 
 
-def _validation_images(path: Path) -> int:
-    return int(json.loads((path / "split.json").read_text())["validation"])
+def _images(path: Path) -> dict[str, int]:
+    """How many a run was judged by."""
+    found = json.loads((path / "split.json").read_text())
+    return {"validation_images": found["validation"], "test_images": found["test"]}
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
@@ -270,7 +272,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
         told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
-        told[-1] |= {"seed": config.run.seed, "validation_images": _validation_images(path)}
+        told[-1] |= {"seed": config.run.seed, **_images(path)}
         rounds = summary["rounds"]
         step = config.federation.period * config.train.batch_size
         models = (config.federation.groups or 1) if config.method.server_replicas else 1

@@ -47,6 +47,12 @@ class Classifier(nn.Module):
                 f"images must be [N, {', '.join(map(str, self.shape))}], not {list(images.shape)}"
             )
         scale = 1.0 if images.is_floating_point() else 255.0
+        if scale == 1.0 and len(images) and not torch.compiler.is_compiling():
+            least, most = (float(value) for value in images.aminmax())
+            if not 0 <= least <= most <= 1:
+                raise ValueError(
+                    f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or give uint8"
+                )
         weight = next(self.network.parameters())
         x = images.to(weight.dtype) / scale
         x = (x - self.mean[:, None, None]) / self.std[:, None, None]

@@ -67,7 +67,15 @@ def table(standings: Sequence[Standing]) -> str:
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
     flagged = [f"\n* {one.method}: {FLAGS[one.method]}" for one in standings if one.method in FLAGS]
-    return text.table(rows) + note + "".join(flagged)
+    return text.table(rows) + _images(standings) + note + "".join(flagged)
+
+
+def _images(standings: Sequence[Standing]) -> str:
+    """How many images the figures are of: of few they say little."""
+    for run in (run for one in standings for run in one.runs):
+        kept = f"; {run['validation_images']:,} training images set aside draw the curves"
+        return f"\naccuracy is of {run['test_images']:,} test images{kept}"
+    return ""
 
 
 def _short(number: float) -> str:
@@ -128,7 +136,8 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
     if ends:  # who collapsed would leave no room for the others
         lowest = max(0.0, statistics.median(ends) - ROOM)
         axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
-    axes[0].set(xlabel="user images, million", ylabel="validation accuracy, %")
+    judged = [f" of {run['validation_images']:,} images" for one in standings for run in one.runs]
+    axes[0].set(xlabel="user images, million", ylabel=f"validation accuracy{''.join(judged[:1])}, %")
     axes[1].set(xlabel="megabytes sent")
     for axis in axes:
         axis.grid(alpha=0.3)

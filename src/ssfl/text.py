@@ -61,7 +61,10 @@ def split(config: Config, described: dict[str, Any]) -> str:
             f"half of them at most {middle:.0f}"
         )
     skew = described["measured_skew"]
-    told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}"
+    some = ""
+    if sum(map(sum, rows)) < sum(sizes):
+        some = f" among the {sum(described['class_totals']):,} images whose class is known"
+    told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}{some}"
     lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
     if described["validation"]:
         lines.append(f"{described['validation']} images set aside for validation")
@@ -95,7 +98,8 @@ def _typical(size: int, counts: list[int], classes: list[str]) -> str:
     order = sorted(range(len(counts)), key=lambda label: -counts[label])
     shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
     more = " and so on" if sum(count > 0 for count in counts) > 3 else ""
-    return f"user 0, for example, holds {size} images: {', '.join(shares)}{more}"
+    known = "" if sum(counts) == size else f", {sum(counts)} of known class"
+    return f"user 0, for example, holds {size} images{known}: {', '.join(shares)}{more}"
 
 
 def _few(names: list[str]) -> str:

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Result:
 
     accuracy: float
     """Of the averaged model on the test images, after the last round; nan where they are never looked at."""
-    history: list[Event]
+    history: list[Event] = field(repr=False)
     """The events in order: "round", "eval" and "diversity" objects."""
     path: Path
     """The run folder."""

@@ -39,12 +39,13 @@ def judge(run: Run) -> Verdict:
     since = _first_to_stay([at for at, _ in masks], sure)
     last = masks[-max(STAYS, len(masks) // 5) :]
     mask = percent(fmean(value for _, value in last))
+    mask_of = f"{mask} of their images in the last {len(last)} rounds"
     labels = [right[at] for at, _ in last if at in right]
     true = f", and {percent(fmean(labels))} of these pseudo-labels are right" if labels else ""
     best, fall = _fall(run.watched, since)
     streams = _streams(run)
     if since is not None and (fall >= FELL or (right and masks[-1][0] in sure)):
-        facts = [f"The users are sure of {mask} of their images{true.replace(' and', ' but only')}"]
+        facts = [f"The users are sure of {mask_of}{true.replace(' and', ' but only')}"]
         way = _way(run, since)
         facts += [way] if way else []
         head = "Sure and mostly wrong"
@@ -54,14 +55,12 @@ def judge(run: Run) -> Verdict:
         return Verdict(f"{head} from round {since:,} on.", f"{'; '.join(facts)}.{streams}", True, since)
     if streams:
         return Verdict("The average hides a collapse.", streams.strip(), True)
-    now = f"The users are sure of {mask} of their images{true}."
+    now = f"The users are sure of {mask_of}{true}."
     if since is not None and right:
         return Verdict(f"Recovered: wrong labels from round {since:,} on, for a while.", now)
     if fmean(value for _, value in last) < 0.02:
         hint = "A lower method.threshold or more rounds may change that."
-        return Verdict(
-            "The users hardly learn.", f"They are sure of only {mask} of their images. {hint}", True
-        )
+        return Verdict("The users hardly learn.", f"They are sure of only {mask_of}. {hint}", True)
     return Verdict("No collapse.", now)
 
 
