@@ -89,7 +89,8 @@ def _command(command: Any, parent: Any, name: str) -> Iterator[str]:
             flags = ", ".join(parameter.opts)
             called = flags if parameter.is_flag else f"{flags} {parameter.make_metavar(context)}"
         default = parameter.default
-        told = "" if default in (None, False) or parameter.multiple else f" [{default}]"
+        shown = ",".join(default) if parameter.multiple and default else default
+        told = "" if shown in (None, False) else f" [{shown}]"
         yield f"| `{_cell(called)}` | {_cell(parameter.help or '')}{_cell(told)} |"
     if example:
         yield from ("", f"For example `{' '.join(example.split())}`.")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -89,6 +90,11 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     assert torch.allclose(model(pixels[None]), model(pixels[None] / np.float32(255)), atol=1e-5)
     with pytest.raises(ValueError, match="floats must be from 0 to 1, not 0 to 2: divide by 255"):
         model(torch.tensor([0.0, 2.0]).repeat(32).reshape(1, 1, 8, 8))
+    near = torch.full((1, 1, 8, 8), 1 + 1e-6, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(near).sum().backward()
+    assert torch.func.vmap(model)(torch.rand(2, 1, 1, 8, 8)).shape == (2, 1, 10)
     Path("scans").mkdir()
     Image.fromarray(pixels).save("scans/one.png")
     Image.fromarray(pixels).resize((64, 64)).convert("RGB").save("scans/two.jpg")

@@ -381,6 +381,19 @@ def test_where_no_user_is_sure_of_an_image_the_server_trains_as_if_none_had_come
         state = new
 
 
+@pytest.mark.parametrize("policy", ["user", "slot"])
+def test_who_is_sure_of_no_image_leaves_no_trace_in_momentum_or_residual(quick: Make, policy: str) -> None:
+    settings = ("method.name=cbafed", "method.threshold=1.0", "method.thresholds=fixed", "method.residual=2",
+                "method.head_start=0", f"train.momentum_policy={policy}")  # fmt: skip
+    sim = assemble.make(quick(*settings))
+    state = sim.initial()
+    for _ in range(4):
+        state, _ = sim.play(state)
+    assert "stored" not in state.memory
+    assert not state.momentum[:-1].any()
+    assert state.momentum[-1].any()
+
+
 def test_doubtful_users_weigh_more() -> None:
     said = torch.cat([SAID, torch.full_like(SAID, 1 / 3)])
     assert labelling.doubt(said).tolist() == pytest.approx([0.25, 2 / 3])

@@ -409,7 +409,7 @@ def test_a_setting_that_nothing_reads_is_told_with_what_would_read_it(
     with pytest.warns(SsflWarning) as told:
         assemble.make(quick(given))
     key = given.partition("=")[0]
-    assert [str(warning.message) for warning in told] == [f"{key} does nothing by itself: add {more}"]
+    assert [str(warning.message) for warning in told] == [f"{key} does nothing here: it needs {more}"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", SsflWarning)
         assemble.make(quick(given, more))

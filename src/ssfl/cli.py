@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import warnings
 from importlib import metadata
@@ -222,8 +223,6 @@ def contest(
     quiet: Quiet = False,
 ) -> None:
     """Methods side by side under one protocol.  Example: ssfl contest emnist-47 --methods grouping,semifl"""
-    import shlex
-
     from ssfl import contest as contests
     from ssfl import standings
     from ssfl.errors import DivergedError
@@ -291,7 +290,9 @@ def _carry_out(start: Any, quiet: bool, json_only: bool) -> None:
         print(f"{result.told}  in {result.path}")
         said = verdict.judge(gather.read(result.path, result.path.name))
         if said.bad:
-            print(f"{said.head} {said.text} See `ssfl report {result.path}`", file=sys.stderr)
+            print(
+                f"{said.head} {said.text} See `ssfl report {shlex.quote(str(result.path))}`", file=sys.stderr
+            )
 
 
 def _tell_warnings() -> None:

@@ -67,6 +67,7 @@ def _unread(config: Config) -> list[str]:
     split, federation = config.split, config.federation
     scheme, attacked = split.scheme, federation.attackers > 0
     idle = [
+        ("split.skew", split.skew != Split.skew and scheme != "skew", "split.scheme=skew"),
         ("split.alpha", split.alpha != Split.alpha and scheme != "dirichlet", "split.scheme=dirichlet"),
         (
             "split.classes_per_user",
@@ -74,7 +75,11 @@ def _unread(config: Config) -> list[str]:
             "split.scheme=shards",
         ),
         ("split.mixtures", split.mixtures and scheme != "mixture", "split.scheme=mixture"),
-        ("split.user_labels", split.user_labels and split.labels_at == "server", "split.labels_at=both"),
+        (
+            "split.user_labels",
+            split.user_labels is not None and split.labels_at == "server",
+            "split.labels_at=both",
+        ),
         (
             "federation.attack",
             federation.attack != Federation.attack and not attacked,
@@ -86,7 +91,7 @@ def _unread(config: Config) -> list[str]:
             "federation.attackers=0.1",
         ),
     ]
-    return [f"{key} does nothing by itself: add {more}" for key, given, more in idle if given]
+    return [f"{key} does nothing here: it needs {more}" for key, given, more in idle if given]
 
 
 def _newcomers(config: Config) -> list[str]:

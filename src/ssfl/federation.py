@@ -83,6 +83,8 @@ class Outcome:
     """Why models were refused, by their users' places in the cohort."""
     alone: bool = False
     """Whether the guard played the round without the users."""
+    counted: bool = True
+    """Whether any user's model did."""
 
 
 def play_round(
@@ -153,13 +155,14 @@ def play_round(
             sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
             reasons = gate(sent, rows) if gate is not None else [""] * count
             refused = {place: reason for place, reason in enumerate(reasons) if reason}
-            if refused and len(momentum):
-                back = placed([slots[place] % len(momentum) for place in refused], momentum.device)
-                momentum[back] = state.momentum[back]
-            matrix, streams = None, state.streams
             weighed = users.stats.get("weight")
             heavy = [True] * count if weighed is None else (weighed > 0).tolist()
             passed = [place for place in range(count) if heavy[place] and place not in refused]
+            if len(passed) < count and len(momentum):
+                out = [slots[place] % len(momentum) for place in range(count) if place not in passed]
+                back = placed(out, momentum.device)
+                momentum[back] = state.momentum[back]
+            matrix, streams = None, state.streams
             if passed:
                 groups = _passed(cohort, passed)
                 matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
@@ -209,7 +212,7 @@ def play_round(
         strikes = strikes.clone()
         strikes[[cohort.users[place] for place in refused]] += 1
     new = State(state.round + 1, streams, average, momentum, strikes, memory)
-    return new, Outcome(users, server_sent, own, refused, alone)
+    return new, Outcome(users, server_sent, own, refused, alone, matrix is not None)
 
 
 def _passed(cohort: Cohort, passed: list[int]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from ssfl import models, runs
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.errors import DataError, RunError
+
+SLACK = 1e-3
+"""How far beyond 0 and 1 floats may be: resizing leaves a little."""
 
 
 class Classifier(nn.Module):
@@ -34,6 +38,12 @@ class Classifier(nn.Module):
         self.register_buffer("mean", torch.tensor(card["mean"]))
         self.register_buffer("std", torch.tensor(card["std"]))
 
+    def _require_scaled(self, least: float, most: float) -> None:
+        if least < -SLACK or most > 1 + SLACK:
+            raise ValueError(
+                f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or give uint8"
+            )
+
     def forward(self, images: Tensor | np.ndarray) -> Tensor:
         """Logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an array as
         .npz files have it, [N, H, W] or [N, H, W, 3]."""
@@ -48,11 +58,8 @@ class Classifier(nn.Module):
             )
         scale = 1.0 if images.is_floating_point() else 255.0
         if scale == 1.0 and len(images) and not torch.compiler.is_compiling():
-            least, most = (float(value) for value in images.aminmax())
-            if not 0 <= least <= most <= 1:
-                raise ValueError(
-                    f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or give uint8"
-                )
+            with suppress(RuntimeError):  # within vmap and on "meta" nobody can look
+                self._require_scaled(*(float(value) for value in images.detach().aminmax()))
         weight = next(self.network.parameters())
         x = images.to(weight.dtype) / scale
         x = (x - self.mean[:, None, None]) / self.std[:, None, None]

@@ -174,7 +174,7 @@ class Simulation:
             **accepting.rules(self, state, cohort),
             **more,
         )
-        return keeping.over_rounds(method, new, bool(cohort.users)), outcome
+        return keeping.over_rounds(method, new, outcome.counted), outcome
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images, if it is time for them, and on the validation images, if

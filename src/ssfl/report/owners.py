@@ -45,10 +45,15 @@ def _measured(run: Run) -> list[str]:
     told = ["R cannot be measured: no label of a user's image is known."]
     if skew is not None:
         told = [f"The measured R is {skew:.4f} (Definition 2 of the paper: 0 is iid, 1 is disjoint)."]
-        known = sum(value or 0 for row in run.user_classes for value in row)
-        if known < sum(size or 0 for size in numbers(run.split.get("sizes"))):
-            said = f"Classes are known of {known:,.0f} of the users' images"
-            told.append(f"{said}; what is said of classes and of right labels is of these.")
+        known, sizes = (
+            sum(value or 0 for value in numbers(run.split.get(key))) for key in ("class_totals", "sizes")
+        )
+        listed = sum(value or 0 for row in run.user_classes for value in row)
+        if listed < sizes:
+            told.append(
+                f"Classes are known of {known:,.0f} of the users' images; what is said of classes and of right "
+                "labels is of these."
+            )
     held, labelled = finite(run.split.get("validation")), finite(run.split.get("user_labelled_total"))
     told += [f"{held:,.0f} images were set aside for validation."] if held else []
     told += [f"{labelled:,.0f} images of the users have labels."] if labelled else []
