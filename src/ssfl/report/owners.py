@@ -51,8 +51,8 @@ def _measured(run: Run) -> list[str]:
         listed = sum(value or 0 for row in run.user_classes for value in row)
         if listed < sizes:
             told.append(
-                f"Classes are known of {known:,.0f} of the users' images; what is said of classes and of right "
-                "labels is of these."
+                f"Classes are known of {known:,.0f} of the users' images; what is said of classes and of "
+                "right labels is of these."
             )
     held, labelled = finite(run.split.get("validation")), finite(run.split.get("user_labelled_total"))
     told += [f"{held:,.0f} images were set aside for validation."] if held else []
