@@ -286,6 +286,7 @@ def test_views_that_are_not_contiguous_count_the_same() -> None:
     assert torch.equal(strong_views(images, draws, True), plain)
 
 
+@pytest.mark.slow
 def test_strong_views_trace_as_one_graph() -> None:
     """No shape and no branch depends on the data, or the tracer would refuse."""
     images, draws = random_images(8, 3, 16, 16), draws_for(8, STRONG_DRAWS)

@@ -294,7 +294,8 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("labels_at", ["server", pytest.param("users", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("labels_at", ["server", "users"])
 def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
     quick: Make, tmp_path: Path, labels_at: str
 ) -> None:

@@ -92,6 +92,7 @@ def test_every_scheme_deals_as_the_plain_reading_does(
     )
 
 
+@pytest.mark.slow
 def test_twenty_thousand_users_are_dealt_as_the_plain_reading_does() -> None:
     labels = labels_of([6000, 5000, 7000, 6001, 5999, 6000, 4000, 8000, 6000, 6000])
     at_server, pools = plain.pools_of(labels, 1000, 5)
