@@ -12,6 +12,7 @@ import ssfl
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_a_table_a_picture_and_run_folders(tmp_path: Path) -> None:
     shown = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py", "--rounds", "2", "--out", tmp_path / "demo"],

@@ -122,6 +122,7 @@ def test_float32_over_one_step(quick: Make, norm: str) -> None:
     assert relative(two.average - start.average, one.average - start.average) < 1e-4
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_the_same(quick: Make, patterns: Path) -> None:
     config = quick(
         f"data.path={patterns}", "split.users=4", "split.server_labels=16", "train.precision=float64",
