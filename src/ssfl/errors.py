@@ -11,6 +11,10 @@ class ConfigError(SsflError):
     """A key, value or combination of settings that cannot be used."""
 
 
+class MethodError(SsflError):
+    """A method that uses something it did not declare, or returns something else than it should."""
+
+
 class DataError(SsflError):
     """A data file or folder that is missing, broken or unsuitable."""
 

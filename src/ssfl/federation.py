@@ -1,40 +1,278 @@
-"""One round of semi-supervised federated learning, as sections 2 and 3 of the paper write it.
+"""What a federation is made of, and the paper's round. Start reading here.
 
-A round is a pure function State -> State. It reads no file, prints nothing and knows no device; the
-engine that trains is handed in.
+A `Method` has a user side and a server side. The user side (`label`, `user_loss`, `gradient`) runs where the
+images are, in a simulation or at a real site, and sees a `Look` or a `Step`. The server side (`round`) turns
+one `State` into the next and sees a `Fed`: it never sees a user's image.
+
+A model is a row: its P weights, flattened, then its Q running statistics. Tensors of the user side are
+[n, ...], n users at once.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ssfl import averaging
+from ssfl import draws, losses
 from ssfl.cohort import Cohort
-from ssfl.rows import placed
-from ssfl.work import TOLD, Trained
+from ssfl.errors import MethodError
+from ssfl.losses import Losses
+from ssfl.rows import Layout
 
-Train = Callable[[Tensor, Tensor, slice], Trained]
-"""(rows, momentum, which of the trainers) -> rows, momentum, numbers: T local steps of each."""
-Combine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(a group's rows, its users' numbers, their weights if they have some) -> one row."""
-Gate = Callable[[Tensor, Tensor], list[str]]
-"""(what was sent, what came back) -> why each is refused, "" where it is not."""
-Guard = Callable[[Tensor], float]
-"""(a row) -> how much better than chance it tells the server's labelled images apart."""
+Named = dict[str, Tensor]
+"""Tensors by their names in the network."""
+Loss = Callable[["Step"], Losses]
+Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
+"""(weights, buffers, images [n, B, ...], training mode?, dropout keys [n]) -> logits [n, B, classes], buffers."""
+Evaluate = Callable[[Loss, Named, Named, "Batch"], tuple[Tensor, Named, Named]]
+"""(loss, weights, buffers, batch) -> the loss of each model [n], its metrics, the new buffers."""
+METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
+"""What is measured in every step: the loss, and the shares of images that are trained on, that are trained on
+and whose true label is known, and whose pseudo-label is right."""
+DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
+"""The numbers of the dropout masks that the package's own methods use."""
+NEEDS = {
+    "models": "the single models of the users, and not only their average",
+    "reports": "numbers that users report about their images",
+    "sends": "to send users more than a model",
+    "sizes": "how many images each user has",
+    "labels": "the true labels of users' images",
+}
+"""What a method may declare that it needs besides averages."""
 
 
-class Crowd(Protocol):
-    """Processes that share the users of a round."""
+# --- the user side ------------------------------------------------------------------------------------------
 
-    def share(self, count: int) -> slice:
-        """The places of a cohort that this process trains."""
 
-    def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """The sum of everybody's streams, and each of the rows of all users, in their order."""
+class Batch(NamedTuple):
+    """The images of one step, [n, B, C, H, W] each, normalised."""
+
+    weak: Tensor | None
+    """None unless the method uses weak views."""
+    strong: Tensor | None
+    labels: Tensor
+    """[n, B]: the true ones, -1 where unknown."""
+    own: Tensor | None
+    """Weak views of the users' own labelled images, if any have some."""
+    own_labels: Tensor | None
+    """[n, B]; -1 for a user without."""
+    keys: Tensor
+    """[n]: names the dropout masks of the step."""
+    shares: Tensor
+    """[n, B]: each image's share of its model's loss."""
+    given: Named
+    """This step's part of what `label` and the round provided."""
+
+
+class Step:
+    """One SGD step of n users, or of the server, as a method's losses see it.
+
+    Only tensors belong in a loss: on a GPU a step is recorded once and replayed, and a Python number that
+    changes from round to round would keep its first value.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        weights: Named,
+        buffers: Named,
+        network: Network,
+        *,
+        role: str = "user",
+        sees_labels: bool = False,
+        narrow: Named | None = None,
+        received: Named | None = None,
+        rate: Tensor | None = None,
+        decay: float = 0.0,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self.batch, self.role = batch, role
+        self.weights, self.buffers = weights, buffers
+        """[n, ...] in float32 or wider."""
+        self.given = batch.given
+        self.own, self.own_labels = batch.own, batch.own_labels
+        self.rate, self.decay = rate, decay
+        self._sees_labels = sees_labels
+        self._network, self._narrow = network, weights if narrow is None else narrow
+        self._received, self._evaluate, self._moved = received, evaluate, False
+
+    @property
+    def weak(self) -> Tensor:
+        """Weakly augmented views of the batch's images."""
+        return _declared(self.batch.weak, "weak")
+
+    @property
+    def strong(self) -> Tensor:
+        """Strongly augmented views of the same images."""
+        return _declared(self.batch.strong, "strong")
+
+    @property
+    def labels(self) -> Tensor:
+        """[n, B]: the true labels if the method declares that it needs them, else -1."""
+        labels = self.batch.labels
+        return labels if self._sees_labels else torch.full_like(labels, -1)
+
+    @property
+    def received(self) -> Named:
+        """The weights that the round began with."""
+        return _declared(self._received, "received")
+
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        grad: bool = True,
+        train: bool = True,
+        draw: str = "student",
+        weights: Named | None = None,
+    ) -> Tensor:
+        """The logits [n, B, classes] of images [n, B, ...]; `draw` names the dropout mask."""
+        keys = draws.fold(self.batch.keys, _number(draw))
+        used = self._narrow if weights is None else self._as_narrow(weights)
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            logits, self.buffers = self._network(used, self.buffers, images, train, keys)
+        return logits.to(self.batch.shares.dtype)
+
+    def slopes(self, loss: Loss, at: Named | None = None) -> tuple[Named, Named]:
+        """The gradient of a loss, at the current weights or at others, and the loss's metrics.
+
+        Running statistics move with the first gradient at the current weights alone.
+        """
+        if self._evaluate is None:
+            raise MethodError("slopes() belongs in gradient(), not in a loss")
+        used = self._narrow if at is None else self._as_narrow(at)
+        leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
+        total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch)
+        # models do not touch each other: the gradient of the sum is each one's own
+        found = torch.autograd.grad(
+            total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+        if at is None and not self._moved:
+            self.buffers, self._moved = buffers, True
+        slopes = {n: slope.to(self.weights[n].dtype) for n, slope in zip(leaves, found, strict=True)}
+        return slopes, metrics
+
+    def after(self, slopes: Named) -> "Step":
+        """The same step after one update of plain SGD with weight decay, without side effects."""
+        if self.rate is None:
+            raise MethodError("after() belongs in gradient(), not in a loss")
+        moved = dict(self.weights)
+        for name, slope in slopes.items():
+            weight = self.weights[name]
+            moved[name] = weight - along(self.rate, weight) * (slope + self.decay * weight)
+        other = copy.copy(self)
+        other.weights, other._narrow = moved, self._as_narrow(moved)
+        return other
+
+    def having(self, **given: Tensor) -> "Step":
+        """The same step with other tensors in `given`."""
+        other = copy.copy(self)
+        other.batch = self.batch._replace(given=self.given | given)
+        other.given = other.batch.given
+        return other
+
+    def _as_narrow(self, weights: Named) -> Named:
+        """Weights in the numbers that the network computes in."""
+        return {name: weight.to(self._narrow[name].dtype) for name, weight in weights.items()}
+
+
+def _declared(value: Any, name: str) -> Any:
+    if value is None:
+        raise MethodError(f"the method reads step.{name} but uses() does not return {name!r}: add it there")
+    return value
+
+
+def _number(draw: str) -> int:
+    """The number of a dropout mask by its name."""
+    if draw in DRAWS:
+        return DRAWS[draw]
+    number = 0
+    for letter in draw:
+        number = (131 * number + ord(letter)) % 2**31
+    return 16 + number
+
+
+def along(numbers: Tensor, models: Tensor) -> Tensor:
+    """A number [n] of each model, shaped to go with [n, ...]."""
+    return numbers.view(-1, *[1] * (models.dim() - 1))
+
+
+def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor, Named, Named]:
+    """The loss of each model [n], its metrics and the buffers afterwards: what every engine computes."""
+    found = loss(step)
+    total = of_models(found, step.batch)
+    mask, labels = found.mask, step.batch.labels
+    right = (found.label == labels).to(mask.dtype) * mask
+    known = mask * (labels >= 0)
+    values = (total.detach(), mask.mean(1), known.mean(1), right.mean(1))
+    metrics = dict(zip(METRICS, values, strict=True))
+    for name in extra:
+        if name not in found.metrics:
+            raise MethodError(f"the method declares the metric {name!r}, but its loss returns none: add it")
+        metrics[name] = found.metrics[name].detach().reshape(len(mask), -1).mean(1).to(total.dtype)
+    return total, metrics, {name: buffer.detach() for name, buffer in step.buffers.items()}
+
+
+def of_models(found: Losses, batch: Batch) -> Tensor:
+    """The loss of each model, [n]: the mean over its images, unless the loss is that already."""
+    return found.loss if found.loss.dim() == 1 else (found.loss * batch.shares).sum(1)
+
+
+def with_own_labels(loss: Loss) -> Loss:
+    """The loss, and the cross-entropy of users' own labelled images where they have some."""
+
+    def both(step: Step) -> Losses:
+        found = loss(step)
+        if step.own is None or step.own_labels is None:
+            return found
+        logits = step.forward(step.own, draw="labelled")
+        labelled = losses.cross_entropy(logits, step.own_labels.clamp(min=0))
+        total = of_models(found, step.batch) + (labelled * (step.own_labels >= 0)).mean(1)
+        return found._replace(loss=total)
+
+    return both
+
+
+class Look(NamedTuple):
+    """What `label` sees before the first step: the received model's view of the round's images."""
+
+    answers: Tensor
+    """[n, T · B, classes]: predicted probabilities of weak views, in eval mode."""
+    images: Tensor
+    """[n, T, B]: which images, as indices that only mean something to their owner."""
+    keys: Tensor
+    """[n]: names the draws that `label` may need."""
+    given: Named
+    """What the round sent besides the model, [n, ...]."""
+    has_labels: bool
+    """Whether users hold labelled images of their own."""
+
+
+class Labels(NamedTuple):
+    """What `label` decides for a round of n users."""
+
+    images: Tensor
+    """[n, T, B]: the images of every step; they may be other ones than `Look.images`."""
+    given: Named
+    """[n, T, ...] each: what a step finds in `step.given`, such as labels and a mask."""
+    more: Named = {}  # noqa: RUF012 (never changed)
+    """[n, T, B] each: further images, of which a step finds weak views in `step.given`."""
+    weight: Tensor | None = None
+    """[n]: a user's weight in the average; 0 is as if it had dropped out."""
+    pace: Tensor | None = None
+    """[n]: the part of the learning rate that a user takes."""
+    reach: Tensor | None = None
+    """[n]: the factor by which a user's update is scaled before it is sent."""
+    report: Named = {}  # noqa: RUF012 (never changed)
+    """[n, ...] each: numbers for the round, `Users.report`."""
+    metrics: Named = {}  # noqa: RUF012 (never changed)
+    """[n] each: metrics that replace those of the steps."""
+
+
+# --- the server side ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,258 +286,213 @@ class State:
     average: Tensor
     """[P + Q]: w_avg, the model that the server starts from, and that is evaluated."""
     momentum: Tensor
-    """[slots + 1, P]: momentum kept between rounds, the server's row last; empty when it is not.
-    FedMatch has none and keeps what each user sent last, zeros of one never seen."""
+    """[slots + 1, P]: momentum kept between rounds, the server's row last; empty when it is not kept."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[K]: how often each user's model was refused; empty without a gate."""
     memory: dict[str, Tensor] = field(default_factory=dict)
-    """What some methods keep besides: "velocity" [S, P] of the server's momentum, "slow" [P + Q] and "stored"
-    [P + Q], averages over rounds, "shares" [classes], how often each class was a pseudo-label, and "best",
-    the guard's."""
+    """What a method keeps besides, by name: `Method.initial` names all of it."""
+
+    def next(
+        self,
+        streams: Tensor,
+        average: Tensor | None = None,
+        kept: Sequence["Trained | Users"] = (),
+        **memory: Tensor,
+    ) -> "State":
+        """The state after a round; `kept` says whose momentum is carried on, where it is kept at all."""
+        unknown = memory.keys() - self.memory.keys()
+        if unknown:
+            raise MethodError(f"the round keeps {', '.join(sorted(unknown))}, which initial() does not name")
+        momentum = self.momentum
+        for one in kept:
+            for slots, values in one.momentum if len(self.momentum) else ():
+                momentum = momentum.index_copy(0, slots, values)
+        average = streams.mean(0) if average is None else average
+        return replace(
+            self,
+            round=self.round + 1,
+            streams=streams,
+            average=average,
+            momentum=momentum,
+            memory=self.memory | memory,
+        )
+
+
+Momentum = tuple[tuple[Tensor, Tensor], ...]
+"""Pairs of slots [m] and the momentum [m, P] that belongs there."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What training did, a number for each trainer."""
+class Trained:
+    """What the server's training gave."""
 
-    stats: dict[str, Tensor]
-    """[n] each: loss, mask rate, ..."""
-    norms: Tensor
-    """[n]: the lengths of the updates."""
-    updates: Tensor | None
-    """[n, P + Q]: what they did to the rows, where that was asked for."""
+    row: Tensor
+    """[P + Q]: the trained model; of replicas the first."""
+    momentum: Momentum
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a round tells besides its new state."""
+class Users:
+    """What the users' training gave, once the checks, the robust average and the noise are applied."""
 
-    users: Moved | None
-    """None where nobody came back."""
-    server_sent: Tensor | None
-    """[P + Q]: what the server started from, where it trained."""
-    server: Moved | None
-    refused: dict[int, str] = field(default_factory=dict)
-    """Why models were refused, by their users' places in the cohort."""
-    alone: bool = False
-    """Whether the guard played the round without the users."""
-    counted: bool = True
-    """Whether any user's model did."""
+    means: Tensor
+    """[S, P + Q]: equation (7), the new model of every group; what was sent where no user counted."""
+    average: Tensor
+    """[P + Q]: equation (8), the mean of the groups' models."""
+    counted: bool
+    """Whether any user's model counted."""
+    who: Tensor
+    """[m]: the users whose models counted."""
+    groups: tuple[tuple[int, ...], ...]
+    """Places in `who`, by group."""
+    momentum: Momentum
+    declared: frozenset[str] = frozenset()
+    _rows: Tensor | None = None
+    _report: Named | None = None
+    _sizes: Tensor | None = None
 
+    @property
+    def rows(self) -> Tensor:
+        """[m, P + Q]: the models themselves. Needs "models"."""
+        return self._needing("models", self._rows)
 
-def play_round(
-    state: State,
-    cohort: Cohort,
-    *,
-    train_users: Train,
-    train_server: Train,
-    server: str,
-    server_weight: float | None = None,
-    replicas: int = 1,
-    slots: Sequence[int] = (),
-    statistics_from_server: bool = False,
-    at_once: int | None = None,
-    keep_updates: bool = False,
-    crowd: Crowd | None = None,
-    gate: Gate | None = None,
-    combine: Combine | None = None,
-    server_momentum: float = 0.0,
-    guard: Guard | None = None,
-) -> tuple[State, Outcome]:
-    """Send, train, average.
+    @property
+    def report(self) -> Named:
+        """[m, ...] each: what `label` reported. Needs "reports"."""
+        return self._needing("reports", self._report)
 
-    `server` is "parallel" (the paper: the server trains while the users do and joins the average),
-    "alternate" (users, average, then the server trains the average) or "none" (it holds no data).
-    Of a parallel server, `replicas` copies train, one for each group, or one for all.
-    `slots` are the rows of kept momentum that belong to the cohort's users. With
-    `statistics_from_server` every model takes the server's own normalisation statistics instead of
-    the average's. Users train `at_once` together, all by default, and are added to the average as
-    they come, so that no more models are held at a time. A `crowd` of processes shares them. With a `gate`
-    that may refuse some, or where groups `combine` their users otherwise than by their mean, all are held;
-    who weighs nothing counts as if it had not come back.
-    With `server_momentum` the users' average is a direction in which the streams go on as well as a place.
-    With a `guard`, a server that trains last does so without the users where it would otherwise end less than
-    half as far above chance, on its own labels, as it ever was.
-    """
-    momentum = state.momentum.clone()
-    weights = momentum.shape[1]
-    trained = partial(_trained, momentum, keep_updates)
-    streams, average = state.streams, state.average
-    users = own = server_sent = None
-    refused: dict[int, str] = {}
-    alone = False
-    count, together = len(cohort.users), gate is not None or combine is not None
-    matrix = averaging.mixing(cohort.groups, server == "parallel", server_weight) if count else None
-    if matrix is not None:
-        matrix = placed(matrix.to(streams.dtype), streams.device)
-        streams = torch.zeros_like(streams)
-        moved, held = [], []
-        share = slice(0, count) if crowd is None else crowd.share(count)
-        for start in range(share.start, share.stop, at_once or count):
-            part = slice(start, min(start + (at_once or count), share.stop))
-            # "The server sends the averaged model weights": user k of group i receives w_avg,i.
-            sent = state.streams[placed(cohort.streams[part], streams.device)]
-            # "Each user locally updates its own model weights to w_k."
-            rows, told = trained(train_users, sent, slots[part], part)
-            # Equations (7) and (8): each group averages its users (with the server, below).
-            if together:
-                held.append((sent, rows))
-            else:
-                streams = streams.addmm(matrix[:, 1 + part.start : 1 + part.stop], rows)
-            moved.append(told)
-        users = _together(moved, streams, keep_updates)
-        if crowd is not None:
-            kept = placed(slots, streams.device) if len(momentum) else None
-            streams, users = _exchanged(crowd, state, streams, users, count, momentum, kept)
-        if together:
-            sent, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
-            reasons = gate(sent, rows) if gate is not None else [""] * count
-            refused = {place: reason for place, reason in enumerate(reasons) if reason}
-            weighed = users.stats.get("weight")
-            heavy = [True] * count if weighed is None else (weighed > 0).tolist()
-            passed = [place for place in range(count) if heavy[place] and place not in refused]
-            if len(passed) < count and len(momentum):
-                out = [slots[place] % len(momentum) for place in range(count) if place not in passed]
-                back = placed(out, momentum.device)
-                momentum[back] = state.momentum[back]
-            matrix, streams = None, state.streams
-            if passed:
-                groups = _passed(cohort, passed)
-                matrix = averaging.mixing(groups, server == "parallel", server_weight).to(rows)
-                who = placed(cohort.users, rows.device)[passed]
-                weighed = None if weighed is None else weighed[passed]
-                centres = [_combined(combine, rows[passed], who, weighed, group) for group in groups]
-                streams = (1 - matrix[:, :1]) * torch.stack(centres)
-        average = streams.mean(0)
+    @property
+    def sizes(self) -> Tensor:
+        """[m]: how many images each user has. Needs "sizes"."""
+        return self._needing("sizes", self._sizes)
 
-    memory = state.memory
-    if server_momentum and matrix is not None:
-        velocity = streams[:, :weights] - state.streams[:, :weights]
-        velocity = server_momentum * memory["velocity"] + velocity
-        streams = torch.cat([state.streams[:, :weights] + velocity, streams[:, weights:]], 1)
-        average = streams.mean(0)
-        memory = memory | {"velocity": velocity}
-
-    if server == "parallel":
-        # "At the same time, the server also updates its own weights from w_avg to w_s."
-        server_sent = state.average
-        own_slots = range(-replicas, 0)
-        rows, own = trained(train_server, server_sent.repeat(replicas, 1), own_slots, slice(0, replicas))
-        streams = rows.expand_as(streams).clone() if matrix is None else streams + matrix[:, :1] * rows
-        average = streams.mean(0)
-    elif server == "alternate":
-        # The server trains the users' average: its few labels have the last word.
-        server_sent = average
-        rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
-        if guard is not None:
-            good, best = guard(rows[0]), memory["best"]
-            alone = matrix is not None and 2 * good < float(best)
-            if alone:
-                server_sent = state.average
-                momentum.copy_(state.momentum)
-                rows, own = trained(train_server, server_sent[None], [-1], slice(0, 1))
-                if server_momentum:
-                    memory = memory | {"velocity": torch.zeros_like(memory["velocity"])}
-            memory = memory | {"best": best.clamp(min=good)}
-        average = rows[0]
-        streams = average.repeat(len(streams), 1)
-
-    if statistics_from_server and own is not None:
-        streams, average = streams.clone(), average.clone()
-        streams[:, weights:] = average[weights:] = rows[0, weights:]
-    strikes = state.strikes
-    if refused:
-        strikes = strikes.clone()
-        strikes[[cohort.users[place] for place in refused]] += 1
-    new = State(state.round + 1, streams, average, momentum, strikes, memory)
-    return new, Outcome(users, server_sent, own, refused, alone, matrix is not None)
+    def _needing(self, need: str, value: Any) -> Any:
+        if need not in self.declared:
+            raise MethodError(f"the round uses {NEEDS[need]}: add {need!r} to what needs() returns")
+        return value
 
 
-def _passed(cohort: Cohort, passed: list[int]) -> list[list[int]]:
-    """The groups without the models that were refused, as places among those that passed."""
-    now = {place: number for number, place in enumerate(passed)}
-    return [[now[place] for place in group if place in now] for group in cohort.groups]
+class Fed(Protocol):
+    """Everything that a round can see; the simulator and the real centre implement it."""
+
+    cohort: Cohort
+    layout: Layout
+    classes: int
+
+    @property
+    def server_counts(self) -> Tensor:
+        """[classes]: how many labelled images of each class the server has."""
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the server has labelled images to train on."""
+
+    def key(self, purpose: str) -> Tensor:
+        """Names the draws of this round for a purpose."""
+
+    def train_users(
+        self,
+        start: Tensor,
+        *,
+        server: Tensor | None = None,
+        server_weight: float | None = None,
+        replicas: int = 1,
+        give: Callable[[Sequence[int]], Named] | None = None,
+    ) -> Users:
+        """Send every user the model of its group, let it train, and average what comes back.
+
+        With `server`, the server trains that row at the same time and joins every group's average, with
+        `server_weight` if given. `give(users)` returns further tensors [n, ...] for them.
+        """
+
+    def train_server(self, row: Tensor) -> Trained:
+        """Train a row on the server's labelled images."""
+
+    def answers(self, rows: Tensor, images: Tensor) -> Tensor:
+        """The probabilities [m, B, classes] that models [m, P + Q] predict for uint8 images."""
+
+    def above_chance(self, row: Tensor, most: int | None = None) -> float:
+        """The accuracy, averaged over classes, on `most` of the server's labelled images, minus chance."""
+
+    def tell(self, **metrics: float) -> None:
+        """Add numbers to the round's event."""
 
 
-def _combined(
-    combine: Combine | None, rows: Tensor, users: Tensor, weights: Tensor | None, group: list[int]
-) -> Tensor:
-    """One row of a group's, or of everybody's where the group is empty."""
-    some = group or list(range(len(rows)))
-    weighed = None if weights is None else weights[some]
-    if combine is None:
-        return averaging.combined("mean", rows[some], weighed)
-    return combine(rows[some], users[some], weighed)
+def paper_round(
+    state: State, fed: Fed, server_weight: float | None = None, server_replicas: bool = False
+) -> State:
+    """Equations (7) and (8): users and server train at the same time, and every group averages its own."""
+    server = state.average if fed.has_server else None
+    replicas = len(state.streams) if server_replicas else 1
+    users = fed.train_users(state.streams, server=server, server_weight=server_weight, replicas=replicas)
+    return state.next(users.means, users.average, kept=[users])
 
 
-def play_own_streams(
-    state: State,
-    cohort: Cohort,
-    *,
-    train_users: Train,
-    rule: str,
-    elasticity: float,
-    slots: Sequence[int] = (),
-    keep_updates: bool = False,
-) -> tuple[State, Outcome]:
-    """A round of EASGD or OverlapSGD: every user goes on from its own model; the server holds no data."""
-    momentum, streams = state.momentum.clone(), state.streams.clone()
-    if not cohort.users:
-        return State(state.round + 1, streams, state.average, momentum), Outcome(None, None, None)
-    who = placed(cohort.users, streams.device)
-    everybody = slice(0, len(cohort.users))
-    rows, moved = _trained(momentum, keep_updates, train_users, streams[who], slots, everybody)
-    streams[who], average = averaging.drawn_together(rule, state.average, rows, elasticity)
-    return State(state.round + 1, streams, average, momentum), Outcome(moved, None, None)
+@dataclass(frozen=True)
+class Method:
+    """A method: its fields are its settings, [method] in a config. Subclass it as a frozen dataclass."""
 
+    called: ClassVar[str] = ""
+    """The name by which it was found; see `name`."""
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Defaults for other sections, which a person's own settings override."""
+    start: ClassVar[str] = "group"
+    """What a user starts a round from: the model of its "group", or its own one ("user")."""
+    grouped: ClassVar[bool] = False
+    """Whether users are dealt into several groups unless `federation.groups` says otherwise."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """The names of further metrics that its losses return."""
+    note: ClassVar[str] = ""
+    """What a table of results must say about it."""
+    label: ClassVar[Any] = None
+    """`label(self, look: Look) -> Labels`: pseudo-labels made once a round; None makes none."""
+    trains_users: ClassVar[bool] = True
 
-def _trained(
-    momentum: Tensor, keep_updates: bool, train: Train, sent: Tensor, slots: Sequence[int], part: slice
-) -> tuple[Tensor, Moved]:
-    """What became of the rows that were sent; kept momentum is written back into its rows."""
-    weights = momentum.shape[1]
-    if len(momentum):
-        kept = placed([slot % len(momentum) for slot in slots], momentum.device)
-        result = train(sent, momentum[kept], part)
-        momentum[kept] = result.momentum
-    else:  # reset: everybody starts from rest
-        result = train(sent, torch.zeros_like(sent[:, :weights]), part)
-    updates = result.rows - sent
-    norms = torch.linalg.vector_norm(updates[:, :weights], dim=1)
-    return result.rows, Moved(result.stats, norms, updates if keep_updates else None)
+    @property
+    def name(self) -> str:
+        """A built-in name, an import path, or "in memory" for a class that was passed as an object."""
+        return str(type(self).__dict__.get("called") or "in memory")
 
+    def needs(self) -> tuple[str, ...]:
+        """Which of `NEEDS` it needs. What is possible (dist, privacy, real sites) follows from it."""
+        return ()
 
-def _together(parts: list[Moved], like: Tensor, keep_updates: bool) -> Moved:
-    """Several parts as one; none at all is a cohort of nobody."""
-    if not parts:
-        nobody = like.new_zeros(0)
-        return Moved(dict.fromkeys(TOLD, nobody), nobody, like[:0] if keep_updates else None)
-    return Moved(
-        {name: torch.cat([part.stats[name] for part in parts]) for name in parts[0].stats},
-        torch.cat([part.norms for part in parts]),
-        torch.cat([p.updates for p in parts if p.updates is not None]) if keep_updates else None,
-    )
+    def uses(self) -> tuple[str, ...]:
+        """What users' steps use: "weak" and "strong" views, "received" weights."""
+        return ("weak", "strong")
 
+    def passes(self) -> int:
+        """How often a user's step sends each of its images forward and backward."""
+        return 1
 
-def _exchanged(
-    crowd: Crowd,
-    state: State,
-    streams: Tensor,
-    own: Moved,
-    count: int,
-    momentum: Tensor,
-    kept: Tensor | None,
-) -> tuple[Tensor, Moved]:
-    """The streams and what is told of all users, from those of this process; momentum is written back."""
-    numbers = torch.stack([*own.stats.values(), own.norms], dim=1).to(streams.dtype)
-    each = [numbers]
-    if kept is not None:
-        each.append(momentum[kept[crowd.share(count)]])
-    if own.updates is not None:
-        each.append(own.updates)
-    streams, numbers, *rest = crowd.exchange(state.average, streams, each, count)
-    if kept is not None:
-        momentum[kept] = rest.pop(0)
-    *stats, norms = numbers.unbind(1)
-    told = dict(zip(own.stats, stats, strict=True))
-    return streams, Moved(told, norms, rest[0] if rest else None)
+    def check(self, config: Any) -> None:
+        """Raise ConfigError where other settings do not go with the method."""
+
+    def network(self, network: torch.nn.Module) -> torch.nn.Module:
+        """The network that is trained, if it is not the plain one."""
+        return network
+
+    def plain(self, tensors: Named) -> Named:
+        """The tensors of the plain network, from those of `network`."""
+        return tensors
+
+    def initial(self, state: State, fed: Fed) -> Named:
+        """All memory tensors by name, before round 0."""
+        return {}
+
+    def user_loss(self, step: Step) -> Losses:
+        """The users' loss; by default the paper's consistency loss with τ = 0.95."""
+        teacher = step.forward(step.weak, grad=False, train=False, draw="teacher")
+        return losses.consistency(teacher, step.forward(step.strong), 0.95)
+
+    def server_loss(self, step: Step) -> Losses:
+        """The server's loss: cross-entropy with true labels, equation (3)."""
+        return losses.supervised(step.forward(step.weak), step.labels)
+
+    def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
+        """The gradient of a step, by name, and its metrics; a weight that is left out stays as it is."""
+        return step.slopes(loss)
+
+    def round(self, state: State, fed: Fed) -> State:
+        """The next state; by default the paper's round."""
+        return paper_round(state, fed)

@@ -1,18 +1,19 @@
-"""The local work of one round: which images, and which views of them; `losses.py` has the loss.
+"""The local work of one round: which images, and which views of them.
 
-An engine receives rows and `Work` and gives back rows: what is trained is decided here, once, for
-every engine; engines decide only how fast.
+An engine receives rows and `Work` and gives back rows: what is trained is decided here and by the method,
+once, for every engine; engines decide only how fast.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssfl import draws
 from ssfl.data import augment
+from ssfl.federation import Batch, Labels, Named
 from ssfl.rows import placed
 
 SHUFFLE_ROUNDS = 24
@@ -43,25 +44,6 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What a trainer minimises."""
-
-    name: str
-    """"consistency", "self-training", "supervised" or "fedmatch"."""
-    threshold: float = 0.95
-    views: str = "separate"
-    teacher_mode: str = "eval"
-    mix: float = 0.0
-    """The weight of the loss on mixtures of two images, where labels are given."""
-    sharpness: float = 0.0
-    """ρ: how far weights are moved uphill to ask for the same answers, where labels are given."""
-    proximal: float = 0.0
-    """μ: how strongly weights are held to those received, (μ / 2) · ‖w - w_received‖²."""
-    both: bool = False
-    """Whether every second labelled image is in a strong view."""
-
-
-@dataclass(frozen=True)
 class Optimizer:
     """SGD's constants; the learning rate comes with the work."""
 
@@ -72,29 +54,14 @@ class Optimizer:
     """The most length of a step's gradient, without weight decay; 0 is any."""
 
 
-class Given(NamedTuple):
-    """Pseudo-labels that were made before the first step, of images [n, T, B] or [n, B]."""
-
-    labels: Tensor
-    mask: Tensor
-    """1 where there is a label, 0 where not."""
-    partners: Tensor | None
-    """What each image is mixed with: indices into the pool; None without mixtures."""
-    partner_labels: Tensor | None
-    shares: Tensor | None
-    """[n, T] or [n]: the share of the image itself in a batch's mixtures."""
-    certain: Tensor | None
-    """1 where the label is all but certain; None where nobody asks."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Given":
-        return Given(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True)
 class Work:
     """T steps for each of n trainers, all randomness named."""
 
-    objective: Objective
+    role: str
+    """"user" or "server"."""
+    views: tuple[str, ...]
+    """Which views of the images are made: "weak", "strong", or "mixed", weak with every second one strong."""
     keys: Tensor
     """[4, n]: names the draws of this round, see `round_keys`."""
     batches: Tensor
@@ -105,10 +72,12 @@ class Work:
     """[T]: the learning rate of each step."""
     seats: int = 1
     """How many trainers such work may be for: fewer come where users do not return."""
-    helpers: Tensor | None = None
-    """[n, H, P / 2]: ψ of FedMatch's helpers, zeros where there is none; None in a round without."""
-    given: Given | None = None
-    """Pseudo-labels of the batches' images; None where every step makes its own."""
+    given: Named = field(default_factory=dict)
+    """[n, T, ...] each: what the steps find in `step.given`."""
+    more: Named = field(default_factory=dict)
+    """[n, T, B] each: further images, of which the steps find weak views in `step.given`."""
+    sent: Named = field(default_factory=dict)
+    """[n, ...] each: what every step finds in `step.given`, the same in all of them."""
     pace: Tensor | None = None
     """[n]: what part of the learning rate each trainer takes; None is all of it."""
 
@@ -116,54 +85,49 @@ class Work:
     def steps(self) -> int:
         return self.batches.shape[1]
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What distinguishes work whose steps cannot share one recording."""
+        extra = {**self.given, **self.more, **self.sent}
+        shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
+        return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, shapes
+
+    def map(self, change: Callable[[Tensor], Tensor], **more: Any) -> "Work":
+        """The same work with every tensor of trainers changed, [n, ...] in and out, but for the keys."""
+
+        def each(tensors: Named) -> Named:
+            return {name: change(tensor) for name, tensor in tensors.items()}
+
+        return replace(
+            self,
+            batches=change(self.batches),
+            labelled=_maybe(change, self.labelled),
+            given=each(self.given),
+            more=each(self.more),
+            sent=each(self.sent),
+            pace=_maybe(change, self.pace),
+            **more,
+        )
+
     def of(self, trainers: slice) -> "Work":
         """The work of some of the trainers."""
-        keys, batches = self.keys[:, trainers], self.batches[trainers]
-        given = None if self.given is None else self.given.map(lambda part: part[trainers])
-        labelled, helpers, pace = (
-            None if part is None else part[trainers] for part in (self.labelled, self.helpers, self.pace)
-        )
+        return self.map(lambda tensor: tensor[trainers], keys=self.keys[:, trainers])
+
+    def with_labels(self, labels: Labels) -> "Work":
+        """The same work on the images, and with the labels, that a method decided on."""
         return replace(
-            self, keys=keys, batches=batches, labelled=labelled, helpers=helpers, given=given, pace=pace
+            self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace
         )
 
-    def with_labels(self, batches: Tensor, given: Given) -> "Work":
-        """The same work on other batches, whose labels are given."""
-        return replace(self, batches=batches, given=given)
 
-
-class Batch(NamedTuple):
-    """One step's images of n trainers, [n, B, ...], normalised."""
-
-    weak: Tensor
-    """The strong ones again where labels are given and nothing is mixed: nobody looks at them."""
-    strong: Tensor | None
-    """None unless the objective uses it."""
-    labels: Tensor
-    """The true ones: what "supervised" trains on; otherwise only to tell how good the pseudo-labels are."""
-    own: Tensor | None
-    """Weak views of the users' own labelled images, if any have some."""
-    own_labels: Tensor | None
-    keys: Tensor
-    """[n]: names the dropout masks of the step."""
-    weights: Tensor
-    """[n, B]: each image's share of its trainer's loss."""
-    given: Given | None = None
-    """Labels made before."""
-    partner: Tensor | None = None
-    """Weak views of the images to mix with."""
-
-
-class Trained(NamedTuple):
-    """What comes back from training: rows [n, P + Q], momentum [n, P], and numbers per trainer."""
+class TrainedRows(NamedTuple):
+    """What T steps of training gave: rows [n, P + Q], momentum [n, P], and metrics [n] by name."""
 
     rows: Tensor
     momentum: Tensor
-    stats: dict[str, Tensor]
+    metrics: Named
 
 
-TOLD = ("loss", "masked", "told", "right")
-"""The numbers, in this order."""
 MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
 
 
@@ -201,7 +165,7 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
 def looking(work: Work) -> Work:
     """The same images, to be looked at in weak views alone."""
-    return replace(work, objective=Objective("supervised"), labelled=None, given=None)
+    return replace(work, views=("weak",), labelled=None, given={}, more={}, sent={}, pace=None)
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
@@ -210,9 +174,8 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
     def at_step(places: Tensor) -> Tensor:
         return places[:, step] if isinstance(step, int) else places.index_select(1, step).squeeze(1)
 
-    labelled = None if work.labelled is None else at_step(work.labelled)
-    given = None if work.given is None else work.given.map(at_step)
-    return _views(pool, work.objective, at_step(work.batches), labelled, draws.fold(work.keys, step), given)
+    made = _views(pool, work, at_step, draws.fold(work.keys, step))
+    return made._replace(given=made.given | work.sent)
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
@@ -230,31 +193,27 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
             return part[:, some].flatten(0, 1)
 
         keys = draws.fold(work.keys[:, :, None], some).flatten(1)
-        given = None if work.given is None else work.given.map(fold)
-        made = _views(pool, work.objective, fold(work.batches), _maybe(fold, work.labelled), keys, given)
+        made = _views(pool, work, fold, keys)
         for place in range(len(some)):
 
             def one(part: Tensor, shape: tuple[int, int] = shape, place: int = place) -> Tensor:
                 apart: Tensor = part.unflatten(0, shape)
                 return apart[:, place]
 
-            parts = [part.map(one) if isinstance(part, Given) else _maybe(one, part) for part in made]
-            yield Batch(*parts)  # type: ignore[arg-type]
+            *tensors, given = made
+            parts = [_maybe(one, part) for part in tensors]
+            now = {name: one(part) for name, part in given.items()}
+            yield Batch(*parts, now | work.sent)  # type: ignore[arg-type]
 
 
 def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | None:
     return None if part is None else change(part)
 
 
-def _views(
-    pool: Pool,
-    objective: Objective,
-    chosen: Tensor,
-    labelled: Tensor | None,
-    keys: Tensor,
-    given: Given | None,
-) -> Batch:
-    """The views of images [m, B], and of labelled ones; `keys` [4, m] name the draws of each row."""
+def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor) -> Batch:
+    """The views of images [m, B], and of labelled ones. `at` takes tensors [n, T, ...] to the m rows that are
+    wanted; `keys` [4, m] name the draws of each row."""
+    chosen, labelled = at(work.batches), _maybe(at, work.labelled)
     rows, size = chosen.shape
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
@@ -264,23 +223,24 @@ def _views(
         made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
         return made.reshape(rows, -1, *made.shape[1:])
 
+    def weak_views(images: Tensor, keys: Tensor) -> Tensor:
+        return views(augment.weak_views, images, keys, augment.WEAK_DRAWS)
+
     images = pool.images[chosen.reshape(-1)]
-    strong = own = own_labels = partner = None
-    if objective.name not in ("supervised", "self-training"):
+    weak = strong = own = own_labels = None
+    if "strong" in work.views or "mixed" in work.views:
         strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
-    if strong is not None and given is not None and given.partners is None:
-        weak = strong
-    else:
-        weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
-    if objective.both:
-        other = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
-        weak = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), other, weak)
-    if given is not None and given.partners is not None:
-        others = pool.images[given.partners.reshape(-1)]
-        partner = views(augment.weak_views, others, draws.fold(weak_keys, size), augment.WEAK_DRAWS)
+    if "weak" in work.views or "mixed" in work.views:
+        weak = weak_views(images, weak_keys)
+    if "mixed" in work.views:
+        weak, strong = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), strong, weak), None
+    given = {name: at(tensor) for name, tensor in work.given.items()}
+    for number, (name, others) in enumerate(work.more.items()):
+        more = pool.images[at(others).reshape(-1)]
+        given[name] = weak_views(more, draws.fold(weak_keys, size + number))
     if labelled is not None:
         images = pool.images[labelled.clamp(min=0).reshape(-1)]
-        own = views(augment.weak_views, images, labelled_keys, augment.WEAK_DRAWS)
+        own = weak_views(images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
-    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given, partner)
+    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given)

@@ -8,6 +8,7 @@ from torch import nn
 from ssfl.engines import dist, loop, spread, vmap
 from ssfl.engines.contract import Engine
 from ssfl.errors import SsflWarning
+from ssfl.federation import Method
 from ssfl.rows import Layout
 from ssfl.work import Optimizer, Pool
 
@@ -55,12 +56,13 @@ def make(
     layout: Layout,
     pool: Pool,
     optimizer: Optimizer,
+    method: Method,
     compiled: bool,
 ) -> Engine:
     """An engine over one network and one pool of images."""
     if name == "loop":
-        return loop.Loop(model, layout, pool, optimizer)
-    return vmap.Vmap(model, layout, pool, optimizer, compiled)
+        return loop.Loop(model, layout, pool, optimizer, method)
+    return vmap.Vmap(model, layout, pool, optimizer, method, compiled)
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:

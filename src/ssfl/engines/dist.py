@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from ssfl.engines.contract import Engine
 from ssfl.errors import ConfigError, RunError
-from ssfl.work import Objective, Trained, Work
+from ssfl.work import TrainedRows, Work
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""
@@ -61,7 +61,7 @@ class Dist:
             # torchrun ends everybody when one is lost: say so
             self._before = signal.signal(signal.SIGTERM, _ended)
 
-    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """As the engine does, here."""
         return self.engine.train(rows, momentum, work)
 
@@ -73,9 +73,9 @@ class Dist:
         """As the engine does, here."""
         return self.engine.gradients(rows, work, sizes)
 
-    def memory(self, objective: Objective, batch_size: int) -> int:
+    def memory(self, batch_size: int) -> int:
         """As of the engine."""
-        return self.engine.memory(objective, batch_size)
+        return self.engine.memory(batch_size)
 
     def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
         """`work.positions`."""

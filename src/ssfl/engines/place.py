@@ -1,14 +1,14 @@
 """Fixed places in memory where all trainers of a round step at once, and the step itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ssfl.federation import Named, along
 from ssfl.rows import Layout, lengths, placed
-from ssfl.work import TOLD, Optimizer, Pool, Work
-
-Named = dict[str, Tensor]
+from ssfl.work import Optimizer, Pool, Work
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Place:
     """[T, n]: the learning rate of each step."""
     step: Tensor
     """[1]: which step is next."""
-    told: Tensor
-    """[4, n]: sums over the steps so far."""
+    metrics: Named
+    """[n] each: sums over the steps so far."""
 
     @property
     def models(self) -> int:
-        return self.told.shape[1]
+        return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
         """Put a round's rows and work into place; where there are fewer, the first trainers come twice."""
@@ -55,20 +55,33 @@ class Place:
         self.work.batches.copy_(work.batches[who])
         if self.work.labelled is not None and work.labelled is not None:
             self.work.labelled.copy_(work.labelled[who])
-        if self.work.given is not None and work.given is not None:
-            for here, value in zip(self.work.given, work.given, strict=True):
-                if here is not None and value is not None:
-                    here.copy_(value[who])
+        for here, given in (
+            (self.work.given, work.given),
+            (self.work.more, work.more),
+            (self.work.sent, work.sent),
+        ):
+            for name, place in here.items():
+                place.copy_(given[name][who])
         rates = placed(torch.tensor(work.rates, dtype=self.rates.dtype), rows.device)[:, None]
         self.rates.copy_(rates if work.pace is None else rates * work.pace[who])
         self.step.zero_()
-        self.told.zero_()
+        for total in self.metrics.values():
+            total.zero_()
 
 
 def make_place(
-    layout: Layout, pool: Pool, models: int, rows: Tensor, work: Work, learns: bool = True
+    layout: Layout,
+    pool: Pool,
+    models: int,
+    rows: Tensor,
+    work: Work,
+    metrics: Sequence[str] = (),
+    *,
+    learns: bool = True,
+    received: bool = False,
 ) -> Place:
-    """For so many models and this kind of work, not filled; who only looks keeps nothing that is learned."""
+    """For so many models and this kind of work, not filled. Without `learns` there is no optimizer state, and
+    without `received` no copy of the weights that the round began with."""
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[models, ...], filters in the order of images with channels last on a GPU."""
@@ -85,55 +98,42 @@ def make_place(
     return Place(
         weights,
         {name: empty(value) for name, value in trained} if learns else {},
-        {name: empty(value) for name, value in trained} if work.objective.proximal else {},
+        {name: empty(value) for name, value in trained} if received else {},
         {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
         rounded,
         {name: empty(value) for name, value in statistics},
-        Work(
-            work.objective,
-            work.keys.new_zeros(len(work.keys), models),
-            empty(work.batches),
-            None if work.labelled is None else empty(work.labelled),
-            (),
-            given=None if work.given is None else work.given.map(empty),
-        ),
+        work.map(empty, keys=work.keys.new_zeros(len(work.keys), models), rates=(), pace=None),
         rows.new_zeros(len(work.rates), models),
         work.keys.new_zeros(1),
-        rows.new_zeros(len(TOLD), models),
+        {name: rows.new_zeros(models) for name in metrics},
     )
 
 
-def sgd(place: Place, slopes: Named, moved: Named, told: Named, optimizer: Optimizer) -> None:
-    """SGD on all weights at once, and the rest that a step leaves behind."""
+def sgd(place: Place, slopes: Named, moved: Named, metrics: Named, optimizer: Optimizer) -> None:
+    """SGD on all weights at once, and the rest that a step leaves behind. A weight without a slope stays."""
     rates = place.rates.index_select(0, place.step)[0]
-    slopes = {name: slopes[name].to(weight.dtype) for name, weight in place.weights.items()}
-    if place.received:
-        pull = place.work.objective.proximal
-        slopes = {n: slope + pull * (place.weights[n] - place.received[n]) for n, slope in slopes.items()}
+    slopes = {name: slope.to(place.weights[name].dtype) for name, slope in slopes.items()}
     if optimizer.clip:
         slopes = _cut(slopes, optimizer.clip)
-    for name, weight in place.weights.items():
-        slope = slopes[name] + optimizer.weight_decay * weight
+    for name, slope in slopes.items():
+        weight = place.weights[name]
+        slope = slope + optimizer.weight_decay * weight
         if optimizer.momentum:
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
             place.velocity[name].copy_(velocity)
-        new = weight - _along(rates, weight) * slope
+        new = weight - along(rates, weight) * slope
         weight.copy_(new)
         if place.rounded:
             place.narrow[name].copy_(new)
     for name, value in place.statistics.items():
         value.copy_(moved[name])
-    place.told.add_(torch.stack([told[name] for name in TOLD]))
+    for name, total in place.metrics.items():
+        total.add_(metrics[name])
     place.step.add_(1)
 
 
 def _cut(slopes: Named, most: float) -> Named:
     """Each model's gradient, at most so long."""
     share = (most / (lengths(list(slopes.values())) + 1e-6)).clamp(max=1)
-    return {name: slope * _along(share, slope) for name, slope in slopes.items()}
-
-
-def _along(numbers: Tensor, models: Tensor) -> Tensor:
-    """A number [n] of each model, to go with [n, ...]."""
-    return numbers.view(-1, *[1] * (models.dim() - 1))
+    return {name: slope * along(share, slope) for name, slope in slopes.items()}

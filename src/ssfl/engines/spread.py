@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ssfl.engines.contract import Engine
 from ssfl.errors import RunError
-from ssfl.work import Objective, Trained, Work
+from ssfl.work import TrainedRows, Work
 
 _engine: Engine | None = None
 """A process's own copy, from the fork."""
@@ -59,17 +59,17 @@ class Spread:
             finally:
                 _engine = None
 
-    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """Each process trains a part; one trainer stays here."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
-        found: list[Trained] = self._everywhere(
+        found: list[TrainedRows] = self._everywhere(
             "train", [(rows[part], momentum[part], work.of(part)) for part in self._parts(len(rows))]
         )
-        return Trained(
+        return TrainedRows(
             torch.cat([part.rows for part in found]),
             torch.cat([part.momentum for part in found]),
-            {name: torch.cat([part.stats[name] for part in found]) for name in found[0].stats},
+            {name: torch.cat([part.metrics[name] for part in found]) for name in found[0].metrics},
         )
 
     def answers(self, rows: Tensor, work: Work) -> Tensor:
@@ -89,9 +89,9 @@ class Spread:
         """End the processes."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def memory(self, objective: Objective, batch_size: int) -> int:
+    def memory(self, batch_size: int) -> int:
         """As of the engine."""
-        return self.engine.memory(objective, batch_size)
+        return self.engine.memory(batch_size)
 
     def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
         """`work.positions`."""

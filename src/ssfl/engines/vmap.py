@@ -16,25 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ssfl.engines.loop import full_batch
-from ssfl.engines.place import Named, Place, make_place, sgd
+from ssfl.engines.loop import full_batch, predicted
+from ssfl.engines.place import Place, make_place, sgd
 from ssfl.errors import SsflWarning
-from ssfl.kernels import convolution
-from ssfl.losses import answered, certain, disagreement, local_loss, uphill
-from ssfl.rows import Layout, placed
-from ssfl.work import (
-    TOLD,
+from ssfl.federation import (
+    METRICS,
     Batch,
-    Objective,
-    Optimizer,
-    Pool,
-    Trained,
-    Work,
-    each_batch,
-    looking,
-    make_batch,
-    positions,
+    Loss,
+    Look,
+    Method,
+    Named,
+    Step,
+    evaluated,
+    with_own_labels,
 )
+from ssfl.kernels import convolution
+from ssfl.rows import Layout, placed
+from ssfl.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 
 
 class Recorded(NamedTuple):
@@ -56,9 +54,14 @@ class Vmap:
         layout: Layout,
         pool: Pool,
         optimizer: Optimizer,
+        method: Method,
         compiled: bool,
     ) -> None:
-        self.layout, self.pool, self.optimizer = layout, pool, optimizer
+        self.layout, self.pool, self.optimizer, self.method = layout, pool, optimizer, method
+        self._losses: dict[str, Loss] = {
+            "user": with_own_labels(method.user_loss),
+            "server": method.server_loss,
+        }
         self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
         self.compiled = compiled
         self._recorded: dict[Any, Recorded] = {}
@@ -75,7 +78,9 @@ class Vmap:
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
-        self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
+        self._evaluators = {
+            role: made(partial(self._evaluate, loss, role)) for role, loss in self._losses.items()
+        }
         self._answers: Callable[..., Tensor] = made(self._eager_answers)
         self._update: Callable[..., None] = made(sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
@@ -90,23 +95,29 @@ class Vmap:
         self.compiled = False
         self._functions()
 
-    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+    def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """T steps of SGD, each for all rows together."""
         if rows.is_cuda:
             # a place per kind of work, whose size does not change with how many users come back
             models = max(len(rows), work.seats)
-            kind = (models, work.objective, work.batches.shape[1:], work.labelled is None, work.given is None)
-            place = self._replayed(kind, models, rows, momentum, work).place
+            place = self._replayed((models, work.kind), models, rows, momentum, work).place
         else:
-            place = make_place(self.layout, self.pool, len(rows), rows, work)
+            place = self._place(len(rows), rows, work)
             place.load(self.layout, rows, momentum, work)
             for batch in each_batch(self.pool, work):
                 self._step_on(place, batch)
         count = len(rows)
         found = self.layout.flatten(place.weights | place.statistics, lead=1)
         momentum = self.layout.flatten(place.velocity, lead=1)
-        told = dict(zip(TOLD, place.told[:, :count] / len(work.rates), strict=True))
-        return Trained(found[:count], momentum[:count], told)
+        metrics = {name: total[:count] / len(work.rates) for name, total in place.metrics.items()}
+        return TrainedRows(found[:count], momentum[:count], metrics)
+
+    def _place(self, models: int, rows: Tensor, work: Work) -> Place:
+        """A place to train in."""
+        user = work.role == "user"
+        names = (*METRICS, *self.method.metrics) if user else METRICS
+        received = user and "received" in self.method.uses()
+        return make_place(self.layout, self.pool, models, rows, work, names, received=received)
 
     def answers(self, rows: Tensor, work: Work) -> Tensor:
         """What each row says of weak views of its batches' images, in probabilities."""
@@ -142,12 +153,12 @@ class Vmap:
         def those(busy: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
             return torch.where(busy.view(-1, *[1] * (new.dim() - 1)), new, old)
 
-        for step in range(work.steps):
-            batch = full_batch(self.pool, work, step, sizes)
-            slopes, moved, _ = self._slopes(place, batch, work.objective)
-            busy = step * work.batches.shape[2] < sizes  # only those who still have images, as in the loop
+        for number in range(work.steps):
+            step = self._step_of(place, full_batch(self.pool, work, number, sizes))
+            slopes, _ = step.slopes(self._losses[work.role])
+            busy = number * work.batches.shape[2] < sizes  # only those who still have images, as in the loop
             for name, value in place.statistics.items():
-                value.copy_(those(busy, moved[name], value))
+                value.copy_(those(busy, step.buffers[name], value))
             for name, value in total.items():
                 value.add_(those(busy, slopes[name], 0.0))
         return self.layout.flatten(total, lead=1)
@@ -166,8 +177,8 @@ class Vmap:
     def close(self) -> None:
         """Nothing is held."""
 
-    def memory(self, objective: Objective, batch_size: int) -> int:
-        """Rows in and out, the place's weights, and twice what the pass keeps for the way back."""
+    def memory(self, batch_size: int) -> int:
+        """Rows in and out, the place's weights, and twice what one dry step keeps for its backward pass."""
         kept: dict[int, int] = {}
 
         def note(saved: Tensor) -> Tensor:
@@ -175,17 +186,27 @@ class Vmap:
             return saved
 
         rows = torch.zeros(1, self.layout.length, dtype=self.pool.wide, device=self.pool.images.device)
-        nothing = torch.zeros(4, 1, dtype=torch.int64, device=rows.device)
-        work = Work(objective, nothing, nothing[:1, :, None].expand(1, 1, batch_size), None, (0.0,))
-        if objective.name == "none":
-            work = replace(work, objective=Objective("supervised"))
-        place = make_place(self.layout, self.pool, 1, rows, work)
+        work = self._dry_work(rows, batch_size)
+        place = self._place(1, rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
             weights = {name: value.detach().requires_grad_() for name, value in place.narrow.items()}
             batch = make_batch(self.pool, work, 0)
-            self._eager_losses(weights, place.statistics, batch, work.objective)
+            self._evaluate(self._losses[work.role], work.role, weights, place.statistics, batch)
         return 2 * sum(kept.values()) + 10 * self.layout.length * self.pool.wide.itemsize
+
+    def _dry_work(self, rows: Tensor, batch_size: int) -> Work:
+        """One step of one user on any images, labels and all; the server's where users do not train."""
+        nothing = torch.zeros(4, 1, dtype=torch.int64, device=rows.device)
+        images = nothing[:1, :, None].expand(1, 1, batch_size)
+        if not self.method.trains_users:
+            return Work("server", ("weak",), nothing, images, None, (0.0,))
+        views = tuple(view for view in self.method.uses() if view != "received")
+        work = Work("user", views, nothing, images, None, (0.0,))
+        if self.method.label is None:
+            return work
+        look = Look(self.answers(rows, work), images, nothing[2], {}, False)
+        return work.with_labels(self.method.label(look))
 
     def _step(self, place: Place, said: Tensor | None) -> None:
         """One step of all trainers, in place, from the choice of images on; or what they say of them."""
@@ -198,61 +219,63 @@ class Vmap:
             place.step.add_(1)
 
     def _step_on(self, place: Place, batch: Batch) -> None:
-        slopes, moved, told = self._slopes(place, batch, place.work.objective)
-        self._update(place, slopes, moved, told, self.optimizer)
+        step = self._step_of(place, batch)
+        slopes, metrics = self.method.gradient(step, self._losses[place.work.role])
+        self._update(place, slopes, step.buffers, metrics, self.optimizer)
 
-    def _slopes(self, place: Place, batch: Batch, objective: Objective) -> tuple[Named, Named, Named]:
-        """Every model's gradient, its new statistics, and what is told about the step."""
-        weights = {name: value.detach().requires_grad_() for name, value in place.narrow.items()}
-        loss, moved, told = self._losses(weights, place.statistics, batch, objective)
-        # models do not touch each other: the gradient of the sum is each one's own
-        slopes = torch.autograd.grad(
-            loss.sum(), list(weights.values()), allow_unused=True, materialize_grads=True
-        )
-        if objective.sharpness and batch.given is not None:
-            around = self._around(weights, place.statistics, batch, objective)
-            slopes = tuple(a + b for a, b in zip(slopes, around, strict=True))
-        return dict(zip(weights, slopes, strict=True)), moved, told
-
-    def _around(
-        self, weights: Named, statistics: Named, batch: Batch, objective: Objective
-    ) -> tuple[Tensor, ...]:
-        """The gradient of (FL)²'s consistency with the weights around these."""
-        sure = self._losses(weights, statistics, certain(batch), objective)[0]
-        slopes = torch.autograd.grad(
-            sure.sum(), list(weights.values()), allow_unused=True, materialize_grads=True
-        )
-        with torch.no_grad():
-            steps = uphill(weights, slopes, objective.sharpness)
-        moved = {
-            name: (weight.detach() + step).requires_grad_()
-            for (name, weight), step in zip(weights.items(), steps, strict=True)
-        }
-        here, there = (partial(self._forward, state | statistics) for state in (weights, moved))
-        apart = disagreement(here, there, batch)
-        return torch.autograd.grad(
-            apart.sum(), list(moved.values()), allow_unused=True, materialize_grads=True
+    def _step_of(self, place: Place, batch: Batch) -> Step:
+        """A step of all trainers, at the place's weights."""
+        role = place.work.role
+        rates = place.rates
+        return Step(
+            batch,
+            place.weights,
+            place.statistics,
+            self._network,
+            role=role,
+            sees_labels=self._sees_labels(role),
+            narrow=place.narrow,
+            received=place.received or None,
+            rate=rates.index_select(0, place.step)[0] if len(rates) else None,
+            decay=self.optimizer.weight_decay,
+            evaluate=partial(self._evaluated, role),
         )
 
-    def _eager_losses(
-        self, weights: Named, statistics: Named, batch: Batch, objective: Objective
+    def _sees_labels(self, role: str) -> bool:
+        return role == "server" or "labels" in self.method.needs()
+
+    def _evaluated(
+        self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch
     ) -> tuple[Tensor, Named, Named]:
-        state = weights | statistics
-        loss, told = local_loss(partial(self._forward, state), batch, objective)
-        # functional_call leaves the statistics that the network replaced in `state`
-        return loss, {name: state[name].detach() for name in statistics}, told
+        """The engine's own losses may be compiled, others are not."""
+        if loss is self._losses[role]:
+            return self._evaluators[role](weights, buffers, batch)  # type: ignore[no-any-return]
+        return self._evaluate(loss, role, weights, buffers, batch)
 
-    def _eager_answers(self, weights: Named, statistics: Named, batch: Batch) -> Tensor:
+    def _evaluate(
+        self, loss: Loss, role: str, weights: Named, buffers: Named, batch: Batch
+    ) -> tuple[Tensor, Named, Named]:
+        step = Step(batch, weights, buffers, self._network, role=role, sees_labels=self._sees_labels(role))
+        return evaluated(loss, step, self.method.metrics if role == "user" else ())
+
+    def _eager_answers(self, weights: Named, buffers: Named, batch: Batch) -> Tensor:
         with torch.no_grad():
-            return answered(partial(self._forward, weights | statistics), batch)
+            return predicted(Step(batch, weights, buffers, self._network))
 
-    def _forward(self, state: Named, images: Tensor, training: bool, keys: Tensor) -> Tensor:
+    def _network(
+        self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
+    ) -> tuple[Tensor, Named]:
+        state = weights | buffers
         logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
-        return logits.unflatten(0, images.shape[:2])  # type: ignore[no-any-return]
+        # functional_call leaves the statistics that the network replaced in `state`
+        return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, looks: bool) -> Recorded:
         """A place for this kind of work, and the step recorded on it."""
-        place = make_place(self.layout, self.pool, models, rows, work, learns=not looks)
+        if looks:
+            place = make_place(self.layout, self.pool, models, rows, work, learns=False)
+        else:
+            place = self._place(models, rows, work)
         place.load(self.layout, rows, momentum, work)
         said = None
         if looks:

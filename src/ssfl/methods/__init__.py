@@ -1,0 +1,81 @@
+"""The methods, one file each; `grouping.py` is the paper's own, `anchored.py` the recommended one.
+
+Pieces that several methods share are functions in `parts.py`. This file finds a method by its name or by an
+import path that a person typed. Names can be checked without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ssfl.errors import ConfigError
+from ssfl.fields import closest
+
+if TYPE_CHECKING:
+    from ssfl.federation import Method
+
+METHODS = {
+    "anchored": "anchored:Anchored",
+    "alternate": "alternate:Alternate",
+    "grouping": "grouping:Grouping",
+    "crl-gn": "crl_gn:CrlGn",
+    "crl-bn": "crl_bn:CrlBn",
+    "self-training": "self_training:SelfTraining",
+    "supervised": "supervised:Supervised",
+    "fixmatch": "fixmatch:FixMatch",
+    "data-sharing": "data_sharing:DataSharing",
+    "easgd": "easgd:Easgd",
+    "overlap-sgd": "overlap_sgd:OverlapSgd",
+    "fedmatch": "fedmatch:FedMatch",
+    "semifl": "semifl:SemiFL",
+    "fl2": "fl2:Fl2",
+    "rscfed": "rscfed:RscFed",
+    "cbafed": "cbafed:CbaFed",
+    "fedprox": "fedprox:FedProx",
+    "flexmatch": "flexmatch:FlexMatch",
+    "freematch": "freematch:FreeMatch",
+    "server-only": "server_only:ServerOnly",
+}
+"""The built-in methods and where each is written."""
+DEFAULT = "anchored"
+
+
+def check_name(name: str) -> None:
+    """Raise if there is no such method; an import path is checked when it is loaded."""
+    if name in METHODS or ":" in name:
+        return
+    close = closest(name, METHODS)
+    hint = f"did you mean {close}?" if close else f"there are {', '.join(METHODS)}"
+    raise ConfigError(
+        f"method.name = {name!r}: no such method; {hint}",
+        key="method.name",
+        value=name,
+        fix=f"method.name={close}" if close else None,
+    )
+
+
+def find(name: str) -> "type[Method]":
+    """The class of a method, by its name or by the import path of one outside the package."""
+    check_name(name)
+    if name not in METHODS:
+        return _outside(name)
+    file, _, kind = METHODS[name].partition(":")
+    found: type[Method] = getattr(import_module(f"ssfl.methods.{file}"), kind)
+    found.called = name
+    return found
+
+
+def _outside(name: str) -> "type[Method]":
+    """A method of somebody else's file or package."""
+    from ssfl import outside
+    from ssfl.federation import Method
+
+    found = outside.load(name, "method.name")
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise ConfigError(
+            f"method.name = {name!r} is not a class of ssfl.Method: write `class {name.rpartition(':')[2]}"
+            "(ssfl.Method)`",
+            key="method.name",
+            value=name,
+        )
+    found.called = name
+    return found

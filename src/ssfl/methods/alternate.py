@@ -1,0 +1,30 @@
+"""Users train, their mean replaces the model, and the server then trains that mean on its labels."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class Alternate(Method):
+    """The simplest method in which the labels have the last word in every round."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    views: str = setting("separate", choices=("separate", "joint"))
+    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" batch."""
+    teacher_mode: str = setting("eval", choices=("eval", "train"))
+    """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
+    mode."""
+
+    defaults: ClassVar = {"model": {"norm": "group"}}
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold, self.views, self.teacher_mode)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return parts.server_last(state, fed, fed.train_users(state.streams))

@@ -1,0 +1,34 @@
+"""The paper's consistency loss (CRL) with BatchNorm and FedAvg, equation (8)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl.federation import Fed, Method, State, Step, paper_round
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class CrlBn(Method):
+    """All users and the server are averaged; both views pass through the network together."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    views: str = setting("joint", choices=("separate", "joint"))
+    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" batch."""
+    teacher_mode: str = setting("train", choices=("eval", "train"))
+    """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
+    mode."""
+    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    """The server's share of every average; default: as much as a user's."""
+    server_replicas: bool = False
+    """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}}
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold, self.views, self.teacher_mode)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return paper_round(state, fed, self.server_weight, self.server_replicas)

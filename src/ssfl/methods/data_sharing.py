@@ -1,0 +1,29 @@
+"""DataSharing (Zhao et al. 2018): users know their labels and also hold a common, class-balanced set."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import losses
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.losses import Losses
+
+
+@dataclass(frozen=True)
+class DataSharing(Method):
+    """The server's labelled images are given to every user, and the users are averaged."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
+    note: ClassVar = "users know the labels of their images, and are sent labelled ones"
+
+    def needs(self) -> tuple[str, ...]:
+        return ("labels",)
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak",)
+
+    def user_loss(self, step: Step) -> Losses:
+        return losses.supervised(step.forward(step.weak), step.labels)
+
+    def round(self, state: State, fed: Fed) -> State:
+        users = fed.train_users(state.streams)
+        return state.next(users.means, users.average, kept=[users])

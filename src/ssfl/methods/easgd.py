@@ -1,0 +1,38 @@
+"""EASGD (Zhang, Choromanska and LeCun 2015): users keep models of their own, drawn to a common one."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import losses
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+
+
+@dataclass(frozen=True)
+class Easgd(Method):
+    """Each user and the centre give way to each other by the same amount; users know their labels."""
+
+    elasticity: float | None = setting(None, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
+    """α: how far models are drawn to each other; default: 0.9/C."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
+    start: ClassVar = "user"
+
+    def needs(self) -> tuple[str, ...]:
+        return ("labels", "models")
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak",)
+
+    def user_loss(self, step: Step) -> Losses:
+        return losses.supervised(step.forward(step.weak), step.labels)
+
+    def round(self, state: State, fed: Fed) -> State:
+        users, centre = fed.train_users(state.streams), state.average
+        if not users.counted:
+            return state.next(state.streams, centre)
+        alpha = 0.9 / len(fed.cohort.drawn) if self.elasticity is None else self.elasticity
+        pulled = users.rows + alpha * (centre - users.rows)  # x_i -= α (x_i - z)
+        average = centre + alpha * (users.rows - centre).sum(0)  # z += α Σ (x_i - z)
+        return state.next(state.streams.index_copy(0, users.who, pulled), average, kept=[users])

@@ -1,0 +1,37 @@
+"""FedProx (Li et al. 2020): users are held to the model they received, (μ / 2) · ‖w - w_received‖²."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl.federation import Fed, Loss, Method, Named, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class FedProx(Method):
+    """`alternate` with a proximal term in the users' loss."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    proximal: float = setting(0.01, least=0, most=1000, what="a weight")
+    """μ: how strongly weights are held to those received."""
+
+    defaults: ClassVar = {"model": {"norm": "group"}}
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak", "strong", "received")
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold)
+
+    def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
+        slopes, metrics = step.slopes(loss)
+        if step.role == "server":
+            return slopes, metrics
+        pulls = {name: weight - step.received[name] for name, weight in step.weights.items()}
+        return {name: slope + self.proximal * pulls[name] for name, slope in slopes.items()}, metrics
+
+    def round(self, state: State, fed: Fed) -> State:
+        return parts.server_last(state, fed, fed.train_users(state.streams))

@@ -1,0 +1,46 @@
+"""FixMatch (Sohn et al. 2020), centralised: one model sees everything, L_s + L_k in every step."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ssfl.errors import ConfigError
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class FixMatch(Method):
+    """What gathering all images in one place would give: the one "user" holds them, labels included."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    views: str = setting("separate", choices=("separate", "joint"))
+    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" batch."""
+    teacher_mode: str = setting("train", choices=("eval", "train"))
+    """Whether pseudo-labels come from the network in "eval" or in "train" mode."""
+
+    defaults: ClassVar = {
+        "model": {"norm": "group"},
+        "split": {"users": 1, "labels_at": "users"},
+        "train": {"momentum_policy": "slot"},
+    }
+    note: ClassVar = "one model sees every image: no federation"
+
+    def check(self, config: Any) -> None:
+        users = config.split.users
+        if users != 1:
+            raise ConfigError(
+                f"method.name = 'fixmatch' trains one model: set split.users=1, not {users}",
+                key="split.users",
+                value=users,
+                fix="split.users=1",
+            )
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold, self.views, self.teacher_mode)
+
+    def round(self, state: State, fed: Fed) -> State:
+        users = fed.train_users(state.streams)
+        return state.next(users.means, users.average, kept=[users])

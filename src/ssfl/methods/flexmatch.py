@@ -1,0 +1,33 @@
+"""The thresholds of FlexMatch (Zhang et al. 2021), once a round: lower for classes that are learned slowly."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import thresholds
+from ssfl.federation import Fed, Labels, Look, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class FlexMatch(Method):
+    """Users label once a round, and the server trains last."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: the threshold of the commonest class."""
+
+    defaults: ClassVar = {"model": {"norm": "group"}}
+
+    def uses(self) -> tuple[str, ...]:
+        return ("strong",)
+
+    def label(self, look: Look) -> Labels:
+        by_class = thresholds.flexible(look.answers, self.threshold)
+        return parts.labelled(look, parts.confident(look, by_class))
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.round_labels(step)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return parts.server_last(state, fed, fed.train_users(state.streams))

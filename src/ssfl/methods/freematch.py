@@ -1,0 +1,28 @@
+"""The thresholds of FreeMatch (Wang et al. 2023), once a round: the user's mean confidence, by class."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import thresholds
+from ssfl.federation import Fed, Labels, Look, Method, State, Step
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class FreeMatch(Method):
+    """Users label once a round, and the server trains last."""
+
+    defaults: ClassVar = {"model": {"norm": "group"}}
+
+    def uses(self) -> tuple[str, ...]:
+        return ("strong",)
+
+    def label(self, look: Look) -> Labels:
+        return parts.labelled(look, parts.confident(look, thresholds.free(look.answers)))
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.round_labels(step)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return parts.server_last(state, fed, fed.train_users(state.streams))

@@ -1,0 +1,37 @@
+"""OverlapSGD (Wang, Liang and Joshi 2020): users keep models of their own and never wait for the average."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import losses
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+
+
+@dataclass(frozen=True)
+class OverlapSgd(Method):
+    """Users are pulled to the mean of the round before, which travelled while they trained; they know their
+    labels."""
+
+    elasticity: float = setting(0.6, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
+    """α: how far models are pulled."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
+    start: ClassVar = "user"
+
+    def needs(self) -> tuple[str, ...]:
+        return ("labels", "models")
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak",)
+
+    def user_loss(self, step: Step) -> Losses:
+        return losses.supervised(step.forward(step.weak), step.labels)
+
+    def round(self, state: State, fed: Fed) -> State:
+        users = fed.train_users(state.streams)
+        if not users.counted:
+            return state.next(state.streams, state.average)
+        pulled = users.rows + self.elasticity * (state.average - users.rows)
+        return state.next(state.streams.index_copy(0, users.who, pulled), pulled.mean(0), kept=[users])

@@ -1,0 +1,75 @@
+"""RSCFed (Liang et al. 2022): users far from the others weigh less, in three means of random halves.
+
+Published with a mean teacher and one labelled user that trains first. Here users learn by consistency, and
+the server has the labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ssfl import draws
+from ssfl.federation import Fed, Method, State, Step
+from ssfl.fields import setting
+from ssfl.losses import Losses
+from ssfl.methods import parts
+
+
+@dataclass(frozen=True)
+class RscFed(Method):
+    """Random sampling consensus: the mean of several averages by distance."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    consensus: int = setting(3, least=1, most=1000, what="averages")
+    """How many averages of random halves are made."""
+    scale: float = setting(1e4, least=0, most=1e9, what="above 0")
+    """β: how fast a user's weight falls with its distance from the plain average."""
+
+    defaults: ClassVar = {
+        "model": {"norm": "group"},
+        "train": {"weight_decay": 5e-4, "clip": 5.0},
+        "federation": {"head_start": 0.1},
+    }
+
+    def needs(self) -> tuple[str, ...]:
+        return ("models", "sizes")
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold)
+
+    def round(self, state: State, fed: Fed) -> State:
+        users = fed.train_users(state.streams)
+        if not users.counted:
+            return parts.server_last(state, fed, users)
+        pieces, key, everybody = fed.layout.sizes, fed.key("consensus"), range(len(users.who))
+        members = [list(group or everybody) for group in users.groups]
+        streams = [self.sub_consensus(users.rows[one], users.sizes[one], pieces, key) for one in members]
+        return parts.server_last(state, fed, users, torch.stack(streams))
+
+    def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
+        """The mean of several averages by distance, each over another random half of the users."""
+        numbers = torch.arange(len(rows))
+        half = -(-len(rows) // 2)
+        averages = []
+        for turn in range(self.consensus):
+            drawn = draws.fold(draws.fold(key.cpu(), turn), numbers).argsort(stable=True)[:half].sort().values
+            chosen = drawn.to(rows.device)
+            averages.append(self.by_distance(rows[chosen], counts[chosen], pieces))
+        return torch.stack(averages).mean(0)
+
+    def by_distance(self, rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
+        """The distance-reweighted average: who is far from the plain one weighs less.
+
+        A weight is n_k · exp(-β · d_k / n_k), where n_k is how many images a user has (`counts`) and d_k the
+        sum over the pieces of a row (its layers) of how far the model lies from the average by n_k.
+        """
+        counts = counts.to(rows)
+        middle = (counts / counts.sum()) @ rows
+        parted = (rows - middle).split(list(pieces), 1)
+        apart = torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in parted])
+        strength = counts.log() - self.scale * apart.sum(0) / counts
+        return strength.softmax(0) @ rows

@@ -1,0 +1,39 @@
+"""Self-training, equation (5): the weak view's confident prediction is that same view's label."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import losses
+from ssfl.federation import Fed, Method, State, Step, paper_round
+from ssfl.fields import setting
+from ssfl.losses import Losses
+
+
+@dataclass(frozen=True)
+class SelfTraining(Method):
+    """The paper's baseline without strong views, with BatchNorm and FedAvg."""
+
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
+    """τ: a pseudo-label counts when the model is at least this sure."""
+    views: str = setting("joint", choices=("separate", "joint"))
+    """Whether the prediction comes from the pass that is trained ("joint") or from one before ("separate")."""
+    teacher_mode: str = setting("train", choices=("eval", "train"))
+    """Whether separate predictions are made in "eval" or in "train" mode."""
+    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    """The server's share of every average; default: as much as a user's."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}}
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak",)
+
+    def user_loss(self, step: Step) -> Losses:
+        teacher = None
+        if self.views == "separate":
+            train = self.teacher_mode == "train"
+            teacher = step.forward(step.weak, grad=False, train=train, draw="teacher")
+        student = step.forward(step.weak)
+        return losses.consistency(student if teacher is None else teacher, student, self.threshold)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return paper_round(state, fed, self.server_weight)

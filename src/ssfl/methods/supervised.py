@@ -1,0 +1,33 @@
+"""Fully supervised training, equation (6): users know their labels. An oracle, what labels everywhere give."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ssfl import losses
+from ssfl.federation import Fed, Method, State, Step, paper_round
+from ssfl.fields import setting
+from ssfl.losses import Losses
+
+
+@dataclass(frozen=True)
+class Supervised(Method):
+    """Users train with true labels; with BatchNorm and FedAvg."""
+
+    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    """The server's share of every average; default: as much as a user's."""
+    server_replicas: bool = False
+    """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
+
+    defaults: ClassVar = {"model": {"norm": "batch"}}
+
+    def needs(self) -> tuple[str, ...]:
+        return ("labels",)
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak",)
+
+    def user_loss(self, step: Step) -> Losses:
+        return losses.supervised(step.forward(step.weak), step.labels)
+
+    def round(self, state: State, fed: Fed) -> State:
+        return paper_round(state, fed, self.server_weight, self.server_replicas)
