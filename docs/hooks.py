@@ -105,8 +105,8 @@ def config_page() -> str:
         " What stands as – is chosen when the data are known: the `config.toml` of a run shows it."
         " Some defaults come from the [method](methods.md); keys that you set win.",
     ]
-    for section in settings.SECTIONS:
-        about, found = explain.section(section)
+    for section, kind in settings.SECTIONS.items():
+        about, found = explain.section(section, kind)
         lines += ["", f"## [{section}]", "", about, "", "| key | default | what it is |", "|---|---|---|"]
         for one in found:
             default = one.default if one.default == "–" else f"`{one.default}`"

@@ -249,3 +249,33 @@ def test_settings_are_explained(ssfl: Call) -> None:
     code, _, err = ssfl("settings", "nothing-like-it")
     assert code == 2
     assert err.count("\n") == 1
+
+
+TYPOS = [
+    "run --set splt.users=3",
+    "run --set method.name=xyz",
+    "run quickstrt",
+    "split --set split.skew=2",
+    "contest --methods semifi",
+    "contest --set train.rl=1",
+    "paper show 21 --set splt.users=3",
+    "serve --data images --set split.user=3",
+]
+
+
+def test_a_typo_does_not_wait_for_torch() -> None:
+    """In one process of its own, because others have imported torch."""
+    code = f"""
+import sys
+from ssfl.cli import main
+for typo in {TYPOS}:
+    sys.argv = ["ssfl", *typo.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, typo
+    assert "torch" not in sys.modules, typo
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(TYPOS)

@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,15 +36,6 @@ ConfigName = Annotated[
         autocompletion=verbs.complete_config,
     ),
 ]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting; repeatable.",
-        autocompletion=verbs.complete_setting,
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
 RunFolder = Annotated[
@@ -58,6 +48,8 @@ def common(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
 ) -> None:
     if version:
+        from importlib import metadata  # costs more than the rest of a command's start
+
         print(f"ssfl {metadata.version('ssfl')}")
         raise typer.Exit
 
@@ -93,7 +85,7 @@ def new(
 @app.command()
 def run(
     config: ConfigName = None,
-    sets: Sets = None,
+    sets: verbs.Sets = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     quiet: Quiet = False,
     json_only: Json = False,
@@ -101,11 +93,12 @@ def run(
     """Train a federation.
 
     Example: ssfl run --set split.users=20 --set method.name=grouping"""
-    from ssfl import train
     from ssfl.config import PROJECT, load_config
+
+    loaded = load_config(config, sets or [])  # before torch is imported, which takes seconds
+    from ssfl import train
     from ssfl.runs import next_free
 
-    loaded = load_config(config, sets or [])
     named = Path(config or "quickstart").absolute()
     target = out or next_free(Path("runs") / (named.parent if named.name == PROJECT else named).stem)
     _carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
@@ -127,16 +120,17 @@ def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> Non
 
 
 @app.command()
-def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False) -> None:
+def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = False) -> None:
     """Show who would get which images.
 
     Example: ssfl split --set split.skew=1"""
+    from ssfl.config import load_config
+
+    loaded = load_config(config, sets or [])  # before torch is imported
     from ssfl import text
     from ssfl.assemble import load_data, make_parts, resolve
-    from ssfl.config import load_config
     from ssfl.data.inventory import describe_split
 
-    loaded = load_config(config, sets or [])
     dataset = load_data(loaded)
     resolved = resolve(loaded, dataset)
     described = describe_split(dataset, *make_parts(resolved, dataset))
@@ -218,11 +212,15 @@ def contest(
         list[str] | None,
         typer.Option(metavar="KEY=A,B", help="Values to choose from by validation images; repeatable."),
     ] = None,
-    sets: Sets = None,
+    sets: verbs.Sets = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the runs.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Methods side by side under one protocol.  Example: ssfl contest emnist-47 --methods grouping,semifl"""
+    from ssfl.config import check_overrides
+
+    names = [name.strip() for some in methods for name in some.split(",")]
+    check_overrides(f"method.name={name}" for name in names)  # before torch is imported
     from ssfl import contest as contests
     from ssfl import standings
     from ssfl.errors import DivergedError
@@ -233,7 +231,6 @@ def contest(
 
     pyplot()  # what the picture needs is missed now, not after hours
     target = out or Path("runs") / f"contest-{Path(config).stem}"
-    names = [name.strip() for some in methods for name in some.split(",")]
     found = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], out=target, tell=tell, quiet=quiet
     )

@@ -4,26 +4,28 @@ Order of precedence: a person's keys, the method's row in `methods.py`, the defa
 """
 
 import dataclasses
-import difflib
 import json
 import tomllib
-import types
 import typing
 from collections.abc import Iterable
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 from ssfl.checks import check
 from ssfl.errors import ConfigError
-from ssfl.limits import CHOICES, INSTEAD, RANGES
+from ssfl.fields import check_choice, checked, closest, limits_of, meant
 from ssfl.methods import METHODS
 from ssfl.settings import SECTIONS, Config, Method
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
+RENAMED: dict[str, str] = {}
+"""Settings that had another name in an earlier release: {"old.key": "new.key"}."""
 __all__ = [
-    "CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml", "unchecked",
+    "CONFIGS", "RENAMED", "Config", "apply", "check_overrides", "from_dict", "load_config", "presets", "read",
+    "to_toml", "unchecked",
 ]  # fmt: skip
 
 
@@ -53,6 +55,15 @@ def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
         _set(given, override)
 
 
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config."""
+    given: dict[str, Any] = {}
+    apply(given, overrides)
+    if "name" not in given.get("method", {}):
+        given.pop("method", None)  # what it may hold depends on the method
+    unchecked(given)
+
+
 def from_dict(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Config:
     """A checked config: the given keys over the method's over the defaults.
 
@@ -67,14 +78,20 @@ def unchecked(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Co
     """A config whose settings are each allowed; whether they go together nobody has asked."""
     for section, values in given.items():
         if section not in SECTIONS:
-            raise ConfigError(f"unknown section [{section}]{_suggest(section, SECTIONS)}")
-        if not isinstance(values, dict):
-            raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
+            close = closest(section, SECTIONS)
+            raise ConfigError(
+                f"unknown section [{section}]{meant(close)}",
+                key=section,
+                value=values,
+                fix=f"[{close}]" if close else None,
+            )
+        _check_section(section, values)
     name = given.get("method", {}).get("name", Method.name)
-    _check_choice("method.name", name)
+    check_choice("method.name", name, limits_of(Method)["name"])
     settings = {} if resolved else METHODS[name]
     sections = {
-        section: _section(section, settings.get(section, {}) | given.get(section, {})) for section in SECTIONS
+        section: _section(section, kind, settings.get(section, {}) | given.get(section, {}))
+        for section, kind in SECTIONS.items()
     }
     return Config(**sections)
 
@@ -101,35 +118,59 @@ def _read(source: str | Path) -> dict[str, Any]:
         if not path.is_file():
             path = Path(source) / PROJECT
         if not path.is_file() and Path(source).is_dir():
-            raise ConfigError(f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one")
+            raise ConfigError(
+                f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one",
+                value=str(source),
+                fix=f"ssfl new {source} --images FOLDER",
+            )
         if not path.is_file():
-            hint = _suggest(str(source), presets()) or f"; presets: {', '.join(presets())}"
+            close = closest(str(source), presets())
+            hint = meant(close) or f"; presets: {', '.join(presets())}"
             what = "folder or preset" if len(path.parts) > 2 else "preset"
-            raise ConfigError(f"no {what} {str(source)!r} (a file's name must end in .toml){hint}")
+            raise ConfigError(
+                f"no {what} {str(source)!r} (a file's name must end in .toml){hint}",
+                value=str(source),
+                fix=close or None,
+            )
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        hint = _suggest(path.name, [other.name for other in path.parent.glob("*.toml")])
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}{hint}") from error
+        close = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}{meant(close)}",
+            value=str(source),
+            fix=str(path.with_name(close)) if close else None,
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}", value=str(source)) from error
 
 
 def _set(given: dict[str, Any], override: str) -> None:
     """Put one `section.key=value` into the nested dict; the value is TOML, or else a plain word."""
     key, equals, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
+    section, dot, name = (part.strip() for part in key.partition("."))
     if not equals or not dot:
-        homes = [s for s, kind in SECTIONS.items() if equals and section in typing.get_type_hints(kind)]
-        meant = f"{homes[0]}.{override}" if homes else "split.users=20"
-        raise ConfigError(f"--set {override!r}: write section.key=value, such as {meant}")
+        homes = _homes(section) if equals else []
+        like = f"{homes[0]}.{override}" if homes else "split.users=20"
+        raise ConfigError(
+            f"--set {override!r}: write section.key=value, such as {like}",
+            key=key.strip(),
+            value=text.strip() or None,
+            fix=like if homes else None,
+        )
     if section not in SECTIONS:
-        raise ConfigError(f"unknown section {section!r} in --set {override}{_suggest(section, SECTIONS)}")
+        close = closest(section, SECTIONS)
+        raise ConfigError(
+            f"unknown section {section!r} in --set {override}{meant(close)}",
+            key=f"{section}.{name}",
+            value=_value(text.strip()),
+            fix=f"{close}.{name}={text.strip()}" if close else None,
+        )
     values = given.setdefault(section, {})
-    if not isinstance(values, dict):
-        raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
-    values.pop(INSTEAD.get(key.strip(), ""), None)
-    values[name.strip()] = _value(text.strip())
+    _check_section(section, values)
+    limits = limits_of(SECTIONS[section])
+    values.pop(limits[name].instead if name in limits else "", None)
+    values[name] = _value(text.strip())
 
 
 def _value(text: str) -> Any:
@@ -144,65 +185,54 @@ def _value(text: str) -> Any:
         return text
 
 
-def _section(section: str, values: dict[str, Any]) -> Any:
-    kind = SECTIONS[section]
-    hints = typing.get_type_hints(kind)
-    for key, value in values.items():
-        if key not in hints:
-            raise ConfigError(f"unknown key {section}.{key}{_suggest(key, hints, section)}")
-        values = values | {key: _typed(f"{section}.{key}", value, hints[key])}
-        _check_choice(f"{section}.{key}", values[key])
-        _check_range(f"{section}.{key}", values[key])
-    return kind(**values)
-
-
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    """The value as the field's type, or an error; a whole number may stand for a float."""
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if key == "split.mixtures":
-        if isinstance(value, list | tuple) and all(isinstance(row, list | tuple) for row in value):
-            try:
-                rows = tuple(tuple(float(number) for number in row) for row in value)
-                if len({len(row) for row in rows}) <= 1 and all(sum(row) < 1e9 for row in rows):
-                    return rows
-            except (TypeError, ValueError, OverflowError):
-                pass
-        raise ConfigError(f"{key} must be equally long rows of numbers, such as [[0.5, 0.5], [0.1, 0.9]]")
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return float(min(max(value, -(10**300)), 10**300))
-    if value == "" and str in allowed:
-        raise ConfigError(f"{key} is empty: give it a value or leave it out")
-    if type(value) in allowed:
-        return value
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    wanted = " or ".join(names[kind] for kind in allowed if kind in names)
-    raise ConfigError(f"{key} = {value!r} must be {wanted}")
-
-
-def _check_choice(key: str, value: Any) -> None:
-    if value is not None and key in CHOICES and value not in CHOICES[key]:
+def _check_section(section: str, values: Any) -> None:
+    if not isinstance(values, dict):
         raise ConfigError(
-            f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}{_suggest(str(value), CHOICES[key])}"
+            f"[{section}] must be a section with keys, not {values!r}", key=section, value=values
         )
 
 
-def _check_range(key: str, value: Any) -> None:
-    if key in RANGES and value is not None:
-        least, most, why = RANGES[key]
-        if not least <= value <= most:
-            raise ConfigError(f"{key} = {value} must lie between {least} and {most} ({why})")
+def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
+    """A section as an object of its dataclass, every value checked against its field's type and limits."""
+    limits, typed = limits_of(kind), {}
+    try:
+        hints = typing.get_type_hints(kind)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"[{name}] the types of {kind.__name__}'s fields are unclear: {error}") from error
+    for field, value in values.items():
+        key = f"{name}.{field}"
+        if field not in limits:
+            raise _unknown(key, value, limits)
+        typed[field] = checked(key, value, hints[field], limits[field])
+    for one in dataclasses.fields(kind):
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if needed and one.name in limits and one.name not in typed:
+            raise ConfigError(f"{name}.{one.name} has no default: set it", key=f"{name}.{one.name}")
+    return kind(**typed)
 
 
-def _suggest(word: str, known: Iterable[str], section: str = "") -> str:
-    close = difflib.get_close_matches(word, list(known), 1)
-    if close:
-        return f": did you mean {section + '.' if section else ''}{close[0]}?"
-    if section:
-        homes = [s for s, kind in SECTIONS.items() if word in typing.get_type_hints(kind)]
-        if homes:
-            return f": did you mean {homes[0]}.{word}?"
-        return f"; [{section}] has {', '.join(known)}"
-    return ""
+def _unknown(key: str, value: Any, known: Iterable[str]) -> ConfigError:
+    """The error for a key that its section does not have: what it is called now, or what may be meant."""
+    section, _, field = key.partition(".")
+    if key in RENAMED:
+        right, message = RENAMED[key], f"{key} is now {RENAMED[key]}"
+    else:
+        close = closest(field, known)
+        homes = [section] if close else _homes(field)
+        right = f"{homes[0]}.{close or field}" if homes else ""
+        hint = meant(right) or f"; [{section}] has {', '.join(known)}"
+        message = f"unknown key {key}{hint}"
+    return ConfigError(message, key=key, value=value, fix=f"{right}={_word(value)}" if right else None)
+
+
+def _homes(field: str) -> list[str]:
+    """The sections that have a field of this name."""
+    return [section for section, kind in SECTIONS.items() if field in limits_of(kind)]
+
+
+def _word(value: Any) -> str:
+    """A value as it is written after --set."""
+    return value if isinstance(value, str) else _toml(value)
 
 
 def _toml(value: Any) -> str:

@@ -1,5 +1,7 @@
 """What can go wrong through somebody's input: one line that says what to do, and an exit code."""
 
+from typing import Any
+
 
 class SsflError(Exception):
     """A mistake that its author can mend; the CLI prints the message alone, without a traceback."""
@@ -9,6 +11,17 @@ class SsflError(Exception):
 
 class ConfigError(SsflError):
     """A key, value or combination of settings that cannot be used."""
+
+    def __init__(
+        self, message: str, *, key: str | None = None, value: Any = None, fix: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        """The setting: section.name."""
+        self.value = value
+        """What it was set to."""
+        self.fix = fix
+        """What to type instead, such as split.users=3; None if there is no single answer."""
 
 
 class MethodError(SsflError):

@@ -2,14 +2,16 @@
 
 import ast
 import inspect
+import itertools
 import json
 import shutil
 import textwrap
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from ssfl import limits, settings
+from ssfl import settings
 from ssfl.errors import ConfigError
+from ssfl.fields import Limits, limits_of
 from ssfl.methods import METHODS
 
 
@@ -24,24 +26,31 @@ class Explained:
     about: str
 
 
-def section(name: str) -> tuple[str, list[Explained]]:
-    """What a section is about, and its settings."""
-    kind = settings.SECTIONS[name]
+def section(name: str, kind: type) -> tuple[str, list[Explained]]:
+    """What a section is about, and the settings of its dataclass."""
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{name}] ").split())
-    told, found = docstrings(kind), []
+    texts, limits = docstrings(kind), limits_of(kind)
+    rows = []
     for field in fields(kind):
-        key = f"{name}.{field.name}"
-        default: Any = field.default
-        shown = "–" if default in (None, ()) else _written(default)
-        shown = _by_method(name, field.name, default, shown)
-        allowed = ""
-        if key in limits.RANGES:
-            least, most, _ = limits.RANGES[key]
-            allowed = f" ({least:,} to {most:,})" if most <= 65536 else f" (at least {least:,})"
-        if not all(choice in told[field.name] for choice in limits.CHOICES.get(key, ())):
-            allowed = f" (one of {', '.join(limits.CHOICES[key])})"
-        found.append(Explained(key, shown, told[field.name] + allowed))
-    return about, found
+        if field.name in limits:
+            default: Any = field.default
+            shown = "–" if default in (None, (), MISSING) else _written(default)
+            shown = _by_method(name, field.name, default, shown)
+            text = texts.get(field.name, "")
+            text = f"{text} {_allowed(limits[field.name], text)}".strip()
+            rows.append(Explained(f"{name}.{field.name}", shown, text))
+    return about, rows
+
+
+def _allowed(limits: Limits, text: str) -> str:
+    """What a setting may be, where its text does not say it."""
+    if not all(choice in text for choice in limits.choices):
+        return f"(one of {', '.join(limits.choices)})"
+    if limits.least is not None and limits.most is not None and limits.most <= 65536:
+        return f"({limits.least:,} to {limits.most:,})"
+    if limits.least is not None:
+        return f"(at least {limits.least:,})"
+    return f"(at most {limits.most:,})" if limits.most is not None else ""
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
@@ -60,24 +69,28 @@ def _written(value: Any) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """The string under each field of a class."""
-    found = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
-    assert isinstance(found, ast.ClassDef)
-    told = {}
-    for before, after in zip(found.body, found.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
-            assert isinstance(after, ast.Expr)
-            assert isinstance(after.value, ast.Constant)
-            told[before.target.id] = " ".join(str(after.value.value).split())
-    return told
+    """The string under each field of a class and of the classes it inherits from."""
+    texts: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except (OSError, TypeError):  # built in, or typed at a prompt
+            continue
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, after in itertools.pairwise(body):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                texts[field.target.id] = " ".join(str(after.value.value).split())
+    return texts
 
 
 def lines(word: str = "") -> list[str]:
     """Every setting whose key or text holds the word, for a terminal."""
     width = max(60, min(110, shutil.get_terminal_size().columns))
     shown: list[str] = []
-    for name in settings.SECTIONS:
-        about, found = section(name)
+    for name, kind in settings.SECTIONS.items():
+        about, found = section(name, kind)
         found = [one for one in found if word.lower() in f"{one.key} {one.about}".lower()]
         if found:
             shown += [*([""] if shown else []), f"[{name}] {about}"]

@@ -12,8 +12,8 @@ from ssfl.config import PROJECT, load_config
 from ssfl.data import own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
-from ssfl.limits import CHOICES
-from ssfl.settings import Config, Data
+from ssfl.fields import limits_of
+from ssfl.settings import Config, Data, Model
 from ssfl.text import pooled, printable, untested
 
 GPU = torch.cuda.is_available()
@@ -156,7 +156,7 @@ def config(found: Found, users: int) -> str:
         else f"test_fraction = {Data.test_fraction}  # of each class: there is no folder test/"
     )
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
-    known = ", ".join(CHOICES["model.name"])
+    known = ", ".join(limits_of(Model)["name"].choices)
     network = f'# name = "small"  # {known}; by itself what suits the images and the machine'
     part, batch = f"# participants = {users}  # users that take part in a round", 64
     if model := light_model(found):

@@ -1,29 +1,32 @@
 """Every setting: frozen dataclasses, a docstring under each field.
 
 A setting that is None is chosen when the data are known; the resolved config of a run shows what it
-became. `config.py` reads and writes them, `limits.py` says what values are allowed.
+became. `config.py` reads and writes them.
 """
 
 from dataclasses import dataclass, field
+
+from ssfl.fields import setting
+from ssfl.methods import METHODS
 
 
 @dataclass(frozen=True)
 class Data:
     """[data] Which images."""
 
-    name: str | None = None
+    name: str | None = setting(None, choices=("digits", "cifar10", "svhn", "emnist", "stl10"), instead="path")
     """A known data set: digits, cifar10, svhn, emnist, stl10."""
-    path: str | None = None
+    path: str | None = setting(None, instead="name")
     """Your own images instead: an .npz file (x_train, y_train, x_test, y_test) or an image folder."""
     root: str = "data"
     """The folder that holds the known data sets' official files."""
     download: bool = False
     """Whether missing official files may be fetched."""
-    size: int | None = None
+    size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to this many pixels square."""
-    test_fraction: float = 0.2
+    test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a part of the labelled images")
     """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
-    validation: float = 0.0
+    validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
     """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
@@ -33,28 +36,28 @@ class Data:
 class Split:
     """[split] Who gets which images."""
 
-    scheme: str = "skew"
+    scheme: str = setting("skew", choices=("skew", "iid", "dirichlet", "shards", "mixture"))
     """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"."""
-    users: int = 10
+    users: int = setting(10, least=1, most=10_000_000, what="users")
     """K, the number of users."""
-    skew: float = 0.4
+    skew: float = setting(0.4, least=0, most=1, what="0 is iid, 1 is one main class each")
     """R, the non-iidness: 0 is iid, 1 is one main class each (scheme "skew")."""
-    server_labels: int | None = None
+    server_labels: int | None = setting(None, least=0, most=10**9, what="images")
     """N_s, labelled images at the server, uniform over classes; by itself at most 100 per class, or
     every labelled image where there are others without labels."""
-    labels_at: str = "server"
+    labels_at: str = setting("server", choices=("server", "users", "both"))
     """Who holds labels: "server", "users" or "both"."""
-    user_labels: int | None = None
+    user_labels: int | None = setting(None, least=0, most=10**9, what="images")
     """Labelled images of all users together, where users have labels; by itself as server_labels."""
     shared: bool = False
     """Give the server's images to every user besides its own, as DataSharing does."""
-    alpha: float = 0.1
+    alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
     """Concentration of scheme "dirichlet"."""
-    classes_per_user: int = 2
+    classes_per_user: int = setting(2, least=1, most=10**6, what="classes")
     """Classes each user holds in scheme "shards"."""
-    mixtures: tuple[tuple[float, ...], ...] = ()
+    mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="weights")
     """Rows of class weights for scheme "mixture"; user u takes row u mod their number."""
-    seed: int = 2019
+    seed: int = setting(2019, least=0, most=2**63 - 1, what="any whole number")
     """Names the random choices of the split; 2019 is the paper's."""
 
 
@@ -62,12 +65,12 @@ class Split:
 class Model:
     """[model] The network."""
 
-    name: str | None = None
+    name: str | None = setting(None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"))
     """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; by itself what suits the image size,
     without a GPU one that a CPU can train; the run keeps it."""
-    norm: str = "group"
+    norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
-    norm_statistics: str = "average"
+    norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
     """With batch normalisation, the averaged model's running statistics: "average" (of users and
     server, like the weights), "server" (the server's own, as in the authors' code) or "recompute"
     (anew on the server's images before each evaluation)."""
@@ -77,39 +80,41 @@ class Model:
 class Method:
     """[method] How users learn and how models are averaged."""
 
-    name: str = "anchored"
+    name: str = setting("anchored", choices=tuple(METHODS))
     """A row of the methods table: anchored, alternate, grouping, crl-gn, crl-bn, self-training, supervised,
     server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch, semifl, fl2, rscfed, cbafed, fedprox,
     flexmatch, freematch."""
-    objective: str = "consistency"
+    objective: str = setting(
+        "consistency", choices=("consistency", "self-training", "supervised", "fedmatch", "none")
+    )
     """The users' loss: "consistency" (CRL), "self-training", "supervised", "fedmatch" or "none"."""
-    threshold: float = 0.95
+    threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""
-    labels: str = "step"
+    labels: str = setting("step", choices=("step", "round"))
     """When pseudo-labels are made: in every "step", by the model as it is then, or once a "round", by the
     model that was received."""
-    thresholds: str = "fixed"
+    thresholds: str = setting("fixed", choices=("fixed", "flex", "free", "balanced"))
     """How sure each class must be, with labels once a round: "fixed" (τ), "flex" (FlexMatch), "free"
     (FreeMatch; (FL)²'s class-aware threshold) or "balanced" (CBAFed, by what everybody trained on)."""
     fill: bool = False
     """With labels once a round, fill batches with images that have one, as SemiFL does, instead of counting
     the others as zeros; a user without any does not count."""
-    mix: float = 0.0
+    mix: float = setting(0.0, least=0, most=100, what="a weight")
     """With labels once a round, the weight of SemiFL's loss on mixtures of two images."""
-    proximal: float = 0.0
+    proximal: float = setting(0.0, least=0, most=1000, what="a weight")
     """μ of FedProx: how strongly a user's weights are held to those received."""
-    sharpness: float = 0.0
+    sharpness: float = setting(0.0, least=0, most=10, what="a distance")
     """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
-    server_views: str = "weak"
+    server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both", every second one strong, or "suited": both, but
     weak alone where images have fewer than 16 pixels a side and strong views would leave little of them."""
-    averaging: str = "fedavg"
+    averaging: str = setting("fedavg", choices=("fedavg", "grouping", "weighted", "elastic", "overlap"))
     """"fedavg", "grouping" (federation.groups streams), "weighted" (method.server_weight), or every user
     keeps a model of its own that is drawn to a common one: "elastic" (EASGD) or "overlap" (OverlapSGD)."""
-    server: str = "parallel"
+    server: str = setting("parallel", choices=("parallel", "alternate", "none"))
     """When the server trains: "parallel" to the users (paper), "alternate" (after the average) or
     "none"."""
-    server_weight: float | None = None
+    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
     """The server's share in averaging "weighted"."""
     gate: bool | None = None
     """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
@@ -119,33 +124,35 @@ class Method:
     guard: bool = False
     """With a server that trains last: play the round without the users where the server would end less than
     half as far above chance, on its own labelled images, as it ever was."""
-    combine: str = "mean"
+    combine: str = setting("mean", choices=("mean", "trimmed", "median", "distance"))
     """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
     mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""
-    weighting: str = "even"
+    weighting: str = setting("even", choices=("even", "doubt", "labelled"))
     """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
     "labelled" (CBAFed: by how many images got a pseudo-label)."""
-    pace: str = "full"
+    pace: str = setting("full", choices=("full", "classes"))
     """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
     pseudo-labels are of few classes, and what it learned counts more; not where users hold labels."""
-    head_start: float = 0.0
+    head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
     """The share of the rounds, the first ones, that the server plays alone before users take part."""
-    server_momentum: float = 0.0
+    server_momentum: float = setting(0.0, least=0, most=0.999, what="below 1")
     """β of the server's momentum: how much of the last round's movement is added to this one's."""
-    residual: int = 0
+    residual: int = setting(0, least=0, most=10**6, what="rounds; 0 is never")
     """CBAFed's residual connection: every so many rounds the model becomes its mean with the one kept the
     last time; 0 is never."""
-    slow: float = 0.0
+    slow: float = setting(0.0, least=0, most=0.99999, what="below 1")
     """Of a slow average over rounds, how much stays in each; above 0 it is what is evaluated and kept."""
     server_replicas: bool = False
     """With grouping and a parallel server, one copy of the server trains for each group, as in the
     authors' code, instead of one for all."""
-    elasticity: float | None = None
+    elasticity: float | None = setting(
+        None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
+    )
     """How far models are drawn to each other in averaging "elastic" (by itself 0.9/C) and "overlap" (0.6)."""
-    views: str = "separate"
+    views: str = setting("separate", choices=("separate", "joint"))
     """Whether weak and strong views pass through the network in "joint" or "separate" batches; with
     batch normalisation they differ."""
-    teacher_mode: str = "eval"
+    teacher_mode: str = setting("eval", choices=("eval", "train"))
     """Pseudo-labels from the network in "eval" or "train" mode; with dropout or batch normalisation
     they differ. Joint views are always in training mode."""
 
@@ -154,30 +161,30 @@ class Method:
 class Federation:
     """[federation] Rounds and who takes part."""
 
-    participants: int | None = None
+    participants: int | None = setting(None, least=1, most=10_000_000, what="users per round")
     """C, users per round; by itself all of them."""
-    groups: int | None = None
+    groups: int | None = setting(None, least=1, most=10_000_000, what="groups")
     """S, the number of group streams; by itself max(2, C/10 rounded up) for grouping, else 1."""
-    group_sizes: str = "even"
+    group_sizes: str = setting("even", choices=("even", "filled"))
     """Groups as "even" as possible, or "filled" one after another with C/S users rounded up, as in the
     authors' code (47 users in 5 groups: 10, 10, 10, 10, 7)."""
-    period: int = 16
+    period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, local steps per round."""
-    rounds: int | None = None
+    rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """How many rounds; or give epochs."""
-    epochs: int | None = None
+    epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
     """E, rounds counted in epochs of epoch_images images per trainer."""
-    epoch_images: int = 65536
+    epoch_images: int = setting(65536, least=1, most=10**12, what="images")
     """M, images each trainer sees in an epoch."""
     extra_step: bool = False
     """One step more in the first round of every epoch, as in the authors' code."""
-    attackers: float = 0.0
+    attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
     """The share of users that send garbage, to see what a federation withstands."""
-    attack: str = "sign"
+    attack: str = setting("sign", choices=("sign", "noise", "shift"))
     """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
-    attack_scale: float = 1.0
+    attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
     """How many times as long they make their update."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, least=0, most=0.999, what="a probability below 1: somebody must come back")
     """The chance that a participant does not come back; the average is over those who do."""
 
 
@@ -185,11 +192,11 @@ class Federation:
 class Privacy:
     """[privacy] Differential privacy of each user; off where nothing is set."""
 
-    clip: float | None = None
+    clip: float | None = setting(None, least=1e-6, most=1e6, what="a length")
     """The most length a user's update may have; a longer one is cut to it."""
-    noise: float | None = None
+    noise: float | None = setting(None, least=1e-3, most=1e6, what="times clip")
     """z: each user adds Gaussian noise of z times clip to every number of its update."""
-    delta: float | None = None
+    delta: float | None = setting(None, least=1e-30, most=0.1, what="a small probability")
     """δ, at which ε is told; by itself 1e-5, or a tenth of 1/K where that is less."""
 
 
@@ -197,31 +204,31 @@ class Privacy:
 class Train:
     """[train] Local optimisation."""
 
-    batch_size: int = 64
+    batch_size: int = setting(64, least=1, most=65536, what="images")
     """B, images per step."""
-    lr: float = 0.03
+    lr: float = setting(0.03, least=0, most=1000, what="a learning rate")
     """γ, the base learning rate."""
-    momentum: float = 0.9
+    momentum: float = setting(0.9, least=0, most=0.9999, what="below 1")
     """SGD's momentum."""
     nesterov: bool = True
     """Nesterov's form of momentum."""
-    weight_decay: float = 1e-4
+    weight_decay: float = setting(1e-4, least=0, most=10, what="a small number")
     """Weight decay on every parameter."""
-    clip: float = 0.0
+    clip: float = setting(0.0, least=0, most=1e6, what="a length; 0 is any")
     """The most length of a step's gradient: a longer one is cut to it; 0 is any."""
-    warmup: int = 0
+    warmup: int = setting(0, least=0, most=10**9, what="steps")
     """Steps of linear warm-up from zero (the paper's e epochs are e · M / B steps)."""
-    cycles: float = 7 / 16
+    cycles: float = setting(7 / 16, least=0, most=1000, what="half turns of the cosine")
     """c, how many half turns the cosine makes; above 1/2 it reaches the floor."""
-    horizon: float = 1.0
+    horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
     """The schedule's length as a multiple of the run's; above 1 only its beginning is used."""
-    floor: float = 1e-4
+    floor: float = setting(1e-4, least=0, most=1, what="a fraction of train.lr")
     """ε, the least fraction of the base rate."""
-    momentum_policy: str = "reset"
+    momentum_policy: str = setting("reset", choices=("reset", "slot", "user"))
     """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
-    batches: str = "continue"
+    batches: str = setting("continue", choices=("continue", "restart"))
     """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
-    precision: str | None = None
+    precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))
     """In which numbers networks compute: "bfloat16", "float32" or "float64"; by itself "bfloat16" on a GPU,
     else "float32". Weights, sums, losses and statistics are kept in float32 (float64) in any case."""
 
@@ -231,29 +238,29 @@ class Run:
     """[run] How the run is carried out. Apart from the seed, what is computed stays the same, up to the
     last digits that another engine, device or number of threads rounds differently."""
 
-    seed: int = 1
+    seed: int = setting(1, least=0, most=2**63 - 1, what="any whole number")
     """Names the initial weights and every draw of the training; 1 is the paper's."""
-    engine: str = "auto"
+    engine: str = setting("auto", choices=("auto", "loop", "vmap", "dist", "sites"))
     """"loop" (one user after another), "vmap" (all at once), "auto", or "dist" (users spread over the
     processes of torchrun); "sites" is what `ssfl serve` writes: users are real ones."""
-    users_at_once: int | None = None
+    users_at_once: int | None = setting(None, least=1, most=10_000_000, what="users")
     """How many users are trained together; by itself as many of the participants as memory holds."""
     compile: bool | None = None
     """Compile the steps of "vmap" on a GPU, which takes a while; by itself where the run is long."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", ..."""
-    threads: int | None = None
+    threads: int | None = setting(None, least=1, most=4096, what="threads")
     """CPU cores to use, by itself all: on a CPU users are trained in so many processes of one thread."""
-    eval_every: int | None = None
+    eval_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """Rounds between evaluations, by itself a hundredth of all or 5; the last round is always evaluated."""
-    test: str = "every"
+    test: str = setting("every", choices=("every", "last", "never"))
     """Which evaluations look at the test images: "every" one, the "last" alone, as in a contest, or "never",
     for runs by which something is chosen; the others look at the validation images (data.validation)."""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
-    diversity_every: int = 0
+    diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
     """Rounds between measurements of gradient diversity; 0 is never."""
-    track: str = "none"
+    track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))
     """Who else is told the numbers: "tensorboard" (event files in RUN/tensorboard), "mlflow" or "wandb"
     (through their own clients, configured as they say)."""
 

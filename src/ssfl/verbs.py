@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -110,15 +110,25 @@ def _instead(option: str, known: Sequence[str]) -> str:
 
 def complete_setting(incomplete: str) -> Iterator[str]:
     """Shell completion of --set: keys, then the values of those that have a choice."""
-    from ssfl.limits import CHOICES
+    from ssfl.fields import limits_of
     from ssfl.settings import SECTIONS
 
+    limits = {f"{s}.{name}": one for s, kind in SECTIONS.items() for name, one in limits_of(kind).items()}
     key, equals, _ = incomplete.partition("=")
     if equals:
-        found = [f"{key}={value}" for value in CHOICES.get(key, ())]
+        words = [f"{key}={value}" for value in limits[key].choices] if key in limits else []
     else:
-        found = [f"{s}.{field.name}=" for s, kind in SECTIONS.items() for field in fields(kind)]
-    yield from (word for word in found if word.startswith(incomplete))
+        words = [f"{key}=" for key in limits]
+    yield from (word for word in words if word.startswith(incomplete))
+
+
+def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
+    """Refuse a mistake in --set at once: whatever the command imports may take seconds."""
+    from ssfl.config import check_overrides
+
+    if not context.resilient_parsing:  # nothing is refused while a shell completes a line
+        check_overrides(sets or [])
+    return sets
 
 
 def complete_run(incomplete: str) -> Iterator[str]:
@@ -148,3 +158,16 @@ def complete_config(incomplete: str) -> Iterator[str]:
         word = f"{entry}/" if entry.is_dir() else str(entry)
         if word.startswith(incomplete) and word.endswith(("/", ".toml")):
             yield word
+
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting; repeatable.",
+        autocompletion=complete_setting,
+        callback=check_settings,
+    ),
+]
+"""The option of every command that takes settings."""

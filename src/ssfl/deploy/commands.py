@@ -8,7 +8,7 @@ import typer
 
 from ssfl.deploy import require_flower
 from ssfl.errors import ConfigError, SsflError
-from ssfl.verbs import Verbs
+from ssfl.verbs import Sets, Verbs
 
 app = typer.Typer()
 keys_app = typer.Typer(
@@ -54,9 +54,7 @@ def serve(
     data: Annotated[Path | None, typer.Option(help="Your labelled images: a folder for each class.")] = None,
     keys: Annotated[Path | None, typer.Option(help="The keys folder.")] = None,
     config: Annotated[str | None, typer.Option(help="A preset's name or a TOML file; by itself own.")] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable.")
-    ] = None,
+    sets: Sets = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where to listen.")] = 8443,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,

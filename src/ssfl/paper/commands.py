@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl.verbs import Verbs
+from ssfl.verbs import Sets, Verbs
 
 app = typer.Typer(
     name="paper",
@@ -21,9 +21,6 @@ Scale = Annotated[float, typer.Option(help="The part of the training to run, sch
 DataFile = Annotated[
     str | None,
     typer.Option("--data", metavar="FILE", help="Images to use instead: an .npz, a folder, or digits."),
-]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; repeatable.")
 ]
 Only = Annotated[str, typer.Option(help="Only runs whose name contains this, such as C47.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
