@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssfl import doubts, engines, fedmatch, memory, models
-from ssfl.checks import check, without_guard
+from ssfl import doubts, engines, memory, models
+from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import ConfigError
 from ssfl.kernels import convolution
-from ssfl.plan import Owners, Plan, objective_of
+from ssfl.plan import Owners, Plan
 from ssfl.privacy import library
 from ssfl.rows import Layout, layout_of
 from ssfl.settings import Config, Run
-from ssfl.simulation import Simulation, kept_per, network_of
+from ssfl.simulation import Simulation, network_of
 from ssfl.work import Optimizer, Pool
 
 CORES = torch.get_num_threads()
@@ -70,12 +70,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     federation, wanted = config.federation, config.split
     participants = federation.participants or wanted.users
     groups, method = federation.groups, config.method
-    if method.averaging in ("elastic", "overlap"):
-        usual = 0.9 / participants if method.averaging == "elastic" else 0.6
-        method = replace(method, elasticity=usual if method.elasticity is None else method.elasticity)
     if groups is None:
-        grouped = config.method.averaging == "grouping"
-        groups = min(participants, max(2, -(-participants // 10))) if grouped else 1
+        groups = min(participants, max(2, -(-participants // 10))) if method.grouped else 1
     full = -(-participants // groups)
     if federation.group_sizes == "filled" and (groups - 1) * full >= participants:
         raise ConfigError(
@@ -99,20 +95,17 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         user_labels = labels
     if wanted.labels_at == "users":
         labels = 0
-    elif labels == 0 and config.method.server != "none":
-        raise ConfigError(
-            "split.server_labels = 0 leaves the server nothing to train on: raise it, or set "
-            f"method.server = 'none'{without_guard(method)}"
-        )
-    if config.model.norm_statistics != "average" and (labels == 0 or config.method.server == "none"):
+    if config.model.norm_statistics != "average" and labels == 0:
         raise ConfigError(
             f"model.norm_statistics = {config.model.norm_statistics!r} needs a server that trains: "
             "use 'average'"
         )
-    if config.method.objective == "supervised" and bool((dataset.labels < 0).any()):
+    if "labels" in method.needs() and bool((dataset.labels < 0).any()):
         raise ConfigError(
-            "method.objective = 'supervised' needs a label on every image, and some of "
-            f"{dataset.name} have none: choose another method"
+            f"method.name = {method.name!r} needs a label on every image, and some of {dataset.name} have "
+            "none: choose another method",
+            key="method.name",
+            value=method.name,
         )
     flip = dataset.flip if config.data.flip is None else config.data.flip
     path = None if config.data.path is None else _absolute(config.data.path)
@@ -122,17 +115,24 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         delta = min(1e-5, 0.1 / wanted.users) if privacy.delta is None else privacy.delta
         privacy = replace(privacy, delta=delta)
     gpu = torch.cuda.is_available() if config.run.device == "auto" else config.run.device != "cpu"
-    views = method.server_views
+    views = config.train.server_views
     if views == "suited":
         views = "both" if min(dataset.shape[1:]) >= 16 else "weak"
     return replace(
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
-        method=replace(method, gate=bool(method.gate), server_views=views),
+        train=replace(config.train, server_views=views),
         privacy=privacy,
         model=replace(config.model, name=config.model.name or models.suited(dataset.shape, gpu)),
-        federation=replace(federation, participants=participants, groups=groups, rounds=count, epochs=None),
+        federation=replace(
+            federation,
+            participants=participants,
+            groups=groups,
+            rounds=count,
+            epochs=None,
+            gate=bool(federation.gate),
+        ),
         run=replace(
             config.run,
             eval_every=config.run.eval_every or max(5, count // 100),
@@ -225,18 +225,17 @@ def build(
     model = network_of(config, dataset).to(device, pool.wide)
     layout = layout_of(model)
     train = config.train
-    kept, policy = 0, kept_per(config)
+    kept, policy, users = 0, train.momentum_policy, config.split.users
     if policy != "reset":
-        rows = config.split.users if policy == "user" else config.federation.participants or 1
+        rows = users if policy == "user" else config.federation.participants or 1
         setting = f"train.momentum_policy = {policy!r}"
         instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
-        if isinstance(model, fedmatch.Decomposed):
-            setting, instead = "method.objective = 'fedmatch'", "another, or lower split.users"
         kept = memory.check_kept(setting, f"{policy}s", rows, layout.weights, pool.wide, device, instead)
-    if config.method.averaging in ("elastic", "overlap"):
-        setting = f"method.averaging = {config.method.averaging!r}"
+    if config.method.start == "user" or "models" in config.method.needs():
+        setting = f"method.name = {config.method.name!r}"
+        rows = users if config.method.start == "user" else config.federation.participants or 1
         kept += memory.check_kept(
-            setting, "users", config.split.users, layout.length, pool.wide, device, "'fedavg'"
+            setting, "users", rows, layout.length, pool.wide, device, "another, or lower split.users"
         )
     engine, run = _make_engine(config, model, layout, pool, device, kept)
     config = replace(config, run=run, train=replace(train, precision=precision))
@@ -254,30 +253,26 @@ def _make_engine(
 ) -> tuple[engines.Engine, Run]:
     """The engine, and [run] with every choice made that depends on the machine; the state keeps
     some of its memory."""
-    train, run, objective = config.train, config.run, objective_of(config)
+    train, run, method = config.train, config.run, config.method
     spread_out = run.engine == "dist"
     participants = -(-(config.federation.participants or 1) // (engines.dist.ranks() if spread_out else 1))
     steps = (config.federation.rounds or 1) * config.federation.period
     optimizer = Optimizer(train.momentum, train.nesterov, train.weight_decay, train.clip)
-    network = (model, layout, pool, optimizer)
-    rival = None
-    if isinstance(model, fedmatch.Decomposed):
-        rival = fedmatch.FedMatch(model, pool, optimizer, config.split.labels_at)
-    needed = (rival or engines.make("vmap", *network, False)).memory(objective, train.batch_size)
+    network = (model, layout, pool, optimizer, method)
+    needed = engines.make("vmap", *network, False).memory(train.batch_size)
     threads = engines.dist.local_cores(CORES) if spread_out else run.threads or CORES
     torch.set_num_threads(engines.threads(needed, threads))
     name = engines.choose(device, needed) if run.engine in ("auto", "dist") else run.engine
-    name = "loop" if rival else name
     compiled = engines.can_compile(name, device) and (
         steps >= engines.LONG if run.compile is None else run.compile
     )
-    engine = rival or engines.make(name, *network, compiled)
+    engine = engines.make(name, *network, compiled)
     at_once = min(run.users_at_once or participants, participants)
-    cores = threads if objective.name != "none" else 1
+    cores = threads if method.trains_users else 1
     if run.users_at_once is None:
         if name != "vmap":
-            needed = engine.memory(objective, train.batch_size)
-        elif config.method.labels == "round":  # and the place where models look at images before they train
+            needed = engine.memory(train.batch_size)
+        elif method.label is not None:  # and the place where models look at images before they train
             needed += 3 * layout.length * pool.wide.itemsize
         if engines.spread.possible(device, cores, participants):  # and the rows on their way to processes
             needed += 8 * layout.length * pool.wide.itemsize

@@ -1,6 +1,6 @@
 """Configs: TOML in and out, dotted overrides, errors that name the key, the value and the fix.
 
-Order of precedence: a person's keys, the method's row in `methods.py`, the defaults in `settings.py`.
+Order of precedence: a person's keys, the method's `defaults`, the defaults in `settings.py`.
 """
 
 import dataclasses
@@ -10,32 +10,55 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ssfl import methods
 from ssfl.checks import check
 from ssfl.errors import ConfigError
-from ssfl.fields import check_choice, checked, closest, limits_of, meant
-from ssfl.methods import METHODS
-from ssfl.settings import SECTIONS, Config, Method
+from ssfl.fields import checked, closest, limits_of, meant
+from ssfl.settings import NAMES, SECTIONS, Config
+
+if TYPE_CHECKING:
+    from ssfl.federation import Method
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
-RENAMED: dict[str, str] = {}
-"""Settings that had another name in an earlier release: {"old.key": "new.key"}."""
+RENAMED = {
+    "method.slow": "federation.slow_average",
+    "method.head_start": "federation.head_start",
+    "method.gate": "federation.gate",
+    "method.combine": "federation.combine",
+    "method.check": "federation.check",
+    "method.server_views": "train.server_views",
+    "method.server_momentum": "method.momentum",
+}
+"""Settings that had another name in the first release."""
+GONE = {
+    "method.objective": "choose another method.name",
+    "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
+    "method.thresholds": "choose method.name=flexmatch, freematch, fl2 or cbafed",
+    "method.fill": "choose method.name=semifl",
+    "method.weighting": "choose method.name=fl2 or cbafed",
+    "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
+    "method.server": "split.labels_at=users or split.server_labels=0 leaves the server nothing to train on",
+}
+"""Settings of the first release that have no successor, and what to do instead."""
 __all__ = [
     "CONFIGS", "RENAMED", "Config", "apply", "check_overrides", "from_dict", "load_config", "presets", "read",
     "to_toml", "unchecked",
 ]  # fmt: skip
 
 
-def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
+) -> Config:
     """A config from a preset's name, a TOML file or a folder with ssfl.toml in it, and `key=value`s.
 
     The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
-    are for the digits.
+    are for the digits. A `method` object takes the place of [method].
     """
-    return from_dict(read(source, overrides))
+    return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -64,21 +87,25 @@ def check_overrides(overrides: Iterable[str]) -> None:
     unchecked(given)
 
 
-def from_dict(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Config:
-    """A checked config: the given keys over the method's over the defaults.
+def from_dict(
+    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+) -> Config:
+    """A checked config: the given keys over the method's defaults over those of `settings.py`.
 
-    What a resolved one lacks is plain: its method had no part that has come since.
+    A resolved config names every setting, so that the method's defaults do not apply to it.
     """
-    config = unchecked(given, resolved=resolved)
+    config = unchecked(given, resolved=resolved, method=method)
     check(config)
     return config
 
 
-def unchecked(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Config:
+def unchecked(
+    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+) -> Config:
     """A config whose settings are each allowed; whether they go together nobody has asked."""
     for section, values in given.items():
-        if section not in SECTIONS:
-            close = closest(section, SECTIONS)
+        if section not in NAMES:
+            close = closest(section, NAMES)
             raise ConfigError(
                 f"unknown section [{section}]{meant(close)}",
                 key=section,
@@ -86,21 +113,31 @@ def unchecked(given: dict[str, dict[str, Any]], *, resolved: bool = False) -> Co
                 fix=f"[{close}]" if close else None,
             )
         _check_section(section, values)
-    name = given.get("method", {}).get("name", Method.name)
-    check_choice("method.name", name, limits_of(Method)["name"])
-    settings = {} if resolved else METHODS[name]
+    own = dict(given.get("method", {}))
+    name = own.pop("name", methods.DEFAULT)
+    if not isinstance(name, str):
+        raise ConfigError(f"method.name = {name!r} must be a string", key="method.name", value=name)
+    methods.check_name(name)
+    rest = {section: given.get(section, {}) for section in SECTIONS}
+    for section, values in rest.items():  # typing mistakes show before torch is imported
+        _section(section, SECTIONS[section], values)
+    if method is None:
+        method = _section("method", methods.find(name), own)
+    defaults = {} if resolved else type(method).defaults
     sections = {
-        section: _section(section, kind, settings.get(section, {}) | given.get(section, {}))
+        section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
         for section, kind in SECTIONS.items()
     }
-    return Config(**sections)
+    return Config(method=method, **sections)
 
 
 def to_toml(config: Config) -> str:
     """The config as TOML; a setting that is None is left out."""
     blocks = []
-    for section in SECTIONS:
+    for section in NAMES:
         values = dataclasses.asdict(getattr(config, section))
+        if section == "method":
+            values = {"name": config.method.name, **values}
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
         blocks.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(blocks) + "\n"
@@ -158,8 +195,8 @@ def _set(given: dict[str, Any], override: str) -> None:
             value=text.strip() or None,
             fix=like if homes else None,
         )
-    if section not in SECTIONS:
-        close = closest(section, SECTIONS)
+    if section not in NAMES:
+        close = closest(section, NAMES)
         raise ConfigError(
             f"unknown section {section!r} in --set {override}{meant(close)}",
             key=f"{section}.{name}",
@@ -168,7 +205,7 @@ def _set(given: dict[str, Any], override: str) -> None:
         )
     values = given.setdefault(section, {})
     _check_section(section, values)
-    limits = limits_of(SECTIONS[section])
+    limits = limits_of(SECTIONS[section]) if section in SECTIONS else {}
     values.pop(limits[name].instead if name in limits else "", None)
     values[name] = _value(text.strip())
 
@@ -216,11 +253,13 @@ def _unknown(key: str, value: Any, known: Iterable[str]) -> ConfigError:
     section, _, field = key.partition(".")
     if key in RENAMED:
         right, message = RENAMED[key], f"{key} is now {RENAMED[key]}"
+    elif key in GONE:
+        return ConfigError(f"{key} is no setting any more: {GONE[key]}", key=key, value=value, fix=GONE[key])
     else:
         close = closest(field, known)
         homes = [section] if close else _homes(field)
         right = f"{homes[0]}.{close or field}" if homes else ""
-        hint = meant(right) or f"; [{section}] has {', '.join(known)}"
+        hint = meant(right) or f"; [{section}] has {', '.join(known) or 'none but name'}"
         message = f"unknown key {key}{hint}"
     return ConfigError(message, key=key, value=value, fix=f"{right}={_word(value)}" if right else None)
 

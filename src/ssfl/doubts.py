@@ -34,11 +34,13 @@ def _network(given: Config, config: Config, dataset: Dataset) -> list[str]:
 
 
 def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
-    told = config.split.labels_at != "server" or config.method.objective == "supervised"
+    told = config.split.labels_at != "server" or "labels" in config.method.needs()
     counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
-    if not missing or not len(parts.server) or told:  # otherwise users know no label
+    if not missing or told:  # otherwise users know no label
         return []
+    if not len(parts.server):
+        return ["nobody has a label: the model can learn nothing; raise split.server_labels"]
     named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return [
         f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
@@ -97,7 +99,7 @@ def _unread(config: Config) -> list[str]:
 def _newcomers(config: Config) -> list[str]:
     """Users with models of their own that are not there from the start."""
     users, participants = config.split.users, config.federation.participants or config.split.users
-    if config.method.averaging not in ("elastic", "overlap") or participants >= users:
+    if config.method.start != "user" or participants >= users:
         return []
     return [
         f"with {config.method.name} users keep models of their own: one that is drawn for the first time "

@@ -12,7 +12,7 @@ from typing import Any
 from ssfl import settings
 from ssfl.errors import ConfigError
 from ssfl.fields import Limits, limits_of
-from ssfl.methods import METHODS
+from ssfl.methods import METHODS, find
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """The default, and which methods have another in their rows; the recommended one's first."""
+    """The default, and which methods have another; the recommended one's first."""
     others: dict[str, list[str]] = {}
-    for method, rows in METHODS.items():
-        value = rows.get(section, {}).get(name, default)
+    for method in METHODS if section != "method" else ():
+        value = find(method).defaults.get(section, {}).get(name, default)
         if value != default:
             others.setdefault(_written(value), []).append(method)
     parts = [f"{value} with {', '.join(methods)}" for value, methods in others.items()]
@@ -86,17 +86,33 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def lines(word: str = "") -> list[str]:
-    """Every setting whose key or text holds the word, for a terminal."""
-    width = max(60, min(110, shutil.get_terminal_size().columns))
+    """Every setting whose key or text holds the word, for a terminal; of a method's name, its own fields."""
+    kinds = list(settings.SECTIONS.items())
+    if word in METHODS or ":" in word:
+        return _lines("method", find(word), "", f"method.name = {word}")
     shown: list[str] = []
-    for name, kind in settings.SECTIONS.items():
-        about, found = section(name, kind)
-        found = [one for one in found if word.lower() in f"{one.key} {one.about}".lower()]
-        if found:
-            shown += [*([""] if shown else []), f"[{name}] {about}"]
-        for one in found:
-            shown.append(f"  {one.key} = {one.default}")
-            shown += textwrap.wrap(one.about, width, initial_indent="      ", subsequent_indent="      ")
+    for name, kind in kinds:
+        shown += _lines(name, kind, word)
+    fields_of = {method: _lines("method", find(method), word or "\0", f"method.name = {method}") for method in METHODS}
+    for found in fields_of.values():
+        shown += found
+    if not word:
+        names = ", ".join(METHODS)
+        shown += ["", "[method] name, and the fields of that method: `ssfl settings NAME` shows them", f"  {names}"]
     if not shown:
         raise ConfigError(f"no setting has {word!r} in its name or text: `ssfl settings` lists all")
+    return shown[1:] if shown[0] == "" else shown
+
+
+def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
+    """The settings of one section that hold the word, after an empty line and a title."""
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    about, rows = section(name, kind)
+    rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]
+    if not rows and word:
+        return []
+    shown = ["", f"[{name}] {title + ': ' if title else ''}{about}"]
+    for one in rows:
+        shown.append(f"  {one.key} = {one.default}")
+        shown += textwrap.wrap(one.about, width, initial_indent="      ", subsequent_indent="      ")
     return shown

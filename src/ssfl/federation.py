@@ -27,8 +27,8 @@ Named = dict[str, Tensor]
 Loss = Callable[["Step"], Losses]
 Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
 """(weights, buffers, images [n, B, ...], training mode?, dropout keys [n]) -> logits [n, B, classes], buffers."""
-Evaluate = Callable[[Loss, Named, Named, "Batch"], tuple[Tensor, Named, Named]]
-"""(loss, weights, buffers, batch) -> the loss of each model [n], its metrics, the new buffers."""
+Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
+"""(loss, weights, buffers, batch, received) -> the loss of each model [n], its metrics, the new buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
 """What is measured in every step: the loss, and the shares of images that are trained on, that are trained on
 and whose true label is known, and whose pseudo-label is right."""
@@ -145,7 +145,7 @@ class Step:
             raise MethodError("slopes() belongs in gradient(), not in a loss")
         used = self._narrow if at is None else self._as_narrow(at)
         leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
-        total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch)
+        total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch, self._received)
         # models do not touch each other: the gradient of the sum is each one's own
         found = torch.autograd.grad(
             total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -378,6 +378,10 @@ class Fed(Protocol):
     cohort: Cohort
     layout: Layout
     classes: int
+    users: int
+    """K, the number of users."""
+    shape: tuple[int, int, int]
+    """Channels, height and width of an image."""
 
     @property
     def server_counts(self) -> Tensor:
@@ -387,8 +391,8 @@ class Fed(Protocol):
     def has_server(self) -> bool:
         """Whether the server has labelled images to train on."""
 
-    def key(self, purpose: str) -> Tensor:
-        """Names the draws of this round for a purpose."""
+    def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
+        """Names the draws for a purpose, of this round or of the whole run."""
 
     def train_users(
         self,

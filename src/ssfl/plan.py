@@ -14,7 +14,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.rows import placed
 from ssfl.schedule import head_start, learning_rate
 from ssfl.settings import Config
-from ssfl.work import Objective, Work, round_keys
+from ssfl.work import Work, round_keys
 
 Positions = Callable[[int, Tensor, Tensor, int, int], Tensor]
 
@@ -62,7 +62,8 @@ class Plan:
 
     @property
     def own_streams(self) -> bool:
-        return self.config.method.averaging in ("elastic", "overlap")
+        """Whether every user goes on from a model of its own."""
+        return self.config.method.start == "user"
 
     @property
     def streams(self) -> int:
@@ -70,17 +71,23 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        return self.streams if self.config.method.server_replicas else 1
+        """How many models the server trains at a time."""
+        return self.streams if getattr(self.config.method, "server_replicas", False) else 1
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The views that users' steps need."""
+        return tuple(view for view in ("weak", "strong") if view in self.config.method.uses())
 
     def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
         """Who takes part in a round, and what they and the server train on."""
         cohort = self.cohort(round)
-        own = None if self.config.method.server == "none" else self.server_work(round)
+        own = self.server_work(round) if len(self.server.images) else None
         return cohort, self.users_work(round, cohort), own
 
     def cohort(self, round: int) -> Cohort:
-        method, rounds = self.config.method, self.config.federation.rounds or 0
-        if method.objective == "none" or round < head_start(method.head_start, rounds):
+        federation, rounds = self.config.federation, self.config.federation.rounds or 0
+        if not self.config.method.trains_users or round < head_start(federation.head_start, rounds):
             return Cohort((), (), ((),) * self.streams, (), ())
         return draw_cohort(
             round,
@@ -88,8 +95,8 @@ class Plan:
             users=self.config.split.users,
             participants=self.participants,
             groups=self.streams,
-            dropout=self.config.federation.dropout,
-            filled=self.config.federation.group_sizes == "filled",
+            dropout=federation.dropout,
+            filled=federation.group_sizes == "filled",
             own_streams=self.own_streams,
         )
 
@@ -114,7 +121,7 @@ class Plan:
         )
         return tuple(rate(step) for step in range(self.steps_before(round), self.steps_before(round + 1)))
 
-    def _work(self, round: int, objective: Objective, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
+    def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
         seed, size = self.config.run.seed, self.config.train.batch_size
         first, rates = size * self.steps_before(round), self.rates(round)
         anew = self.config.train.batches == "restart"
@@ -127,32 +134,17 @@ class Plan:
             chosen = owners.at(who, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
 
-        labelled = None
-        if owners is self.users and self.labelled is not None:
-            labelled = batches(self.labelled, "labelled")
+        user = role == "user"
+        labelled = batches(self.labelled, "labelled") if user and self.labelled is not None else None
         keys = round_keys(seed, round, trainers)
-        seats = self.at_once if owners is self.users else len(trainers)
-        return Work(objective, keys, batches(owners, "batches"), labelled, rates, seats)
+        seats = self.at_once if user else len(trainers)
+        views = self.views if user else ("mixed" if self.config.train.server_views == "both" else "weak",)
+        return Work(role, views, keys, batches(owners, "batches"), labelled, rates, seats)
 
     def users_work(self, round: int, cohort: Cohort) -> Work:
         who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
-        return self._work(round, objective_of(self.config), who, self.users, who)
+        return self._work(round, "user", who, self.users, who)
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
-        objective = Objective("supervised", both=self.config.method.server_views == "both")
-        return self._work(round, objective, trainers, self.server, trainers * 0)
-
-
-def objective_of(config: Config) -> Objective:
-    """What the users minimise."""
-    method = config.method
-    return Objective(
-        method.objective,
-        method.threshold,
-        method.views,
-        method.teacher_mode,
-        method.mix,
-        method.sharpness,
-        method.proximal,
-    )
+        return self._work(round, "server", trainers, self.server, trainers * 0)

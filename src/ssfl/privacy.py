@@ -52,7 +52,7 @@ def planned(config: Config) -> Event:
         full = -(-participants // groups)
         least = participants % full or full
     rounds = federation.rounds or 1
-    rounds -= head_start(config.method.head_start, rounds)
+    rounds -= head_start(config.federation.head_start, rounds)
     return {"event": "privacy", "round": 0, **_cost(config, rounds, {least: rounds})}
 
 
@@ -84,7 +84,7 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     wanted, federation = config.privacy, config.federation
     noise, delta = wanted.noise or 0.0, wanted.delta or 0.0
     # the mean of n users carries their n noises; of another average we only know that each model has its own
-    linear = config.method.combine == "mean" and not (config.method.gate or config.method.check)
+    linear = federation.combine == "mean" and not (federation.gate or federation.check)
     rounds = [(noise * math.sqrt(size if linear else 1), count) for size, count in least.items()]
     sent = epsilon([(noise, parts)], delta)
     drawn = federation.participants or 1, config.split.users

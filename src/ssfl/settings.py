@@ -1,13 +1,18 @@
 """Every setting: frozen dataclasses, a docstring under each field.
 
 A setting that is None is chosen when the data are known; the resolved config of a run shows what it
-became. `config.py` reads and writes them.
+became. `config.py` reads and writes them. [method] holds the name of a method and that method's own fields,
+see `methods/`.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from ssfl import methods
 from ssfl.fields import setting
-from ssfl.methods import METHODS
+
+if TYPE_CHECKING:
+    from ssfl.federation import Method
 
 
 @dataclass(frozen=True)
@@ -77,87 +82,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Method:
-    """[method] How users learn and how models are averaged."""
-
-    name: str = setting("anchored", choices=tuple(METHODS))
-    """A row of the methods table: anchored, alternate, grouping, crl-gn, crl-bn, self-training, supervised,
-    server-only, fixmatch, data-sharing, easgd, overlap-sgd, fedmatch, semifl, fl2, rscfed, cbafed, fedprox,
-    flexmatch, freematch."""
-    objective: str = setting(
-        "consistency", choices=("consistency", "self-training", "supervised", "fedmatch", "none")
-    )
-    """The users' loss: "consistency" (CRL), "self-training", "supervised", "fedmatch" or "none"."""
-    threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
-    labels: str = setting("step", choices=("step", "round"))
-    """When pseudo-labels are made: in every "step", by the model as it is then, or once a "round", by the
-    model that was received."""
-    thresholds: str = setting("fixed", choices=("fixed", "flex", "free", "balanced"))
-    """How sure each class must be, with labels once a round: "fixed" (τ), "flex" (FlexMatch), "free"
-    (FreeMatch; (FL)²'s class-aware threshold) or "balanced" (CBAFed, by what everybody trained on)."""
-    fill: bool = False
-    """With labels once a round, fill batches with images that have one, as SemiFL does, instead of counting
-    the others as zeros; a user without any does not count."""
-    mix: float = setting(0.0, least=0, most=100, what="a weight")
-    """With labels once a round, the weight of SemiFL's loss on mixtures of two images."""
-    proximal: float = setting(0.0, least=0, most=1000, what="a weight")
-    """μ of FedProx: how strongly a user's weights are held to those received."""
-    sharpness: float = setting(0.0, least=0, most=10, what="a distance")
-    """ρ of (FL)²: with labels once a round, how far weights are moved uphill to ask for the same answers."""
-    server_views: str = setting("weak", choices=("weak", "both", "suited"))
-    """Views of the server's images: "weak" (paper), "both", every second one strong, or "suited": both, but
-    weak alone where images have fewer than 16 pixels a side and strong views would leave little of them."""
-    averaging: str = setting("fedavg", choices=("fedavg", "grouping", "weighted", "elastic", "overlap"))
-    """"fedavg", "grouping" (federation.groups streams), "weighted" (method.server_weight), or every user
-    keeps a model of its own that is drawn to a common one: "elastic" (EASGD) or "overlap" (OverlapSGD)."""
-    server: str = setting("parallel", choices=("parallel", "alternate", "none"))
-    """When the server trains: "parallel" to the users (paper), "alternate" (after the average) or
-    "none"."""
-    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's share in averaging "weighted"."""
-    gate: bool | None = None
-    """Refuse models that are not finite or whose update is far longer than the others'; who is refused three
-    times is left out. By itself with real sites alone."""
-    check: bool = False
-    """Of a group's average and its median take the one that does better on the server's labelled images."""
-    guard: bool = False
-    """With a server that trains last: play the round without the users where the server would end less than
-    half as far above chance, on its own labelled images, as it ever was."""
-    combine: str = setting("mean", choices=("mean", "trimmed", "median", "distance"))
-    """How a group's users become one: "mean" (the paper), or robustly, coordinate by coordinate: "trimmed"
-    mean or "median"; or by "distance", as RSCFed: three means of halves, in which outliers weigh less."""
-    weighting: str = setting("even", choices=("even", "doubt", "labelled"))
-    """What users weigh in the mean: "even" (the paper), "doubt" ((FL)²: who is less sure weighs more) or
-    "labelled" (CBAFed: by how many images got a pseudo-label)."""
-    pace: str = setting("full", choices=("full", "classes"))
-    """How long users' steps are, with labels once a round: "full"; or by "classes": shorter where a user's
-    pseudo-labels are of few classes, and what it learned counts more; not where users hold labels."""
-    head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
-    """The share of the rounds, the first ones, that the server plays alone before users take part."""
-    server_momentum: float = setting(0.0, least=0, most=0.999, what="below 1")
-    """β of the server's momentum: how much of the last round's movement is added to this one's."""
-    residual: int = setting(0, least=0, most=10**6, what="rounds; 0 is never")
-    """CBAFed's residual connection: every so many rounds the model becomes its mean with the one kept the
-    last time; 0 is never."""
-    slow: float = setting(0.0, least=0, most=0.99999, what="below 1")
-    """Of a slow average over rounds, how much stays in each; above 0 it is what is evaluated and kept."""
-    server_replicas: bool = False
-    """With grouping and a parallel server, one copy of the server trains for each group, as in the
-    authors' code, instead of one for all."""
-    elasticity: float | None = setting(
-        None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
-    )
-    """How far models are drawn to each other in averaging "elastic" (by itself 0.9/C) and "overlap" (0.6)."""
-    views: str = setting("separate", choices=("separate", "joint"))
-    """Whether weak and strong views pass through the network in "joint" or "separate" batches; with
-    batch normalisation they differ."""
-    teacher_mode: str = setting("eval", choices=("eval", "train"))
-    """Pseudo-labels from the network in "eval" or "train" mode; with dropout or batch normalisation
-    they differ. Joint views are always in training mode."""
-
-
-@dataclass(frozen=True)
 class Federation:
     """[federation] Rounds and who takes part."""
 
@@ -184,6 +108,18 @@ class Federation:
     """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
     attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
     """How many times as long they make their update."""
+    head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
+    """The share of the rounds, the first ones, that the server plays alone before users take part."""
+    slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
+    """Evaluate and save a slow average over rounds, of which this much stays in each; 0 is the plain model."""
+    gate: bool | None = None
+    """Refuse models that are not finite or whose update is far longer than the others'. A user that is
+    refused three times is left out. Default: only with real sites."""
+    combine: str = setting("mean", choices=("mean", "trimmed", "median"))
+    """How the models of a group become one: their "mean" (the paper), or robustly, coordinate by coordinate,
+    a "trimmed" mean or the "median"."""
+    check: bool = False
+    """Use a group's median instead of its average where it does better on the server's labelled images."""
     dropout: float = setting(0.0, least=0, most=0.999, what="a probability below 1: somebody must come back")
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -226,6 +162,9 @@ class Train:
     """ε, the least fraction of the base rate."""
     momentum_policy: str = setting("reset", choices=("reset", "slot", "user"))
     """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
+    server_views: str = setting("weak", choices=("weak", "both", "suited"))
+    """Views of the server's images: "weak" (paper), "both" (every second one strong), or "suited": both,
+    but weak alone for images of fewer than 16 pixels a side, of which strong views would leave little."""
     batches: str = setting("continue", choices=("continue", "restart"))
     """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
     precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))
@@ -272,7 +211,7 @@ class Config:
     data: Data = field(default_factory=Data)
     split: Split = field(default_factory=Split)
     model: Model = field(default_factory=Model)
-    method: Method = field(default_factory=Method)
+    method: "Method" = field(default_factory=lambda: methods.find(methods.DEFAULT)())
     federation: Federation = field(default_factory=Federation)
     privacy: Privacy = field(default_factory=Privacy)
     train: Train = field(default_factory=Train)
@@ -280,6 +219,9 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    "data": Data, "split": Split, "model": Model, "method": Method,
-    "federation": Federation, "privacy": Privacy, "train": Train, "run": Run,
+    "data": Data, "split": Split, "model": Model, "federation": Federation, "privacy": Privacy,
+    "train": Train, "run": Run,
 }  # fmt: skip
+"""The sections whose settings do not depend on the method."""
+NAMES = ("data", "split", "model", "method", "federation", "privacy", "train", "run")
+"""All sections, in the order of a file."""

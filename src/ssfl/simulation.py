@@ -4,29 +4,34 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssfl import accepting, draws, engines, fedmatch, keeping, labelling, layers, measuring, models, scoring
+from ssfl import draws, engines, layers, measuring, models, scoring
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
+from ssfl.engines import local
 from ssfl.engines.dist import Dist
 from ssfl.errors import DivergedError
-from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
+from ssfl.federation import Method, Named, State
 from ssfl.memory import peak
 from ssfl.plan import Plan
+from ssfl.rounds import Log, Round, Workers
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.runs import Event
 from ssfl.sending import sent_back
 from ssfl.settings import Config
-from ssfl.work import Pool, Trained, Work
+from ssfl.work import Pool, TrainedRows, Work
+
+SLOW = "slow"
+"""What the slow average over rounds is called in a state's memory."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class Simulation:
         return self.plan.config
 
     @property
+    def method(self) -> Method:
+        return self.config.method
+
+    @property
     def crowd(self) -> Dist | None:
         """The other processes, where users are spread over some."""
         return self.engine if isinstance(self.engine, Dist) else None
@@ -58,6 +67,24 @@ class Simulation:
     @property
     def rounds(self) -> int:
         return self.config.federation.rounds or 0
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the server has labelled images to train on."""
+        return len(self.parts.server) > 0
+
+    @property
+    def holds_models(self) -> bool:
+        """Whether the users' models are needed together before they are averaged."""
+        federation = self.config.federation
+        robust = federation.gate or federation.check or federation.combine != "mean"
+        return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
+
+    @cached_property
+    def server_counts(self) -> Tensor:
+        """How many labelled images of each class the server has, [classes]."""
+        labels = self.pool.labels[self.plan.server.images]
+        return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
 
     def initial(self) -> State:
         """Every stream and the server start from the same random weights (seed run.seed)."""
@@ -67,114 +94,61 @@ class Simulation:
             "reset": 0,
             "slot": self.plan.participants + self.plan.replicas,
             "user": self.config.split.users + self.plan.replicas,
-        }[kept_per(self.config)]
+        }[self.config.train.momentum_policy]
         momentum = row.new_zeros(slots, self.layout.weights)
-        strikes = torch.zeros(self.config.split.users if self.config.method.gate else 0, dtype=torch.int64)
-        streams = row.repeat(self.plan.streams, 1)
-        weights = streams[:, : self.layout.weights]
-        first = keeping.first(self.config.method, row, weights, self._server_counts())
-        return State(0, streams, row, momentum, strikes, first)
-
-    def _server_counts(self) -> Tensor:
-        """How many labelled images of each class the server has, [classes]."""
-        labels = self.pool.labels[self.plan.server.images]
-        return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
+        gate = self.config.federation.gate
+        strikes = torch.zeros(self.config.split.users if gate else 0, dtype=torch.int64)
+        state = State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
+        nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
+        memory = self.method.initial(state, Round(self, state, nobody, _Nobody(), keep=False))
+        if self.config.federation.slow_average:
+            memory[SLOW] = row.clone()
+        return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round and what it tells; raises where a number is not finite."""
         ready = self._ahead.get(state.round)
         cohort, users, own = self.plan.prepare(state.round) if ready is None else ready
-        method, every = self.config.method, self.config.run.diversity_every
+        every = self.config.run.diversity_every
         last = state.round + 1 == self.rounds
         diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
-        helpers, phases = self._helpers(state, cohort), Phases(self.device)
-        looks: list[Tensor | None] = []
-
-        def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
-            assert own is not None
-            with phases.during("server"):
-                return self.engine.train(rows, kept, own)
-
-        def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
-            work = users.of(part)
-            if helpers is not None:
-                near, half = helpers[part], state.momentum.shape[1] // 2
-                work = replace(work, helpers=state.momentum[near, half:] * (near >= 0)[..., None])
-            with phases.during("users"):
-                looked = labelling.looked(self.engine, method, rows, work, state.memory.get("shares"))
-                trained = self.engine.train(rows, kept, looked.work)
-            looks.append(looked.counts)
-            who = cohort.users[part]
-            back = sent_back(self.config, self.layout, state.round, who, rows, trained.rows, looked.reach)
-            found = {"weight": looked.weights, "masked": looked.sure}
-            more = {name: numbers for name, numbers in found.items() if numbers is not None}
-            return trained._replace(rows=back, stats=trained.stats | more)
-
-        slots = cohort.users if kept_per(self.config) == "user" else cohort.slots
-        if self.plan.own_streams:
-            new, outcome = play_own_streams(
-                state,
-                cohort,
-                train_users=train_users,
-                rule=method.averaging,
-                elasticity=method.elasticity or 0.0,
-                slots=slots,
-                keep_updates=diverse,
-            )
-        else:
-            new, outcome = self._averaged(
-                state,
-                cohort,
-                train_users,
-                train_server,
-                slots=slots,
-                at_once=self.config.run.users_at_once,
-                keep_updates=diverse,
-                crowd=self.crowd,
-            )
-        if "shares" in new.memory:
-            shares = torch.stack([self._server_counts(), *(c for c in looks if c is not None)]).sum(0)
-            new = replace(new, memory=new.memory | {"shares": shares})
+        phases = Phases(self.device)
+        fed = Round(self, state, cohort, _Simulated(self, state.round, cohort, users, own, phases), diverse)
+        new = self.played(state, fed)
         self.prepare(new.round)
-        events = [self._round_event(new.round, cohort, outcome)]
-        if helpers is not None:  # half a row each
-            events[0]["bytes_down"] += int((helpers >= 0).sum()) * self.message_bytes() // 2
+        events = [self.round_event(new.round, fed)]
         if diverse:
             with phases.during("diversity"):
-                events.append(measuring.diversity_event(self, state, cohort, outcome))
+                event = measuring.diversity_event(
+                    self.engine, self.crowd, self.method, self.plan, state, fed.cohort, fed.log
+                )
+                events.append(event)
         events[0]["phases"] = phases.seconds()
         return new, events
+
+    def played(self, state: State, fed: Round) -> State:
+        """The method's round, and what the general settings add to every method's."""
+        new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
+        if self.config.model.norm_statistics == "server" and log.server_row is not None:
+            streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
+            streams[:, count:] = average[count:] = log.server_row[count:]
+            new = replace(new, streams=streams, average=average)
+        if federation.slow_average:
+            # warm-up: the average starts with a short window, so that the first rounds fade quickly
+            stays = min(federation.slow_average, new.round / (new.round + 9))
+            slow = stays * new.memory[SLOW] + (1 - stays) * new.average
+            new = replace(new, memory=new.memory | {SLOW: slow})
+        if log.refused:
+            strikes = new.strikes.clone()
+            strikes[[fed.cohort.users[place] for place in log.refused]] += 1
+            new = replace(new, strikes=strikes)
+        return new
 
     def prepare(self, round: int) -> None:
         """What the next round needs of this machine, while its device works."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
-
-    @cached_property
-    def guarded(self) -> tuple[Tensor, Tensor]:
-        """What `accepting` judges averages by, found once."""
-        return accepting.guarded(self)
-
-    def _averaged(
-        self, state: State, cohort: Cohort, train_users: Train, train_server: Train, **more: Any
-    ) -> tuple[State, Outcome]:
-        """A round as this experiment's settings want it, whoever trains."""
-        method = self.config.method
-        new, outcome = play_round(
-            state,
-            cohort,
-            train_users=train_users,
-            train_server=train_server,
-            server=method.server,
-            server_weight=method.server_weight,
-            replicas=self.plan.replicas,
-            statistics_from_server=self.config.model.norm_statistics == "server",
-            server_momentum=method.server_momentum,
-            **accepting.rules(self, state, cohort),
-            **more,
-        )
-        return keeping.over_rounds(method, new, outcome.counted), outcome
 
     def evaluate(self, state: State) -> Event:
         """The averaged model on the test images, if it is time for them, and on the validation images, if
@@ -188,7 +162,7 @@ class Simulation:
             self._require_finite(state.round, "the averaged model on the test images", [loss])
             event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
             # a good average can hide streams that have collapsed
-            if len(state.streams) > 1 and not self.plan.own_streams:
+            if len(state.streams) > 1 and self.method.start == "group":
                 event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
             held = torch.from_numpy(self.validation)
@@ -201,7 +175,7 @@ class Simulation:
     def final_row(self, state: State) -> Tensor:
         """w_avg, or its slow average; statistics recomputed on the server's images where that was asked
         for."""
-        row = keeping.evaluated(state)
+        row = evaluated_row(state)
         if self.config.model.norm_statistics != "recompute":
             return row
         write_row(self.model, self.layout, row)
@@ -221,27 +195,44 @@ class Simulation:
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
         """The averaged model by the names of its plain network."""
-        tensors = self.layout.unflatten(self.final_row(state))
-        return fedmatch.composed(tensors) if isinstance(self.model, fedmatch.Decomposed) else tensors
+        return self.method.plain(self.layout.unflatten(self.final_row(state)))
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
         """How well a model does on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
+    def predicted(self, row: Tensor, images: Tensor) -> Tensor:
+        """The probabilities [B, classes] that a model predicts for uint8 images."""
+        write_row(self.model, self.layout, row)
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(self.pool.normalised(images.to(self.device), self.pool.wide))
+        return logits.softmax(-1)  # type: ignore[no-any-return]
+
+    def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        if most not in self._server_images:
+            images = self.plan.server.images
+            if most is not None:
+                images = images[self.pool.labels[images].argsort(stable=True)]
+                images = images[:: -(-len(images) // most)]
+            self._server_images[most] = images, self.pool.labels[images].cpu()
+        images, labels = self._server_images[most]
+        return self.pool.images[images], labels
+
+    @cached_property
+    def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """What `server_images` has found."""
+        return {}
+
     def message_bytes(self) -> int:
         """The size of one model on its way."""
         return self.layout.length * self.pool.wide.itemsize
 
-    def _helpers(self, state: State, cohort: Cohort) -> Tensor | None:
-        """The users that help each of the cohort [n, H], in FedMatch's rounds with helpers."""
-        model, seed = self.model, self.config.run.seed
-        if not isinstance(model, fedmatch.Decomposed) or (state.round + 1) % fedmatch.INTERVAL:
-            return None
-        return fedmatch.helpers_of(model, self.pool, state.momentum, cohort.users, seed)
-
-    def _round_event(self, round: int, cohort: Cohort, outcome: Outcome) -> Event:
-        size = self.message_bytes()
+    def round_event(self, round: int, fed: Round) -> Event:
+        """What a round tells: who took part, their metrics and the bytes that travelled."""
+        size, cohort, log = self.message_bytes(), fed.cohort, fed.log
         event: Event = {
             "event": "round",
             "round": round,
@@ -249,27 +240,26 @@ class Simulation:
             "participants": list(cohort.drawn),
             "returned": list(cohort.users),
             "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
-            "bytes_down": size * len(cohort.drawn),
-            "bytes_up": size * len(cohort.users),
+            "bytes_down": size * len(cohort.drawn) + log.sent_bytes,
+            "bytes_up": size * len(cohort.users) + log.reported_bytes,
         }
-        if self.config.method.gate:
-            event["refused"] = {str(cohort.users[place]): why for place, why in outcome.refused.items()}
-        if outcome.users is not None:
-            names = list(outcome.users.stats)
-            numbers = torch.stack([*outcome.users.stats.values(), outcome.users.norms])
-            *told, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
-            stats = dict(zip(names, told, strict=True))
-            for place, (user, *found) in enumerate(zip(cohort.users, stats["loss"], norms, strict=True)):
-                if place not in outcome.refused:
-                    self._require_finite(round, f"user {user}", found)
-            event |= measuring.of_users(stats, norms, outcome.refused)
-        if self.config.method.guard:
-            event["alone"] = int(outcome.alone)
-        if outcome.server is not None:
-            found = torch.stack([outcome.server.stats["loss"], outcome.server.norms]).mean(1).tolist()
-            event["server_loss"], event["server_update_norm"] = found
-            self._require_finite(round, "the server", found)
-        return event
+        if self.config.federation.gate:
+            event["refused"] = {str(cohort.users[place]): why for place, why in log.refused.items()}
+        if log.users is not None:
+            names = list(log.users.metrics)
+            numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
+            *metrics, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
+            measured = dict(zip(names, metrics, strict=True))
+            for place, (user, *one) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
+                if place not in log.refused:
+                    self._require_finite(round, f"user {user}", one)
+            event |= measuring.of_users(measured, norms, log.refused)
+        if log.server is not None:
+            both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
+            event["server_loss"], event["server_update_norm"] = both
+            event["server_models"] = log.server_steps
+            self._require_finite(round, "the server", both)
+        return event | log.told
 
     def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
         if not all(math.isfinite(number) for number in numbers):
@@ -282,13 +272,48 @@ class Simulation:
             )
 
 
+@dataclass(frozen=True)
+class _Simulated:
+    """`Workers` of this process: the engine trains everybody."""
+
+    sim: Simulation
+    round: int
+    cohort: Cohort
+    users: Work
+    own: Work | None
+    phases: Phases
+
+    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+        """Nothing travels."""
+        return cohort
+
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> local.Returned:
+        """Some of the cohort's users."""
+        sim, work = self.sim, replace(self.users.of(part), sent=given)
+        with self.phases.during("users"):
+            back = local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
+        who = self.cohort.users[part]
+        return back._replace(rows=sent_back(sim.config, sim.layout, self.round, who, rows, back.rows))
+
+    def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
+        """The server, one model or several."""
+        assert self.own is not None
+        with self.phases.during("server"):
+            return self.sim.engine.train(rows, momentum, self.own)
+
+
+class _Nobody:
+    """`Workers` before the first round: there is nothing to train."""
+
+    send = train = train_server = None
+
+
+def evaluated_row(state: State) -> Tensor:
+    """The row that is evaluated and saved: the slow average where there is one."""
+    return state.memory.get(SLOW, state.average)
+
+
 def network_of(config: Config, dataset: Dataset) -> nn.Module:
     """The network that is trained, with its initial weights."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
-    network = models.build(name, len(dataset.classes), dataset.shape, norm, seed)
-    return fedmatch.Decomposed(network) if config.method.objective == "fedmatch" else network
-
-
-def kept_per(config: Config) -> str:
-    """What a row is kept for between rounds: every "user", every "slot", or nothing ("reset")."""
-    return "user" if config.method.objective == "fedmatch" else config.train.momentum_policy
+    return config.method.network(models.build(name, len(dataset.classes), dataset.shape, norm, seed))

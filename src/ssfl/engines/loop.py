@@ -128,9 +128,11 @@ class Loop:
         sees_labels = role == "server" or "labels" in self.method.needs()
 
         def evaluate(
-            loss: Loss, weights: Named, buffers: Named, batch: Batch
+            loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
         ) -> tuple[Tensor, Named, Named]:
-            inner = Step(batch, weights, buffers, self._network, role=role, sees_labels=sees_labels)
+            inner = Step(
+                batch, weights, buffers, self._network, role=role, sees_labels=sees_labels, received=received
+            )
             return evaluated(loss, inner, self.method.metrics if role == "user" else ())
 
         return Step(

@@ -1,7 +1,7 @@
 """Fixed places in memory where all trainers of a round step at once, and the step itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def make_place(
         {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
         rounded,
         {name: empty(value) for name, value in statistics},
-        work.map(empty, keys=work.keys.new_zeros(len(work.keys), models), rates=(), pace=None),
+        replace(work, pace=None).map(empty, keys=work.keys.new_zeros(len(work.keys), models), rates=()),
         rows.new_zeros(len(work.rates), models),
         work.keys.new_zeros(1),
         {name: rows.new_zeros(models) for name in metrics},

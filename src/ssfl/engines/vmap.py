@@ -245,17 +245,26 @@ class Vmap:
         return role == "server" or "labels" in self.method.needs()
 
     def _evaluated(
-        self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch
+        self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
         """The engine's own losses may be compiled, others are not."""
         if loss is self._losses[role]:
-            return self._evaluators[role](weights, buffers, batch)  # type: ignore[no-any-return]
-        return self._evaluate(loss, role, weights, buffers, batch)
+            return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
+        return self._evaluate(loss, role, weights, buffers, batch, received)
 
     def _evaluate(
-        self, loss: Loss, role: str, weights: Named, buffers: Named, batch: Batch
+        self,
+        loss: Loss,
+        role: str,
+        weights: Named,
+        buffers: Named,
+        batch: Batch,
+        received: Named | None = None,
     ) -> tuple[Tensor, Named, Named]:
-        step = Step(batch, weights, buffers, self._network, role=role, sees_labels=self._sees_labels(role))
+        sees_labels = self._sees_labels(role)
+        step = Step(
+            batch, weights, buffers, self._network, role=role, sees_labels=sees_labels, received=received
+        )
         return evaluated(loss, step, self.method.metrics if role == "user" else ())
 
     def _eager_answers(self, weights: Named, buffers: Named, batch: Batch) -> Tensor:
