@@ -16,7 +16,6 @@ from benchmarks import report
 from benchmarks.jobs import Job, draw_images
 from ssfl import assemble, engines
 from ssfl.config import load_config
-from ssfl.plan import objective_of
 from ssfl.surroundings import reproducible
 
 NETWORKS = (
@@ -49,7 +48,7 @@ def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple
         start = time.perf_counter()
         sim.engine.train(rows, rest, work)
         spent.append(time.perf_counter() - start)
-    needed = sim.engine.memory(objective_of(sim.config), batch)
+    needed = sim.engine.memory(batch)
     return 1000 * min(spent[1:]) / (USERS * STEPS), needed / 2**20
 
 

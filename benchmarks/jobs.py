@@ -12,7 +12,7 @@ import numpy as np
 
 from ssfl.config import Config, load_config
 
-ROUND = ("method.server=none", "split.server_labels=0", "train.cycles=0", "train.momentum_policy=reset")
+ROUND = ("split.server_labels=0", "train.cycles=0", "train.momentum_policy=reset")
 # Threshold 0: every pseudo-label counts, so no runtime has less to do. Without labels the loss falls to
 # zero; a small rate keeps it in sight, so that runtimes can be compared by it.
 CONSISTENCY = (

@@ -9,7 +9,7 @@ from benchmarks import jobs
 from ssfl import assemble
 from ssfl.engines.spread import Spread
 from ssfl.surroundings import reproducible
-from ssfl.work import Trained, Work
+from ssfl.work import TrainedRows, Work
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
@@ -24,7 +24,7 @@ def run(spec: jobs.Spec) -> jobs.Measured:
             measured.processes = simulation.engine.processes
         train = simulation.engine.train
 
-        def counted(rows: Tensor, momentum: Tensor, work: Work) -> Trained:
+        def counted(rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
             measured.steps += len(rows) * work.steps
             measured.images += work.batches.numel()
             return train(rows, momentum, work)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import jobs
-from ssfl import assemble, models, objectives
+from ssfl import assemble, models
+from ssfl import losses as objectives
 from ssfl.data import augment
 from ssfl.settings import Config
 
@@ -44,7 +45,7 @@ class Task:
 
     def loss(self, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of one local step."""
-        if self.config.method.objective == "supervised":
+        if self.config.method.name == "supervised":
             network.train()
             losses = objectives.supervised(network(images), labels)
         else:
@@ -78,7 +79,7 @@ def prepare(spec: jobs.Spec) -> Task:
     """The job's data as ssfl loads and splits them, and its network with ssfl's initial weights."""
     made = assemble.make(jobs.config(spec))
     data, config, device = made.dataset, made.config, made.device
-    assert not config.data.flip or config.method.objective == "supervised"
+    assert not config.data.flip or config.method.name == "supervised"
     network = plain(config.model.name or "", len(data.classes), data.shape)
     ours = models.build(
         config.model.name or "", len(data.classes), data.shape, config.model.norm, config.run.seed
@@ -88,7 +89,7 @@ def prepare(spec: jobs.Spec) -> Task:
             mine.copy_(theirs)
     images = made.pool.images
     mean, std = (torch.tensor(x, device=device) for x in (data.mean, data.std))
-    if config.method.objective == "supervised":
+    if config.method.name == "supervised":
         images = augment.normalise(images, mean, std, torch.float32)
     users = [torch.from_numpy(user).to(device) for user in made.parts.users]
     return Task(config, images, made.pool.labels, users, mean, std, network.to(device))

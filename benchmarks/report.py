@@ -26,7 +26,7 @@ def summary(spec: jobs.Spec, warmup: int, found: dict[str, list[dict[str, Any]]]
     settings = {
         "users": config.split.users, "users_per_round": users, "local_steps": steps, "batch_size": batch,
         "lr": config.train.lr, "momentum": config.train.momentum, "nesterov": config.train.nesterov,
-        "weight_decay": config.train.weight_decay, "loss": config.method.objective,
+        "weight_decay": config.train.weight_decay, "method": config.method.name,
         "model": config.model.name, "norm": config.model.norm,
         "timed_rounds": spec.rounds - warmup, "warmup_rounds": warmup,
     }  # fmt: skip

@@ -18,8 +18,7 @@ from benchmarks import report
 from ssfl import text
 from ssfl.runs import versions
 
-SETTINGS = ["method.name=alternate", "method.threshold=0.6", "method.averaging=grouping",
-            "federation.groups=2", "federation.rounds=40", "run.threads=1"]  # fmt: skip
+SETTINGS = ["method.name=alternate", "method.threshold=0.6", "federation.groups=2", "federation.rounds=40", "run.threads=1"]  # fmt: skip
 ATTACKS: dict[str, list[str]] = {
     "none": [],
     "sign": ["federation.attack=sign"],
@@ -30,8 +29,12 @@ ATTACKS: dict[str, list[str]] = {
 }
 DEFENCES: dict[str, list[str]] = {
     "none": [],
-    "gate, trimmed mean": ["method.gate=true", "method.combine=trimmed"],
-    "gate, trimmed mean, check": ["method.gate=true", "method.combine=trimmed", "method.check=true"],
+    "gate, trimmed mean": ["federation.gate=true", "federation.combine=trimmed"],
+    "gate, trimmed mean, check": [
+        "federation.gate=true",
+        "federation.combine=trimmed",
+        "federation.check=true",
+    ],
 }
 Case = tuple[str, str, int, bool]
 

@@ -31,8 +31,8 @@ from PIL import Image
 from benchmarks import report
 from ssfl.deploy import connection, keys, silenced, wire
 from ssfl.deploy.site import POLL
+from ssfl.federation import METRICS
 from ssfl.runs import versions
-from ssfl.work import TOLD
 
 ROUNDS = 5
 WATCHED = 20.0
@@ -72,7 +72,7 @@ def _attend(found: connection.Connection, own: int, name: str, crowd: Crowd) -> 
             (row,) = sent.to_numpy_ndarrays()
             # another model, as after training: Flower sends equal ones once
             content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
-            told |= dict.fromkeys(TOLD, 0.0)
+            told |= dict.fromkeys(METRICS, 0.0)
         else:
             content["config"] = ConfigRecord({"name": name})
         content["told"] = MetricRecord(told)

@@ -1,4 +1,4 @@
-"""Reference numbers: the state after five rounds of every built-in method, to tell a refactoring from a drift.
+"""Reference numbers: the state after five rounds of every built-in method, to notice when results drift.
 
     python -m tests.reference record FILE      # writes the numbers of the code that is installed
     python -m tests.reference compare FILE     # compares it with them
@@ -21,6 +21,8 @@ from torch import Tensor
 
 FILE = Path(__file__).with_suffix(".json")
 ROUNDS = 5
+STEP = 0.7390851332151607
+"""Any irrational number: projections on cosines of its multiples notice every entry."""
 METHODS = (
     "anchored", "alternate", "grouping", "crl-gn", "crl-bn", "self-training", "supervised", "fixmatch",
     "data-sharing", "easgd", "overlap-sgd", "fedmatch", "semifl", "fl2", "rscfed", "cbafed", "fedprox",
@@ -91,7 +93,9 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
             how = (f"run.engine={engine}", f"train.precision={precision}")
             for method in METHODS:
                 for norm in ("group", "batch"):
-                    if norm == "batch" and method in NO_BATCH_NORM or engine == "vmap" and method == "fedmatch":
+                    if (norm == "batch" and method in NO_BATCH_NORM) or (
+                        engine == "vmap" and method == "fedmatch"
+                    ):
                         continue
                     said = [*COMMON, f"method.name={method}", f"model.norm={norm}", *how]
                     if method in ALONE:
@@ -105,7 +109,9 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield f"{name}/-/{engine}/{precision}", (*COMMON, *settings, *how)
 
 
-def state_of(settings: tuple[str, ...], first_release: bool) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def state_of(
+    settings: tuple[str, ...], first_release: bool
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """The tensors of the state after the last round, by name, and the rounds' events."""
     from ssfl import assemble, load_config
 
@@ -131,7 +137,11 @@ def measured(settings: tuple[str, ...], *, first_release: bool = False) -> dict[
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float64:
             flat = tensor.flatten()
-            turns = torch.arange(1, 9, dtype=torch.float64)[:, None] * torch.arange(len(flat)) * 0.7390851332151607
+            turns = (
+                torch.arange(1, 9, dtype=torch.float64)[:, None]
+                * torch.arange(len(flat))
+                * 0.7390851332151607
+            )
             kept[name] = (torch.cos(turns) @ flat).tolist()
         else:
             kept[name] = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
@@ -166,7 +176,7 @@ def main() -> None:
     before = json.loads(Path(file).read_text()) if verb == "compare" else {}
     found, bad = {}, 0
     for name, settings in cases():
-        if words and not any(word in name for word in words) or verb == "compare" and name not in before:
+        if (words and not any(word in name for word in words)) or (verb == "compare" and name not in before):
             continue
         found[name] = measured(settings, first_release=verb == "record-first-release")
         wrong = differences(before[name], json.loads(json.dumps(found[name])), 1e-12) if before else []

@@ -78,6 +78,16 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
     return None
 
 
+def require_memory(path: Path, state: State, begun: State) -> None:
+    """Refuse a state with other tensors than the method keeps: it was written by another version of it."""
+    for name in sorted(state.memory.keys() ^ begun.memory.keys()):
+        which = "holds" if name in state.memory else "lacks"
+        raise RunError(
+            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method "
+            f"{'does not know' if which == 'holds' else 'needs'}: use the version that wrote it, or start a new run"
+        )
+
+
 def _read(file: Path, device: torch.device) -> Checkpoint:
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}

@@ -104,16 +104,14 @@ def _check_averaging(config: Config) -> None:
     if {"models", "reports"} & set(method.needs()):
         for key, value, on, plain in robust:
             if on:
-                raise _error(
-                    key, value, f"does not go with method.name = {method.name!r}, which {own}: set {key}={plain}",
-                    f"{key}={plain}",
-                )  # fmt: skip
+                why = f"does not go with method.name = {method.name!r}, which {own}: set {key}={plain}"
+                raise _error(key, value, why, f"{key}={plain}")
     if method.start == "user":
         keeps = f"does not go with method.name = {method.name!r}, whose users keep models of their own"
         groups = federation.groups
         for key, value, on, plain in [
             ("federation.groups", groups, groups not in (None, 1), "1"),
-            ("federation.gate", federation.gate, federation.gate, "false"),
+            ("federation.gate", federation.gate, bool(federation.gate), "false"),
             ("federation.attackers", federation.attackers, federation.attackers > 0, "0"),
         ]:
             if on:
@@ -122,7 +120,7 @@ def _check_averaging(config: Config) -> None:
 
 def _check_dist(config: Config) -> None:
     """Processes exchange sums alone: nobody holds all models."""
-    method, federation = config.method, config.federation
+    federation = config.federation
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
         ("federation.check", federation.check, federation.check, "false"),

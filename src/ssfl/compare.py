@@ -1,20 +1,20 @@
 """Two runs side by side: the first round, user and quantity in which they differ."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ssfl import runs
+from ssfl.config import as_dict
 
 
 def settings(first: Path, second: Path) -> list[str]:
     """The config keys in which two runs differ, each as `key: a | b`."""
-    a, b = (asdict(runs.read_config(path)) for path in (first, second))
+    a, b = (as_dict(runs.read_config(path)) for path in (first, second))
     return [
-        f"{section}.{key}: {a[section][key]} | {b[section][key]}"
+        f"{section}.{key}: {a[section].get(key, '-')} | {b[section].get(key, '-')}"
         for section in a
-        for key in a[section]
-        if a[section][key] != b[section][key]
+        for key in a[section] | b[section]
+        if a[section].get(key, "-") != b[section].get(key, "-")
     ]
 
 

@@ -45,7 +45,7 @@ GONE = {
 }
 """Settings of the first release that have no successor, and what to do instead."""
 __all__ = [
-    "CONFIGS", "RENAMED", "Config", "apply", "check_overrides", "from_dict", "load_config", "presets", "read",
+    "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config", "presets", "read",
     "to_toml", "unchecked",
 ]  # fmt: skip
 
@@ -131,13 +131,17 @@ def unchecked(
     return Config(method=method, **sections)
 
 
+def as_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """A config as plain values, section by section."""
+    sections = {section: dataclasses.asdict(getattr(config, section)) for section in NAMES}
+    sections["method"] = {"name": config.method.name, **sections["method"]}
+    return sections
+
+
 def to_toml(config: Config) -> str:
     """The config as TOML; a setting that is None is left out."""
     blocks = []
-    for section in NAMES:
-        values = dataclasses.asdict(getattr(config, section))
-        if section == "method":
-            values = {"name": config.method.name, **values}
+    for section, values in as_dict(config).items():
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
         blocks.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(blocks) + "\n"

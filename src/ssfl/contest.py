@@ -1,26 +1,24 @@
 """Methods side by side under one protocol: the same split, network, views and user work.
 
 A seed is a start, its draws and a split: where labels are few, which images have them matters most.
-What the config and --set say holds for all, [method] aside; what they leave open is as in each method's row
-in `methods.py`. Rounds are chosen so that users pass equally many images forward and backward; those that the
+What the config and --set say holds for all, [method] aside; what they leave open is as in each method's
+defaults. Rounds are chosen so that users pass equally many images forward and backward; those that the
 server plays alone, where a method begins so, come on top. Choices are made on validation images, which are
 set aside before the split and trained on by nobody; test images are looked at once, in the last round,
 and never by runs that choose.
 """
 
-import difflib
 import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from ssfl import assemble, progress, runs, same, train
+from ssfl import assemble, methods, progress, runs, same, train
 from ssfl import config as configs
 from ssfl.errors import ConfigError, DivergedError, RunError
-from ssfl.methods import METHODS
 from ssfl.schedule import head_start
 from ssfl.settings import Config
 from ssfl.standings import Standing
@@ -46,20 +44,14 @@ class Entry:
 
 def passes(config: Config) -> int:
     """Forward and backward passes that a user's step makes of each of its images."""
-    method = config.method
-    if method.objective == "none":
-        return 0
-    return 1 + bool(method.mix) + 2 * bool(method.sharpness)
+    return config.method.passes() if config.method.trains_users else 0
 
 
 def entry(
     source: str, method: str, seed: int, sets: Sequence[str], options: tuple[str, ...], out: Path
 ) -> Entry:
     """A method's run: the config's own settings, the method's row, and equal user work."""
-    if method not in METHODS:
-        close = difflib.get_close_matches(method, METHODS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
-        raise ConfigError(f"no method {method!r}: {hint}")
+    methods.check_name(method)
     keys = [one.partition("=")[0].strip() for one in sets]
     if "run.seed" in keys:
         raise ConfigError("--set run.seed: a contest's seeds are 1, 2, ...; --seeds says how many")
@@ -79,7 +71,7 @@ def entry(
         config = configs.from_dict(shared)
     except ConfigError as error:
         raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
-    work, head = passes(config), config.method.head_start
+    work, head = passes(config), config.federation.head_start
     if work > 1 or head:
         whole = assemble.rounds(config)
         count = max(1, round(whole / max(work, 1)))
@@ -90,13 +82,14 @@ def entry(
             )
         count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
         config = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
-    name = "-".join([method, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
+    called = method.replace("/", "_").replace(":", "_")
+    name = "-".join([called, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
     return Entry(method, options, config, out / name)
 
 
 def play(
     source: str,
-    methods: Sequence[str],
+    names: Sequence[str],
     seeds: int,
     *,
     sets: Sequence[str] = (),
@@ -106,13 +99,12 @@ def play(
     quiet: bool = False,
 ) -> list[Standing]:
     """Every method with every seed, best first; finished runs are not run again."""
-    methods = list(dict.fromkeys(methods))
     grid = [_values(one) for one in choose]
     keys = [values[0].partition("=")[0] for values in grid]
     twice = [key for number, key in enumerate(keys) if key in keys[:number]]
     if twice:
         raise ConfigError(f"--choose {twice[0]} is there twice: put all its values into one")
-    wanted = {method: _tries(source, method, sets, grid, out) for method in methods}
+    wanted = {method: _tries(source, method, sets, grid, out) for method in dict.fromkeys(names)}
     playing = [one for mine in wanted.values() if len(mine) > 1 for one in mine]
     for seed, mine in itertools.product(range(1, seeds + 1), wanted.values()):
         playing.append(entry(source, mine[0].method, seed, sets, mine[0].options, out))
@@ -145,10 +137,10 @@ def ranked(found: Sequence[Standing]) -> list[Standing]:
 def _tries(
     source: str, method: str, sets: Sequence[str], grid: Sequence[list[str]], out: Path
 ) -> list[Entry]:
-    """What a method chooses from; nothing where it never looks at a threshold that was to be chosen."""
-    row = entry(source, method, CHOOSING, sets, (), out).config.method
-    idle = row.thresholds == "free" or row.objective in ("none", "supervised")
-    mine = [values for values in grid if not (idle and values[0].startswith("method.threshold="))]
+    """What a method chooses from: values of [method] only where it has that field."""
+    own = {f"method.{field.name}" for field in fields(methods.find(method))}
+    keys = [values[0].partition("=")[0] for values in grid]
+    mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in own]
     tries = itertools.product(*mine)
     return [entry(source, method, CHOOSING, sets, tuple(options), out) for options in tries]
 
@@ -275,13 +267,12 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         told[-1] |= {"seed": config.run.seed, **_images(path)}
         rounds = summary["rounds"]
         step = config.federation.period * config.train.batch_size
-        models = (config.federation.groups or 1) if config.method.server_replicas else 1
         seen, sent, own, curve = 0, 0, 0, {}
         for event in runs.read_events(path):
             if event["event"] == "round":
                 seen += passes(config) * step * len(event["returned"])
                 sent += event["bytes_up"] + event["bytes_down"]
-                own += step * (1 + event.get("alone", 0)) * models * ("server_loss" in event)
+                own += step * event.get("server_models", 1 + event.get("alone", 0)) * ("server_loss" in event)
             elif event["event"] == "eval":
                 curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
         spent.append((float(seen), sent / 1e6, float(own)))
@@ -300,6 +291,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         means,
         told,
         round(server),
+        flag=methods.flag(methods.find(method)()),
     )
 
 

@@ -87,18 +87,23 @@ def docstrings(kind: type) -> dict[str, str]:
 
 def lines(word: str = "") -> list[str]:
     """Every setting whose key or text holds the word, for a terminal; of a method's name, its own fields."""
-    kinds = list(settings.SECTIONS.items())
     if word in METHODS or ":" in word:
         return _lines("method", find(word), "", f"method.name = {word}")
     shown: list[str] = []
-    for name, kind in kinds:
+    for name, kind in settings.SECTIONS.items():
         shown += _lines(name, kind, word)
-    fields_of = {method: _lines("method", find(method), word or "\0", f"method.name = {method}") for method in METHODS}
+    fields_of = {
+        method: _lines("method", find(method), word or "\0", f"method.name = {method}") for method in METHODS
+    }
     for found in fields_of.values():
         shown += found
     if not word:
         names = ", ".join(METHODS)
-        shown += ["", "[method] name, and the fields of that method: `ssfl settings NAME` shows them", f"  {names}"]
+        shown += [
+            "",
+            "[method] name, and the fields of that method: `ssfl settings NAME` shows them",
+            f"  {names}",
+        ]
     if not shown:
         raise ConfigError(f"no setting has {word!r} in its name or text: `ssfl settings` lists all")
     return shown[1:] if shown[0] == "" else shown

@@ -26,7 +26,8 @@ Named = dict[str, Tensor]
 """Tensors by their names in the network."""
 Loss = Callable[["Step"], Losses]
 Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
-"""(weights, buffers, images [n, B, ...], training mode?, dropout keys [n]) -> logits [n, B, classes], buffers."""
+"""(weights, buffers, images [n, B, ...], training mode or not, dropout keys [n]) -> logits [n, B, classes]
+and the new buffers."""
 Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
 """(loss, weights, buffers, batch, received) -> the loss of each model [n], its metrics, the new buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
@@ -102,12 +103,12 @@ class Step:
     @property
     def weak(self) -> Tensor:
         """Weakly augmented views of the batch's images."""
-        return _declared(self.batch.weak, "weak")
+        return _declared(self.batch.weak, "weak")  # type: ignore[no-any-return]
 
     @property
     def strong(self) -> Tensor:
         """Strongly augmented views of the same images."""
-        return _declared(self.batch.strong, "strong")
+        return _declared(self.batch.strong, "strong")  # type: ignore[no-any-return]
 
     @property
     def labels(self) -> Tensor:
@@ -118,7 +119,7 @@ class Step:
     @property
     def received(self) -> Named:
         """The weights that the round began with."""
-        return _declared(self._received, "received")
+        return _declared(self._received, "received")  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -354,17 +355,17 @@ class Users:
     @property
     def rows(self) -> Tensor:
         """[m, P + Q]: the models themselves. Needs "models"."""
-        return self._needing("models", self._rows)
+        return self._needing("models", self._rows)  # type: ignore[no-any-return]
 
     @property
     def report(self) -> Named:
         """[m, ...] each: what `label` reported. Needs "reports"."""
-        return self._needing("reports", self._report)
+        return self._needing("reports", self._report)  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> Tensor:
         """[m]: how many images each user has. Needs "sizes"."""
-        return self._needing("sizes", self._sizes)
+        return self._needing("sizes", self._sizes)  # type: ignore[no-any-return]
 
     def _needing(self, need: str, value: Any) -> Any:
         if need not in self.declared:

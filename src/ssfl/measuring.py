@@ -37,7 +37,9 @@ def diversity_event(
         # the unlabelled loss alone, over all data; labelled images of users are not part of it
         views = ("weak",) if role == "server" else plan.views
         work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
-        return _in_parts(engine, crowd if len(who) > 1 else None, method, plan.at_once, rows, work, sizes, weights)
+        return _in_parts(
+            engine, crowd if len(who) > 1 else None, method, plan.at_once, rows, work, sizes, weights
+        )
 
     assert log.users is not None
     assert log.users.updates is not None
@@ -77,8 +79,8 @@ def _in_parts(
             labels = made_labels(engine, method, rows[part], mine)
             if not torch.equal(labels.images, mine.batches):
                 raise ConfigError(
-                    f"run.diversity_every does not go with method.name = {method.name!r}, which fills batches "
-                    "with the images that it has labelled: set run.diversity_every=0",
+                    f"run.diversity_every does not go with method.name = {method.name!r}, which fills its "
+                    "batches with the images that it has labelled: set run.diversity_every=0",
                     key="run.diversity_every",
                     fix="run.diversity_every=0",
                 )
@@ -88,9 +90,7 @@ def _in_parts(
     return own if crowd is None else crowd.gather(own, count)
 
 
-def of_users(
-    metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
-) -> dict[str, Any]:
+def of_users(metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]) -> dict[str, Any]:
     """What a round's event says of its users; means are over those that were not refused, if any."""
 
     def total(values: list[float]) -> float:

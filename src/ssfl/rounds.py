@@ -150,7 +150,11 @@ class Round:
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """The accuracy, averaged over classes, on `most` of the server's labelled images, minus chance."""
-        each = [share for share in self.sim.score(row, *self.sim.server_images(most)).per_class if share is not None]
+        each = [
+            share
+            for share in self.sim.score(row, *self.sim.server_images(most)).per_class
+            if share is not None
+        ]
         return sum(each) / len(each) - 1 / len(each)
 
     # --- training -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ssfl import first_release
 from ssfl.config import from_dict, to_toml
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.settings import Config
@@ -180,12 +181,21 @@ def read_config(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
-        return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")), resolved=True)
+        given = tomllib.loads((path / "config.toml").read_text("utf-8"))
+        return from_dict(
+            first_release.translated(given) if first_release.is_old(given) else given, resolved=True
+        )
     except (OSError, ValueError, ConfigError) as error:
         raise RunError(
             f"{path / 'config.toml'} cannot be used ({error}): put it back as it was, take the version of "
             "ssfl that wrote it, or start a new run"
         ) from error
+
+
+def require_resumable(path: Path) -> None:
+    """Refuse a run that the first release began: its method may have followed other rules."""
+    if first_release.is_old(tomllib.loads((path / "config.toml").read_text("utf-8"))):
+        raise RunError(f"{path} was begun with ssfl 0.1: finish it with that version, or start a new run")
 
 
 def append_event(path: Path, event: Event) -> None:

@@ -17,10 +17,17 @@ def require(config: Config, path: Path) -> None:
         return
     before, count = runs.read_config(path), max(1, round(assemble.rounds(config)))
     now = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
+    if before.method.name != config.method.name:
+        raise ConfigError(
+            f"{path} was played with method.name = {before.method.name!r}, not {config.method.name!r}: "
+            "remove it, or choose another --out",
+            key="method.name",
+            value=config.method.name,
+        )
     for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
         was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
         for key, value in wanted.items():
-            left_open = value in (None, "suited") or key in ("root", "download", "path")
+            left_open = value in (None, "suited") or key in ("root", "download", "path", "gate")
             users_alone = key == "server_labels" and before.split.labels_at == "users"
             if was[key] != value and not left_open and not users_alone:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""What simulated users send back: their models, with noise where that is asked for; attackers send garbage."""
+"""What simulated users send back: their models, with noise where that is asked; attackers send garbage."""
 
 from collections.abc import Sequence
 

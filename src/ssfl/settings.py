@@ -111,7 +111,7 @@ class Federation:
     head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
     """The share of the rounds, the first ones, that the server plays alone before users take part."""
     slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
-    """Evaluate and save a slow average over rounds, of which this much stays in each; 0 is the plain model."""
+    """Evaluate and save a slow average over rounds; this much of it stays in each. 0: the plain model."""
     gate: bool | None = None
     """Refuse models that are not finite or whose update is far longer than the others'. A user that is
     refused three times is left out. Default: only with real sites."""

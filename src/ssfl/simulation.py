@@ -23,7 +23,7 @@ from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
 from ssfl.memory import peak
 from ssfl.plan import Plan
-from ssfl.rounds import Log, Round, Workers
+from ssfl.rounds import Round
 from ssfl.rows import Layout, row_of, write_row
 from ssfl.runs import Event
 from ssfl.sending import sent_back
@@ -100,7 +100,8 @@ class Simulation:
         strikes = torch.zeros(self.config.split.users if gate else 0, dtype=torch.int64)
         state = State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
         nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
-        memory = self.method.initial(state, Round(self, state, nobody, _Nobody(), keep=False))
+        workers = _Simulated(self, 0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
+        memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
         return replace(state, memory=memory)
@@ -300,12 +301,6 @@ class _Simulated:
         assert self.own is not None
         with self.phases.during("server"):
             return self.sim.engine.train(rows, momentum, self.own)
-
-
-class _Nobody:
-    """`Workers` before the first round: there is nothing to train."""
-
-    send = train = train_server = None
 
 
 def evaluated_row(state: State) -> Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ssfl import runs, text
-from ssfl.methods import FLAGS
 
 ROOM = 12.0
 """How many points below the middle method the picture reaches."""
@@ -36,6 +35,8 @@ class Standing:
     """Forward and backward passes of the server's images in one run; nothing makes them equal."""
     tries: list[dict[str, Any]] = field(default_factory=list)
     """What was to choose from, and the accuracy on validation images that it had."""
+    flag: str = ""
+    """What a reader must know about the method."""
 
     @property
     def mean(self) -> float | None:
@@ -62,11 +63,11 @@ def table(standings: Sequence[Standing]) -> str:
         counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
         counts.append(f"{one.server_images / 1e6:.3g}")
         chosen = " ".join(one.options) or "–"
-        name = one.method + " *" * (one.method in FLAGS)
+        name = one.method + " *" * bool(one.flag)
         rows.append([name, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
-    flagged = [f"\n* {one.method}: {FLAGS[one.method]}" for one in standings if one.method in FLAGS]
+    flagged = [f"\n* {one.method}: {one.flag}" for one in standings if one.flag]
     return text.table(rows) + _images(standings) + note + "".join(flagged)
 
 
@@ -106,7 +107,7 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
             "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
-            "tries": one.tries, "validation_curve": one.curve, "flag": FLAGS.get(one.method),
+            "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,
         }
         for one in standings
     ]  # fmt: skip

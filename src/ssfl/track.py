@@ -12,12 +12,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ssfl.config import to_toml
+from ssfl.config import as_dict, to_toml
 from ssfl.errors import ConfigError, SsflWarning
 from ssfl.runs import Event, read_events
 from ssfl.settings import Config
@@ -166,7 +165,7 @@ def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
         experiment = client.get_experiment_by_name("ssfl")
         number = experiment.experiment_id if experiment else client.create_experiment("ssfl")
         opened = client.create_run(number, run_name=path.name).info.run_id
-        settings = [Param(f"{s}.{k}", str(v)) for s, kind in asdict(config).items() for k, v in kind.items()]
+        settings = [Param(f"{s}.{k}", str(v)) for s, kind in as_dict(config).items() for k, v in kind.items()]
         for start in range(0, len(settings), 100):  # as many as one request may carry
             client.log_batch(opened, params=settings[start : start + 100])
         memory.name(opened)
@@ -187,7 +186,7 @@ def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
 
     opened = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "ssfl"), name=path.name, id=memory.id, resume="allow",
-        dir=str(path), config=asdict(config),
+        dir=str(path), config=as_dict(config),
     )  # fmt: skip
     memory.name(opened.id)
     opened.define_metric("*", step_metric="round_number")

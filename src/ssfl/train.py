@@ -108,13 +108,16 @@ def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) ->
         summary = runs.read_summary(path)
         if summary is not None and finished(path):
             return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
+        runs.require_resumable(path)
         sim = assemble.make(_here(config, warn))
         with closing(sim.engine):
             check_unchanged(sim, path)
             start = checkpoints.newest(path, sim.device)
             now = conditions(sim)
+            begun = sim.initial()
             if start is None:
-                start = Checkpoint(sim.initial(), {}, now)
+                start = Checkpoint(begun, {}, now)
+            checkpoints.require_memory(path, start.state, begun)
             changed = changes(start.conditions, now)
             if leads:
                 if changed:

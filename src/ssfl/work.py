@@ -115,9 +115,7 @@ class Work:
 
     def with_labels(self, labels: Labels) -> "Work":
         """The same work on the images, and with the labels, that a method decided on."""
-        return replace(
-            self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace
-        )
+        return replace(self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace)
 
 
 class TrainedRows(NamedTuple):
@@ -203,7 +201,7 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
             *tensors, given = made
             parts = [_maybe(one, part) for part in tensors]
             now = {name: one(part) for name, part in given.items()}
-            yield Batch(*parts, now | work.sent)  # type: ignore[arg-type]
+            yield Batch(*parts, now | work.sent)  # type: ignore[arg-type, call-arg]
 
 
 def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | None:
@@ -226,14 +224,18 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor)
     def weak_views(images: Tensor, keys: Tensor) -> Tensor:
         return views(augment.weak_views, images, keys, augment.WEAK_DRAWS)
 
+    def strong_views(images: Tensor, keys: Tensor) -> Tensor:
+        return views(augment.strong_views, images, keys, augment.STRONG_DRAWS)
+
     images = pool.images[chosen.reshape(-1)]
     weak = strong = own = own_labels = None
-    if "strong" in work.views or "mixed" in work.views:
-        strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
-    if "weak" in work.views or "mixed" in work.views:
+    if "strong" in work.views:
+        strong = strong_views(images, strong_keys)
+    if "weak" in work.views:
         weak = weak_views(images, weak_keys)
     if "mixed" in work.views:
-        weak, strong = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), strong, weak), None
+        second = (slots % 2 == 1).view(1, -1, 1, 1, 1)
+        weak = torch.where(second, strong_views(images, strong_keys), weak_views(images, weak_keys))
     given = {name: at(tensor) for name, tensor in work.given.items()}
     for number, (name, others) in enumerate(work.more.items()):
         more = pool.images[at(others).reshape(-1)]

@@ -5,9 +5,9 @@ users train elsewhere, take their time, and may not come back.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -20,19 +20,21 @@ from ssfl import assemble, checkpoints, doubts, runs, surroundings, train
 from ssfl.checkpoints import Checkpoint
 from ssfl.checks import check
 from ssfl.clock import Phases
-from ssfl.cohort import only
+from ssfl.cohort import Cohort, only
 from ssfl.data import inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, roster, silenced, wire
-from ssfl.deploy.fleet import Fleet
+from ssfl.deploy.fleet import Answers, Fleet
 from ssfl.deploy.view import View
+from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.federation import State
+from ssfl.federation import METRICS, Named, State
 from ssfl.gate import STRIKES
+from ssfl.rounds import Round
 from ssfl.runs import Event
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
-from ssfl.work import TOLD, Trained
+from ssfl.work import TrainedRows
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
 """What private sites do not tell of their images."""
@@ -47,50 +49,17 @@ class Centre(Simulation):
 
     def play(self, state: State) -> tuple[State, list[Event]]:
         """The next round: send, train here and there, average what came back."""
-        drawn, method, engine = self.plan.cohort(state.round), self.config.method, self.engine
-        own = self.plan.server_work(state.round) if method.server != "none" else None
-        trained: list[Trained] = []  # by a parallel server, while the sites train
         phases = Phases(self.device)
-
-        def train_server(rows: Tensor, kept: Tensor, part: slice) -> Trained:
-            if own is None:
-                raise RuntimeError("a server without images does not train")
-            if trained:
-                return trained.pop()
-            with phases.during("server"):
-                return engine.train(rows, kept, own)
-
-        def meanwhile() -> None:
-            if method.server == "parallel":
-                rows = state.average.repeat(self.plan.replicas, 1)
-                trained.append(train_server(rows, torch.zeros_like(rows[:, : self.layout.weights]), slice(0)))
-
         self.leave_out(state)
-        rows = {user: state.streams[stream] for user, stream in zip(drawn.users, drawn.streams, strict=True)}
-        with phases.during("users"):
-            answers = self.fleet.train(rows, self.terms, state.round, meanwhile)
-        came = answers.came
-        cohort = only(drawn, answers.sent, came)
-        silent = set(answers.sent) - set(answers.refused)
-        if not cohort.users and (silent or method.server == "none"):  # otherwise the server goes on alone
-            raise RunError(
-                f"no site gave a model in round {state.round + 1}: look at the sites, or give them longer "
-                "with --deadline"
-            )
-
-        def train_users(rows: Tensor, kept: Tensor, part: slice) -> Trained:
-            back = [came[user] for user in cohort.users[part]]
-            told = {name: torch.tensor([numbers[name] for _, numbers in back]) for name in TOLD}
-            models = torch.stack([row for row, _ in back]).to(rows)
-            return Trained(models, kept, {name: values.to(rows) for name, values in told.items()})
-
-        new, outcome = self._averaged(state, cohort, train_users, train_server, slots=cohort.slots)
-        for place, why in outcome.refused.items():
-            self.fleet.refuse(self.fleet.names[cohort.users[place]], why, counted=True)
+        workers = _Sites(self, state.round, phases)
+        fed = Round(self, state, self.plan.cohort(state.round), workers, keep=False)
+        new, answers = self.played(state, fed), workers.answers
+        for place, why in fed.log.refused.items():
+            self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counted=True)
         strikes = new.strikes.clone()
         for user in answers.refused:
             strikes[user] += 1
-        event = self._round_event(new.round, cohort, outcome) | dict(answers.traffic)
+        event = self.round_event(new.round, fed) | dict(answers.traffic)
         event["phases"] = phases.seconds()
         if self.config.privacy.clip is not None:  # sites keep these back
             event = {key: value for key, value in event.items() if key not in KEPT_BACK}
@@ -118,6 +87,42 @@ class Centre(Simulation):
         return told
 
 
+@dataclass
+class _Sites:
+    """`Workers` elsewhere: sites train the users, and the server trains here."""
+
+    centre: Centre
+    round: int
+    phases: Phases
+    answers: Answers = field(default_factory=lambda: Answers((), {}, {}, {}))
+
+    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+        """Send the models, wait for answers; the cohort of those that came."""
+        rows = {user: start[stream] for user, stream in zip(cohort.users, cohort.streams, strict=True)}
+        with self.phases.during("users"):
+            self.answers = self.centre.fleet.train(rows, self.centre.terms, self.round, meanwhile)
+        back = only(cohort, self.answers.sent, self.answers.came)
+        silent = set(self.answers.sent) - set(self.answers.refused)
+        if not back.users and (silent or not self.centre.has_server):  # otherwise the server goes on alone
+            raise RunError(
+                f"no site gave a model in round {self.round + 1}: look at the sites, or give them longer "
+                "with --deadline"
+            )
+        self._users = back.users
+        return back
+
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> Returned:
+        """What the sites sent back."""
+        back = [self.answers.came[user] for user in self._users[part]]
+        metrics = {name: torch.tensor([numbers[name] for _, numbers in back]).to(rows) for name in METRICS}
+        return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
+
+    def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
+        """The server, here."""
+        with self.phases.during("server"):
+            return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
+
+
 def prepare(config: Config) -> tuple[Simulation, str]:
     """The centre's half of the federation, and the terms for the sites."""
     wire.check(config)
@@ -127,7 +132,8 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
     server = kept[labels[kept] >= 0]
     config = replace(config, split=replace(config.split, server_labels=len(server)))
-    config = replace(config, method=replace(config.method, gate=config.method.gate is not False))
+    gate = config.federation.gate is not False
+    config = replace(config, federation=replace(config.federation, gate=gate))
     rounds = config.run.eval_every or 1, config.run.checkpoint_every or 1
     config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
     config = assemble.resolve(config, dataset)
@@ -224,6 +230,7 @@ def opened(
             raise RunError(f"{path} is a simulation: go on with `{runs.again(path)}`")
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
+        runs.require_resumable(path)
         config, known = roster.going_on(path, config, known, count)
     else:
         runs.require_free(path)

@@ -18,18 +18,18 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, labelling, models, predict, privacy, sending
+from ssfl import assemble, models, predict, privacy
 from ssfl.cohort import Cohort
 from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
+from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
 from ssfl.rows import layout_of
 from ssfl.simulation import Simulation
 from ssfl.surroundings import reproducible
-from ssfl.work import Trained
 
 POLL = 0.5
 """Seconds between two questions to the centre whether there is work."""
@@ -83,16 +83,14 @@ class Site:
             self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
         return self._ready[key]
 
-    def train(self, terms: str, user: int, round: int, content: RecordDict) -> Trained:
-        """The T steps of a simulated user: the same images, draws, loss and learning rates."""
+    def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
+        """The round of a simulated user: the same images, draws, loss and learning rates."""
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
-        looked = labelling.looked(sim.engine, sim.config.method, row, work)
         weights = sim.layout.weights
-        trained = sim.engine.train(row, torch.zeros_like(row[:, :weights]), looked.work)
-        moved = sending.stretched(row, trained.rows, weights, looked.reach)
-        trained = trained._replace(rows=moved)
+        rest = torch.zeros_like(row[:, :weights])
+        trained = local.train(sim.engine, sim.method, weights, row, rest, work)
         clip, noise = sim.config.privacy.clip, sim.config.privacy.noise
         if clip is None or noise is None:
             return trained
@@ -159,7 +157,8 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         terms = str(asked["terms"])
         trained = site.train(terms, user, round, message.content)
         private = site.simulation(terms, user).config.privacy.clip is not None
-        told = f"loss {float(trained.stats['loss']):.3f}  mask rate {float(trained.stats['masked']):.2f}"
+        metrics = trained.metrics
+        told = f"loss {float(metrics['loss']):.3f}  mask rate {float(metrics['mask_rate']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
         return Message(wire.pack_trained(trained, len(site.files), round, private), reply_to=message)
 

@@ -14,14 +14,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from ssfl.checks import obstacle
 from ssfl.config import from_dict, to_toml
 from ssfl.data.dataset import WHITE, Dataset
+from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, DataError
+from ssfl.federation import METRICS
 from ssfl.settings import Config, Data, Run
-from ssfl.work import TOLD, Trained
 
-OBJECTIVES = ("consistency", "self-training")
-AVERAGES = ("fedavg", "grouping", "weighted")
 LARGEST = 1e15
 """No number of a model or of its loss is larger: a million of them squared are still float32 numbers."""
 MOST_CLASSES = 100_000
@@ -78,38 +78,38 @@ def read_terms(text: str) -> Terms:
 
 
 def check(config: Config) -> None:
-    """What a real federation can do."""
+    """Raise where a real federation cannot do what a config asks for.
+
+    Values reported by a site must not affect the average, so that methods that need them are refused.
+    """
     method, train = config.method, config.train
-    settled = [
-        (
-            method.objective in OBJECTIVES,
-            f"method.name = {method.name!r}",
-            "one whose users train by consistency or self-training",
-        ),
-        (method.averaging in AVERAGES, f"method.averaging = {method.averaging!r}", "'fedavg'"),
-        (not method.fill, "method.fill = true", "false: no site's word weighs"),
-        (
-            method.thresholds != "balanced",
-            "method.thresholds = 'balanced'",
-            "'flex': nobody's counts are told",
-        ),
-        (
-            method.weighting == "even",
-            f"method.weighting = {method.weighting!r}",
-            "'even': no site's word weighs",
-        ),
-        (method.combine != "distance", "method.combine = 'distance'", "'median': no site's word weighs"),
-        (config.split.labels_at == "server", f"split.labels_at = {config.split.labels_at!r}", "'server'"),
-        (not config.split.shared, "split.shared", "false"),
-        (train.momentum_policy == "reset", f"train.momentum_policy = {train.momentum_policy!r}", "'reset'"),
-        (train.precision != "float64", "train.precision = 'float64'", "'float32'"),
-        (config.federation.dropout == 0, "federation.dropout", "0: real sites fail by themselves"),
-        (config.federation.attackers == 0, "federation.attackers", "0: real sites are what they are"),
-        (config.run.diversity_every == 0, "run.diversity_every", "0"),
+    why = obstacle(config, ("reports", "sends", "sizes", "labels"))
+    if not method.trains_users:
+        why = f"method.name = {method.name!r}, which does not train users"
+    if why:
+        raise ConfigError(
+            f"real sites do not go with {why}: use another method, such as method.name=anchored",
+            key="method.name",
+            value=method.name,
+            fix="method.name=anchored",
+        )
+    fitting: list[tuple[str, object, bool, str]] = [
+        ("split.labels_at", config.split.labels_at, config.split.labels_at == "server", "server"),
+        ("split.shared", config.split.shared, not config.split.shared, "false"),
+        ("train.momentum_policy", train.momentum_policy, train.momentum_policy == "reset", "reset"),
+        ("train.precision", train.precision, train.precision != "float64", "float32"),
+        ("federation.dropout", config.federation.dropout, config.federation.dropout == 0, "0"),
+        ("federation.attackers", config.federation.attackers, config.federation.attackers == 0, "0"),
+        ("run.diversity_every", config.run.diversity_every, config.run.diversity_every == 0, "0"),
     ]
-    for fits, given, instead in settled:
+    for key, value, fits, instead in fitting:
         if not fits:
-            raise ConfigError(f"{given} does not go with real sites: use {instead}")
+            raise ConfigError(
+                f"{key} = {value!r} does not go with real sites: set {key}={instead}",
+                key=key,
+                value=value,
+                fix=f"{key}={instead}",
+            )
 
 
 def pack(row: Tensor, **more: str | int) -> RecordDict:
@@ -151,12 +151,12 @@ def _header(length: int) -> bytes:
     return buffer.getvalue()
 
 
-def pack_trained(trained: Trained, images: int, round: int, private: bool) -> RecordDict:
+def pack_trained(trained: Returned, images: int, round: int, private: bool) -> RecordDict:
     """A site's answer: its model and the few numbers that are told of its training; a private one keeps
     them back, since they are not noised."""
     content = pack(trained.rows[0])
     told: dict[str, int | float | list[int] | list[float]] = {
-        name: 0.0 if private else float(trained.stats[name]) for name in TOLD
+        name: 0.0 if private else float(trained.metrics[name]) for name in METRICS
     }
     content["told"] = MetricRecord(told | {"images": images, "round": round})
     return content
@@ -170,7 +170,7 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
     row = unpack(content, length)
     try:
         numbers = content.metric_records["told"]
-        told = {name: _number(numbers[name]) for name in TOLD}
+        told = {name: _number(numbers[name]) for name in METRICS}
         answered = _number(numbers["round"])
     except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
@@ -178,7 +178,9 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
         raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
     if not np.isfinite(list(told.values())).all():
         raise DataError("numbers that are not finite")
-    if abs(told["loss"]) > LARGEST or not all(-0.01 < told[name] < 1.01 for name in TOLD if name != "loss"):
+    if abs(told["loss"]) > LARGEST or not all(
+        -0.01 < told[name] < 1.01 for name in METRICS if name != "loss"
+    ):
         raise DataError(f"numbers that no training gives ({told})"[:120])
     return row, told
 

@@ -8,7 +8,6 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from ssfl.errors import SsflWarning
 from ssfl.federation import (
     METRICS,
     Batch,
-    Loss,
     Look,
+    Loss,
     Method,
     Named,
     Step,

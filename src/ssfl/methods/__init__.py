@@ -64,6 +64,12 @@ def find(name: str) -> "type[Method]":
     return found
 
 
+def flag(method: "Method") -> str:
+    """What a table of results must say about a method: its note, or that users know their labels."""
+    known = "labels" in method.needs()
+    return method.note or ("users know the labels of their images" if known else "")
+
+
 def _outside(name: str) -> "type[Method]":
     """A method of somebody else's file or package."""
     from ssfl import outside

@@ -16,7 +16,7 @@ class CrlGn(Method):
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""
     views: str = setting("separate", choices=("separate", "joint"))
-    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" batch."""
+    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
     mode."""

@@ -13,7 +13,9 @@ from ssfl.losses import Losses
 class Easgd(Method):
     """Each user and the centre give way to each other by the same amount; users know their labels."""
 
-    elasticity: float | None = setting(None, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
+    elasticity: float | None = setting(
+        None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
+    )
     """α: how far models are drawn to each other; default: 0.9/C."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}

@@ -105,7 +105,9 @@ class FedMatch(Method):
         """The unlabelled loss of ψ, without its penalties."""
         helpers = self._helper_weights(step)
         own = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
-        answers = [step.forward(step.weak, grad=False, train=False, draw="teacher", weights=h) for h in helpers]
+        answers = [
+            step.forward(step.weak, grad=False, train=False, draw="teacher", weights=h) for h in helpers
+        ]
         exist = [tensor.flatten(1).any(1) for tensor in step.given["helpers"].unbind(1)] if helpers else []
         found = self.unlabelled(own, step.forward(step.strong), answers, exist)
         return found._replace(loss=found.loss.sum(1) / found.mask.sum(1).clamp(min=1))
@@ -238,7 +240,7 @@ def _half(tensors: Named, half: str) -> Named:
 
 
 def nearest(answers: Tensor, seen: Tensor, users: Sequence[int], count: int) -> Tensor:
-    """The users whose answers [m, classes] are nearest to each user's own, [n, count]; of equals the first."""
+    """The users whose answers [m, classes] are nearest to a user's own, [n, count]; of equals the first."""
     chosen = torch.full((len(users), count), -1, device=seen.device)
     place = {user: i for i, user in enumerate(seen.tolist())}
     for row, user in enumerate(users):

@@ -87,7 +87,7 @@ class Fl2(Method):
 
 
 def uphill(weights: Named, slopes: Named, distance: float) -> dict[str, Tensor]:
-    """ASAM's step of n models [n, ...]: the weights moved so far uphill, larger ones further, biases alike."""
+    """ASAM's step of n models [n, ...]: weights moved so far uphill, larger ones further, biases alike."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
     steps = {name: size * slopes[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)

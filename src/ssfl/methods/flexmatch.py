@@ -1,4 +1,4 @@
-"""The thresholds of FlexMatch (Zhang et al. 2021), once a round: lower for classes that are learned slowly."""
+"""The thresholds of FlexMatch (Zhang et al. 2021), once a round: lower for slowly learned classes."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -64,7 +64,9 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
         chosen = order.gather(1, place % sure.sum(1, keepdim=True).clamp(min=1))
         images = images[everybody, chosen]
         given = {name: tensor[everybody, chosen] for name, tensor in given.items()}
-    given = {name: tensor.to(dtype) if tensor.dtype == torch.bool else tensor for name, tensor in given.items()}
+    given = {
+        name: tensor.to(dtype) if tensor.dtype == torch.bool else tensor for name, tensor in given.items()
+    }
     given = {name: tensor.reshape(shape) for name, tensor in given.items()}
     labels = Labels(images.reshape(shape), given)
     if not fill:
@@ -117,7 +119,9 @@ def _quantiles(alpha: float) -> np.ndarray:
 # --- rounds -------------------------------------------------------------------------------------------------
 
 
-def server_last(state: State, fed: Fed, users: Users, streams: Tensor | None = None, **memory: Tensor) -> State:
+def server_last(
+    state: State, fed: Fed, users: Users, streams: Tensor | None = None, **memory: Tensor
+) -> State:
     """The server trains the users' average, so that the labels have the last word. Without labels the average
     stays as it is. `streams` replace the groups' means."""
     average = users.average

@@ -1,4 +1,4 @@
-"""Fully supervised training, equation (6): users know their labels. An oracle, what labels everywhere give."""
+"""Supervised training, equation (6): users know their labels. An oracle, what labels everywhere give."""
 
 from dataclasses import dataclass
 from typing import ClassVar

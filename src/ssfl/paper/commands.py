@@ -60,7 +60,7 @@ def show(
     """A row, its runs, and the settings of the first as a config file.
 
     Example: ssfl paper show 21"""
-    from ssfl.config import to_toml
+    from ssfl.config import as_dict, to_toml
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, tables
     from ssfl.paper.fidelity import settings
@@ -73,7 +73,7 @@ def show(
     if json_only:
         print(
             json.dumps(
-                _row(replace(row, runs=tuple(chosen))) | {"configs": [asdict(config) for config in configs]}
+                _row(replace(row, runs=tuple(chosen))) | {"configs": [as_dict(config) for config in configs]}
             )
         )
         return

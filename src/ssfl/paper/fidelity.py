@@ -89,15 +89,10 @@ def _environment(run: Run, seed: int) -> Given:
         given["split"]["user_labels"] = run.server_labels
     elif run.labels_at == "users":
         given["split"] |= {"labels_at": "users", "user_labels": run.server_labels}
-        given["method"]["server"] = "none"
     else:
         given["split"]["server_labels"] = run.server_labels
-        if run.server_labels == 0:
-            given["method"]["server"] = "none"
     if run.groups:
         given["federation"]["groups"] = run.groups
-        if supervised:
-            given["method"]["averaging"] = "grouping"
     if run.data == "emnist":  # the network of Reddi et al., which has no normalisation
         given["model"]["norm"] = "none"
     if run.users == 100:  # rows 49 and 50
@@ -160,7 +155,7 @@ def _as_coded(given: Given, run: Run) -> None:
     if run.method == "self-training":
         train |= {"lr": 0.03, "warmup": 0, "cycles": 7 / 16}
         method |= {"views": "separate", "teacher_mode": "eval"}
-    trains = method.get("server", "parallel") == "parallel" and method["name"] not in (
+    trains = run.labels_at == "server" and run.server_labels > 0 and method["name"] not in (
         "fixmatch", "data-sharing", "easgd", "overlap-sgd",
     )  # fmt: skip
     if run.method in ("grouping", "crl-gn"):

@@ -3,11 +3,12 @@
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ssfl import runs
+from ssfl.config import as_dict
 from ssfl.errors import RunError
 from ssfl.paper.rows import Run
 
@@ -56,7 +57,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
     summary = runs.read_summary(path) or {}
     if not summary and "diverged" not in told:
         raise RunError(f"{path} is not finished: go on with `{runs.again(path)}`")
-    config = asdict(runs.read_config(path))
+    config = as_dict(runs.read_config(path))
     config["data"].pop("root")
     if config["data"]["path"]:
         config["data"]["path"] = Path(config["data"]["path"]).name

@@ -7,12 +7,13 @@ checked to be one, and what is missing is left out.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ssfl import runs
+from ssfl.config import as_dict
 from ssfl.deploy import roster
 from ssfl.errors import RunError
 from ssfl.runs import Event
@@ -114,7 +115,7 @@ class Run:
     @property
     def grouped(self) -> bool:
         """Whether users are dealt into groups with models of their own."""
-        return self.streams > 1 and self.config.method.averaging == "grouping"
+        return self.streams > 1 and self.config.method.start == "group"
 
     def curve(self, value: Callable[[Event], Any], kind: str) -> Points:
         """A number over the rounds in which it was told."""
@@ -178,7 +179,7 @@ def thinned(points: Points) -> Points:
 
 def settings(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name."""
-    return {f"{section}.{key}": v for section, keys in asdict(config).items() for key, v in keys.items()}
+    return {f"{section}.{key}": v for section, keys in as_dict(config).items() for key, v in keys.items()}
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -74,12 +74,13 @@ def views(run: Run, seen: Seen) -> list[Block]:
         f"Training images as they are, weakly changed (shifted{mirrored}) and strongly changed (two random "
         "operations and a grey square besides)."
     )
-    if method.objective == "consistency":
+    threshold = getattr(method, "threshold", None)
+    if threshold is not None and "strong" in method.uses():
         told += (
             " The model predicts the first weak view; where it is at least "
-            f"{method.threshold:g} sure, that is the pseudo-label that a strong view is trained with."
+            f"{threshold:g} sure, that is the pseudo-label that a strong view is trained with."
         )
-    items = [{**item, "counts": item["sure"] >= method.threshold} for item in seen.views]
+    items = [{**item, "counts": threshold is not None and item["sure"] >= threshold} for item in seen.views]
     title = "Weak and strong views of the same images"
     return [text(told), {"kind": "views", "figure": "views", "title": title, "items": items}]
 

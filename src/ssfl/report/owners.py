@@ -125,7 +125,7 @@ def groups(run: Run) -> list[Block]:
     """Who was in which group of which round."""
     known = [event for event in run.rounds if isinstance(event.get("returned"), list)]
     told = [event for event in known if event["returned"] or event.get("participants")]
-    if not told or run.config.method.objective == "none":
+    if not told or not run.config.method.trains_users:
         return []  # so far the server played alone
     came = Counter(user for event in told for user in whole(event["returned"]))
     times = sorted(came.values()) or [0]

@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, checkpoints, fedmatch, keeping, models, surroundings
+from ssfl import assemble, checkpoints, models, surroundings
 from ssfl.data import augment, inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError
 from ssfl.predict import Classifier, load_model
 from ssfl.report.gather import Run
 from ssfl.rows import layout_of
-from ssfl.simulation import network_of
+from ssfl.simulation import evaluated_row, network_of
 
 MOST_TESTED = 10_000
 SIDE = 48
@@ -90,10 +90,8 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
     network = network_of(config, data)
-    row = keeping.evaluated(saved.state)
-    tensors = layout_of(network).unflatten(row)
-    if isinstance(network, fedmatch.Decomposed):
-        tensors = fedmatch.composed(tensors)
+    row = evaluated_row(saved.state)
+    tensors = config.method.plain(layout_of(network).unflatten(row))
     plain = models.build(config.model.name or "", len(data.classes), data.shape, config.model.norm)
     plain.to(row.dtype).load_state_dict(tensors)
     card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}

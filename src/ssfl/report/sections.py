@@ -169,7 +169,7 @@ def _title(found: Sequence[Run]) -> str:
 
 
 def _diversity(run: Run) -> list[Block]:
-    if run.config.method.objective == "none":
+    if not run.config.method.trains_users:
         return [text("Users do not train in this run: it has no gradients to compare and no pseudo-labels.")]
     said = verdict.judge(run)
     spread = [_series("over everybody", run.diversity("definition"))]

@@ -28,7 +28,8 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     """What a reader of the curves should know."""
     masks, right = run.told("mask_rate"), dict(run.told("pseudo_accuracy"))
-    if run.config.method.objective in ("none", "supervised"):
+    method = run.config.method
+    if not method.trains_users or "labels" in method.needs():
         return Verdict("No pseudo-labels.", "This method cannot collapse onto wrong ones.")
     if len(masks) < STAYS:
         return Verdict("Too early.", "There are too few rounds to tell whether the run is collapsing.")

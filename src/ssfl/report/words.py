@@ -5,23 +5,9 @@ from ssfl.schedule import head_start
 from ssfl.settings import Config
 from ssfl.text import percent
 
-_LEARN = {
-    "consistency": "A user's model predicts a weakly changed view of an image; where it is at least "
-    "{threshold:g} sure, that prediction is the label of a strongly changed view of the same image.",
-    "self-training": "A user's model labels its own images where it is at least {threshold:g} sure.",
-    "supervised": "The users know the true labels of their images: an oracle, not semi-supervised.",
-    "fedmatch": "The users train as FedMatch does: two sets of weights, helpers (threshold {threshold:g}).",
-    "none": "The users do not train.",
-}
-_OTHER = "The users train by the objective {name} (threshold {threshold:g})."
 _EPSILONS = {
     "epsilon_sent": "for all that one user sends",
     "epsilon_model": "for the averaged model",
-}
-_SERVER = {
-    "parallel": "The server trains on its labels at the same time and joins the average.",
-    "alternate": "Then the server trains that average on its labels: it has the last word.",
-    "none": "The server holds no data.",
 }
 
 
@@ -30,9 +16,9 @@ def question(run: Run) -> str:
     split, method = run.config.split, run.config.method
     labels, users = count(split.server_labels or 0, "labelled image"), count(split.users, "user")
     kinds = f" of {len(run.classes)} classes" if run.classes else ""
-    if method.objective == "none":
+    if not method.trains_users:
         return f"How far do {labels} at a server go on their own?"
-    if method.objective == "supervised":
+    if "labels" in method.needs():
         return f"What would be reached if {users} knew the labels of all their images?"
     if split.labels_at == "users":
         some = count(split.user_labels or 0, "labelled image")
@@ -67,35 +53,33 @@ def setting(run: Run) -> list[str]:
     skew = finite(run.split.get("measured_skew"))
     if skew is not None:
         sentences.append(f"Measured afterwards, R is {skew:.3f}.")
-    if method.objective == "none":
+    if not method.trains_users:
         sentences.append("The users do not train; the server trains alone.")
     else:
         chosen = f"{federation.participants or split.users:,} of {split.users:,} users take part"
         steps = count(federation.period, "step")
-        alone = head_start(method.head_start, run.planned)
+        alone = head_start(federation.head_start, run.planned)
         if alone:
             sentences.append(f"The server plays the first {count(alone, 'round')} alone.")
         which = f"{run.planned - alone:,} {'further ' if alone else ''}rounds"
         sentences += [
             f"In each of {which} {chosen} and train {steps} of {train.batch_size} images.",
-            _LEARN.get(method.objective, _OTHER).format(name=method.objective, threshold=method.threshold),
-            _averaging(config),
-            _SERVER[method.server],
+            *_method(config),
         ]
-    if method.labels == "round" and method.objective == "consistency":
+    if method.label is not None:
         sentences.append("Pseudo-labels are made once a round, by the model that was received.")
-    if method.server_views == "both":
+    if train.server_views == "both":
         sentences.append("Every second image that the server trains on is in a strong view.")
-    if method.guard:
+    if any("alone" in event for event in run.rounds):
         alone = sum(bool(event.get("alone")) for event in run.rounds)
         sentences.append(f"A guard played {count(alone, 'round')} without the users.")
-    if method.slow:
+    if federation.slow_average:
         sentences.append("What is evaluated and kept is a slow average of the model over the rounds.")
     sentences += _privacy(run)
-    if method.gate:
+    if federation.gate:
         sentences.append("A gate refuses models that are not finite or far too long.")
-    if method.combine != "mean":
-        sentences.append(f"The users of a group are combined by the {method.combine}, not the mean.")
+    if federation.combine != "mean":
+        sentences.append(f"The users of a group are combined by the {federation.combine}, not the mean.")
     if federation.attackers:
         sentences.append(f"Of the users, {federation.attackers:.0%} attack ({federation.attack}).")
     if federation.dropout:
@@ -135,15 +119,22 @@ def data_name(run: Run) -> str:
     return str(run.summary.get("data") or data.name or (data.path or "").rstrip("/").rsplit("/", 1)[-1])
 
 
-def _averaging(config: Config) -> str:
-    groups = config.federation.groups or 1
-    return {
-        "grouping": f"The users are dealt anew into {groups} groups in every round; each group has a model "
-        "of its own, and the mean of these is the result.",
-        "weighted": f"In the average, the server's model has the share {config.method.server_weight}.",
-        "elastic": "Every user keeps a model of its own, drawn to a common one (EASGD).",
-        "overlap": "Every user keeps a model of its own, drawn to a common one (OverlapSGD).",
-    }.get(config.method.averaging, "Their models are averaged.")
+def _method(config: Config) -> list[str]:
+    """The method in its own words, and what its settings add."""
+    method, groups = config.method, config.federation.groups or 1
+    sentences = [f"The method is {method.name}: {' '.join((type(method).__doc__ or '').split())}"]
+    threshold = getattr(method, "threshold", None)
+    if threshold is not None:
+        sentences.append(f"A pseudo-label counts where the model is at least {threshold:g} sure.")
+    if groups > 1 and method.start == "group":
+        sentences.append(
+            f"The users are dealt anew into {groups} groups in every round; each group has its own model, "
+            "and the mean of these is the result."
+        )
+    weight = getattr(method, "server_weight", None)
+    if weight is not None:
+        sentences.append(f"In the average, the server's model has the share {weight}.")
+    return sentences
 
 
 def _privacy(run: Run) -> list[str]:
