@@ -54,7 +54,7 @@ class Task:
             with torch.no_grad():
                 teacher = network(weak)
             network.train()
-            losses = objectives.consistency(teacher, network(strong), self.config.method.threshold)
+            losses = objectives.consistency(teacher, network(strong), self.threshold)
         loss = losses.loss.mean()
         self.steps += 1
         self.seen += len(images)

@@ -18,7 +18,8 @@ from benchmarks import report
 from ssfl import text
 from ssfl.runs import versions
 
-SETTINGS = ["method.name=alternate", "method.threshold=0.6", "federation.groups=2", "federation.rounds=40", "run.threads=1"]  # fmt: skip
+SETTINGS = ["method.name=alternate", "method.threshold=0.6", "federation.groups=2",
+            "federation.rounds=40", "run.threads=1"]  # fmt: skip
 ATTACKS: dict[str, list[str]] = {
     "none": [],
     "sign": ["federation.attack=sign"],

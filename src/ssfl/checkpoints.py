@@ -81,10 +81,11 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 def require_memory(path: Path, state: State, begun: State) -> None:
     """Refuse a state with other tensors than the method keeps: it was written by another version of it."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
+        known = "does not know" if name in state.memory else "needs"
         which = "holds" if name in state.memory else "lacks"
         raise RunError(
-            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method "
-            f"{'does not know' if which == 'holds' else 'needs'}: use the version that wrote it, or start a new run"
+            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method {known}: "
+            "use the version that wrote it, or start a new run"
         )
 
 

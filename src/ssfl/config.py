@@ -45,8 +45,8 @@ GONE = {
 }
 """Settings of the first release that have no successor, and what to do instead."""
 __all__ = [
-    "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config", "presets", "read",
-    "to_toml", "unchecked",
+    "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config",
+    "presets", "read", "to_toml", "unchecked",
 ]  # fmt: skip
 
 
