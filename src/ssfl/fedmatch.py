@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ssfl import draws
 from ssfl.errors import ConfigError
 from ssfl.objectives import Losses, pseudo_label, supervised
-from ssfl.rows import layout_of
+from ssfl.rows import layout_of, trained
 from ssfl.work import Batch, Objective, Optimizer, Pool, Trained, Work, each_batch, positions
 
 HELPERS = 2
@@ -56,13 +56,14 @@ class Decomposed(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.sigma, self.psi = network, copy.deepcopy(network)
+        self.names = list(trained(network))
         with torch.no_grad():
-            for weight in self.psi.parameters():
+            for weight in trained(self.psi).values():
                 weight.mul_(START)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        other = dict(self.psi.named_parameters())
-        whole = {name: weight + other[name] for name, weight in self.sigma.named_parameters()}
+        sigma, psi = dict(self.sigma.named_parameters()), dict(self.psi.named_parameters())
+        whole = {name: sigma[name] + psi[name] for name in self.names}
         return functional_call(self.sigma, whole, (x, key))  # type: ignore[no-any-return]
 
 

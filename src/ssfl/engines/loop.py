@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.losses import answered, certain, disagreement, local_loss, uphill
-from ssfl.rows import Layout, row_of, write_row
+from ssfl.rows import Layout, row_of, trained, write_row
 from ssfl.work import (
     Batch,
     Objective,
@@ -40,7 +40,7 @@ class Loop:
         self, row: Tensor, momentum: Tensor, work: Work
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         write_row(self.model, self.layout, row)
-        weights = list(self.model.parameters())
+        weights = list(trained(self.model).values())
         sgd = torch.optim.SGD(
             weights,
             lr=0.0,
@@ -77,7 +77,7 @@ class Loop:
         """Add the gradient of (FL)²'s consistency with the weights around these."""
         sure = local_loss(self._forward, certain(batch), objective)[0].sum()
         slopes = torch.autograd.grad(sure, weights, allow_unused=True, materialize_grads=True)
-        names = [name for name, _ in self.model.named_parameters()]
+        names = list(trained(self.model))
         with torch.no_grad():
             own = {name: weight[None] for name, weight in zip(names, weights, strict=True)}
             steps = [step[0] for step in uphill(own, [slope[None] for slope in slopes], objective.sharpness)]
@@ -115,7 +115,7 @@ class Loop:
             for step in range(-(-int(sizes[i]) // work.batches.shape[2])):
                 batch = full_batch(self.pool, mine, step, sizes[i : i + 1])
                 local_loss(self._forward, batch, work.objective)[0].sum().backward()
-            found.append(torch.cat([_gradient(weight) for weight in self.model.parameters()]))
+            found.append(torch.cat([_gradient(weight) for weight in trained(self.model).values()]))
         return torch.stack(found)
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Loop:
         arguments = (images[0], keys[0])
         if self.pool.dtype == self.pool.wide:
             return self.model(*arguments)[None]  # type: ignore[no-any-return]
-        narrow = {name: weight.to(self.pool.dtype) for name, weight in self.model.named_parameters()}
+        narrow = {name: weight.to(self.pool.dtype) for name, weight in trained(self.model).items()}
         return functional_call(self.model, narrow, arguments)[None]  # type: ignore[no-any-return]
 
 
