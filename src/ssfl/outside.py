@@ -18,6 +18,8 @@ from typing import Any
 
 from ssfl.errors import ConfigError
 
+IN_MEMORY = "in memory"
+"""The name of what was passed as a Python object."""
 _trusted: set[str] = set()
 """Resolved files and dotted module names that a person typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
@@ -27,6 +29,11 @@ _loaded: dict[Path, tuple[str, ModuleType]] = {}
 def is_path(name: str | None) -> bool:
     """Whether a name is an import path and not the name of something in the package."""
     return name is not None and (":" in name or name.endswith(".py"))
+
+
+def is_outside(name: str | None) -> bool:
+    """Whether a recorded name stands for something that did not come with the package."""
+    return is_path(name) or name == IN_MEMORY
 
 
 def trust(name: str) -> None:
@@ -50,22 +57,33 @@ def load(name: str, key: str) -> Any:
     said = f"{key} = {name!r}"
     if not wanted:
         raise ConfigError(f"{said} names no object: write {module}:NAME")
-    file = _file(module)
-    if not _is_trusted(module, file):
-        given = module if not module.endswith(".py") else file or "FILE.py"
-        raise ConfigError(
-            f"{said} is code from outside, which is imported only if you name it in this command: "
-            f"add --with {given}"
-        )
-    if file is None:
-        raise ConfigError(f"{said}: there is no file or module {module}: check the path")
-    found = _import(module, file, said)
+    found = _import(module, require(name, key), said)
     try:
         return getattr(found, wanted)
     except AttributeError:
         close = difflib.get_close_matches(wanted, [n for n in vars(found) if not n.startswith("_")], 1)
         hint = f": did you mean {close[0]}?" if close else ": check the name"
         raise ConfigError(f"{said}: {module} has no {wanted!r}{hint}") from None
+
+
+def require(name: str, key: str) -> Path:
+    """The file of an import path, which must exist and have been typed by a person in this process."""
+    module = _module(name)
+    file = _file(module)
+    if not _is_trusted(module, file):
+        given = module if not module.endswith(".py") else file or "FILE.py"
+        raise ConfigError(
+            f"{key} = {name!r} is code from outside, which is imported only if you name it in this command: "
+            f"add --with {given}"
+        )
+    if file is None:
+        raise ConfigError(f"{key} = {name!r}: there is no file or module {module}: check the path")
+    return file
+
+
+def supplied(name: str) -> str:
+    """What a command needs after `--with` for a recorded path."""
+    return _module(name)
 
 
 def digest(name: str) -> str:

@@ -11,18 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssfl import accepting, draws, engines, fedmatch, keeping, labelling, layers, measuring, models, scoring
+from ssfl import (
+    accepting,
+    draws,
+    engines,
+    external,
+    fedmatch,
+    keeping,
+    labelling,
+    measuring,
+    models,
+    outside,
+    scoring,
+)
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
 from ssfl.engines.dist import Dist
-from ssfl.errors import DivergedError
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import Outcome, State, Train, play_own_streams, play_round
 from ssfl.memory import peak
 from ssfl.plan import Plan
-from ssfl.rows import Layout, row_of, write_row
+from ssfl.rows import Layout, row_of, statistics, write_row
 from ssfl.runs import Event
 from ssfl.sending import sent_back
 from ssfl.settings import Config
@@ -42,6 +54,10 @@ class Simulation:
     engine: engines.Engine
     plan: Plan
     device: torch.device
+    make: external.Factory | None = None
+    """What makes the network, if it was passed as a Python object."""
+    brought: dict[str, Any] = field(default_factory=dict)
+    """How a network from outside is known again: `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """What was prepared of the next round while the device was busy with the last."""
 
@@ -61,7 +77,7 @@ class Simulation:
 
     def initial(self) -> State:
         """Every stream and the server start from the same random weights (seed run.seed)."""
-        network = network_of(self.config, self.dataset)
+        network = network_of(self.config, self.dataset, self.make)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
@@ -205,8 +221,10 @@ class Simulation:
         if self.config.model.norm_statistics != "recompute":
             return row
         write_row(self.model, self.layout, row)
-        norms = [m for m in self.model.modules() if isinstance(m, layers.BatchNorm)]
         self.model.train()
+        moved = {name.rpartition(".")[0] for name in statistics(self.model)}
+        norms: list[Any] = [self.model.get_submodule(name) for name in sorted(moved)]
+        usual = [layer.momentum for layer in norms]
         with torch.no_grad():
             for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
                 for layer in norms:  # the plain mean over batches
@@ -215,8 +233,8 @@ class Simulation:
                 self.model(
                     self.pool.normalised(self.pool.images[chosen], self.pool.wide), key.to(self.device)
                 )
-        for layer in norms:
-            layer.momentum = 0.1
+        for layer, momentum in zip(norms, usual, strict=True):
+            layer.momentum = momentum
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
@@ -282,11 +300,18 @@ class Simulation:
             )
 
 
-def network_of(config: Config, dataset: Dataset) -> nn.Module:
-    """The network that is trained, with its initial weights."""
+def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """The network that is trained, with its initial weights; `make` makes one that is in memory."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
-    network = models.build(name, len(dataset.classes), dataset.shape, norm, seed)
-    return fedmatch.Decomposed(network) if config.method.objective == "fedmatch" else network
+    if outside.is_outside(name):
+        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    else:
+        network = models.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    if config.method.objective != "fedmatch":
+        return network
+    if statistics(network):
+        raise ConfigError("method.name = 'fedmatch' needs a network without batch normalisation")
+    return fedmatch.Decomposed(network)
 
 
 def kept_per(config: Config) -> str:

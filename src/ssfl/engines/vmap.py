@@ -75,8 +75,11 @@ class Vmap:
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
-        self._losses: Callable[..., tuple[Tensor, Named, Named]] = made(self._eager_losses)
-        self._answers: Callable[..., Tensor] = made(self._eager_answers)
+        whole = getattr(self.networks[True], "compilable", True)
+        self._losses: Callable[..., tuple[Tensor, Named, Named]] = (
+            made(self._eager_losses) if whole else self._eager_losses
+        )
+        self._answers: Callable[..., Tensor] = made(self._eager_answers) if whole else self._eager_answers
         self._update: Callable[..., None] = made(sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
 
