@@ -48,6 +48,14 @@ Sets = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FILE.py",
+        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
+    ),
+]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
 ]
@@ -95,16 +103,18 @@ def run(
     config: ConfigName = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    code: With = None,
     quiet: Quiet = False,
     json_only: Json = False,
 ) -> None:
     """Train a federation.
 
     Example: ssfl run --set split.users=20 --set method.name=grouping"""
-    from ssfl import train
+    from ssfl import outside, train
     from ssfl.config import PROJECT, load_config
     from ssfl.runs import next_free
 
+    outside.supply(code or [])
     loaded = load_config(config, sets or [])
     named = Path(config or "quickstart").absolute()
     target = out or next_free(Path("runs") / (named.parent if named.name == PROJECT else named).stem)
@@ -112,11 +122,13 @@ def run(
 
 
 @app.command()
-def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> None:
+def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: Json = False) -> None:
     """Go on with a run that was stopped.
 
     Example: ssfl resume runs/quickstart"""
-    from ssfl import train
+    from ssfl import outside, train
+
+    outside.supply(code or [])
 
     def warn(message: str) -> None:
         print(f"ssfl: warning: {message}", file=sys.stderr)
@@ -147,13 +159,16 @@ def split(config: ConfigName = None, sets: Sets = None, json_only: Json = False)
 def predict(
     run: RunFolder,
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    code: With = None,
     json_only: Json = False,
 ) -> None:
     """Class and confidence of images.
 
     Example: ssfl predict runs/quickstart scan.png"""
+    from ssfl import outside
     from ssfl.predict import predict as predicted
 
+    outside.supply(code or [])
     broken: list[str] = []
     told = predicted(run, images, broken)
     if json_only:
@@ -168,13 +183,17 @@ def predict(
 
 @app.command()
 def export(
-    run: RunFolder, file: Annotated[Path, typer.Argument(help="The name to write, without ending.")]
+    run: RunFolder,
+    file: Annotated[Path, typer.Argument(help="The name to write, without ending.")],
+    code: With = None,
 ) -> None:
     """Write the model as safetensors, a JSON card and a torch.export program.
 
     Example: ssfl export runs/quickstart digits"""
+    from ssfl import outside
     from ssfl.predict import export as exported
 
+    outside.supply(code or [])
     for path in exported(run, file):
         print(path)
 
@@ -253,10 +272,13 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write every figure there, PNG and SVG.")
     ] = None,
+    code: With = None,
 ) -> None:
     """Write one HTML file that explains a run or compares several.  Example: ssfl report runs/quickstart"""
+    from ssfl import outside
     from ssfl.report import page
 
+    outside.supply(code or [])
     for path in page.write(run, out, figures):
         print(path)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssfl import models, runs
+from ssfl import external, models, outside, rows, runs
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.errors import DataError, RunError
@@ -30,6 +30,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = network
         self.card = card
+        self.saved = set(network.state_dict())
+        """The names of the tensors that are written; frozen weights from outside are not."""
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
         self.white = int(card.get("white", WHITE))
@@ -66,14 +68,21 @@ class Classifier(nn.Module):
         return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
 
 
-def load_model(run: str | Path) -> Classifier:
-    """The averaged model of a finished run, in eval mode, with `.classes`."""
+def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
+    """The averaged model of a finished run, in eval mode, with `.classes`.
+
+    Where the network came from outside, `model` makes it again, or is the import path of what does.
+    """
     path = Path(run)
+    if isinstance(model, str):
+        outside.trust(model)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         runs.read_config(path)  # says so where it is not a run folder at all
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
+    if isinstance(card.get("model"), str) and outside.is_outside(card["model"]):
+        return _from_outside(path, tensors, card, None if isinstance(model, str) else model)
     try:
         network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
         network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
@@ -84,21 +93,58 @@ def load_model(run: str | Path) -> Classifier:
         ) from error
 
 
+def _from_outside(
+    path: Path, tensors: dict[str, Tensor], card: dict[str, Any], make: external.Factory | None
+) -> Classifier:
+    """A model whose network is not one of the package: the trained tensors in what its factory makes."""
+    name = str(card["model"])
+    if make is None and name == outside.IN_MEMORY:
+        raise RunError(
+            f"the network of {path} was passed as a Python object, so pass it again: "
+            f"ssfl.load_model({str(path)!r}, model=make)"
+        )
+    try:
+        known, shape = dict(card["outside"]), tuple(int(size) for size in card["shape"])
+        seed, (channels, height, width) = int(known["seed"]), shape
+        if make is None:
+            outside.require(name, "model.name")
+            if outside.digest(name) != known["digest"]:
+                raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
+        network = external.named(name, make, len(card["classes"]), (channels, height, width), seed)
+        if external.fingerprint(network) != known["frozen"]:
+            raise RunError(
+                f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
+                "them as they were"
+            )
+        layout = rows.layout_of(network)
+        network.to(next(iter(tensors.values())).dtype)
+        rows.write_row(network, layout, layout.flatten(tensors))
+        made = Classifier(external.plain(network), card).eval()
+    except (KeyError, RuntimeError, TypeError, ValueError, StopIteration) as error:
+        raise RunError(f"{path} does not fit the network of {name}: train it again") from error
+    made.saved = set(tensors)
+    return made
+
+
 def predict(
-    run: str | Path, images: Sequence[str | Path], broken: list[str] | None = None
+    run: str | Path,
+    images: Sequence[str | Path],
+    broken: list[str] | None = None,
+    *,
+    model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
     """Class and confidence of each image file; a folder stands for the images in it.
 
     A file that cannot be read is an error, or a line in `broken` where that is given.
     """
-    model = load_model(run)
+    classifier = load_model(run, model)
     files = sources.image_files(images)
     told = []
     for start in range(0, len(files), 256):
-        part, rows = [], []
+        part, read = [], []
         for file in files[start : start + 256]:
             try:
-                rows.append(sources.read_image_files([file], *model.shape, model.white))
+                read.append(sources.read_image_files([file], *classifier.shape, classifier.white))
                 part.append(file)
             except DataError as error:
                 if broken is None:
@@ -107,27 +153,27 @@ def predict(
         if not part:
             continue
         with torch.no_grad():
-            shares = model(torch.cat(rows)).softmax(-1)
+            shares = classifier(torch.cat(read)).softmax(-1)
         confidence, label = shares.max(-1)
         told += [
-            {"file": str(file), "class": model.classes[int(index)], "confidence": float(sure)}
+            {"file": str(file), "class": classifier.classes[int(index)], "confidence": float(sure)}
             for file, index, sure in zip(part, label, confidence, strict=True)
         ]
     return told
 
 
-def export(run: str | Path, target: str | Path) -> list[Path]:
+def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
     """Write TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program).
 
     The program takes uint8 images [N, C, H, W] and includes the normalisation.
     """
-    model = load_model(run)
+    classifier = load_model(run, model)
     files = free_files(target)
-    example = torch.zeros(2, *model.shape, dtype=torch.uint8)
+    example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
     program = torch.export.export(
-        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
+        classifier, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
     )
-    write(model, files[:2])
+    write(classifier, files[:2])
     program_file = io.BytesIO()
     torch.export.save(program, program_file)
     runs.write_atomic(files[2], program_file.getvalue())
@@ -162,6 +208,7 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
         "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
         "output": "logits",
     }
-    runs.write_model(files[0], model.network.state_dict(), card)
+    tensors = {n: tensor for n, tensor in model.network.state_dict().items() if n in model.saved}
+    runs.write_model(files[0], tensors, card)
     runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
     return list(files)
