@@ -62,10 +62,11 @@ class External(nn.Module):
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name not in self._dims and name not in self._statistics:
                 memo[id(tensor)] = tensor
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        memo |= {id(tensor): tensor for made in self._narrow.values() for tensor in made.values()}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def train(self, mode: bool = True) -> "External":
         """Training mode, but for what is frozen, which stays in evaluation mode."""
@@ -359,12 +360,14 @@ class _Masks:
         self.key, self.count = key, 0
 
     def kept(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Ones and zeros of a shape."""
+        """Ones and zeros of a shape; each takes 16 bits of a draw."""
         if self.key is None:
             raise ValueError("it drops numbers without a key: pass training=self.training to F.dropout")
-        key = draws.fold(self.key, self.count)
+        drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
         self.count += 1
-        return (draws.uniform(draws.bits(key, math.prod(shape))) >= rate).reshape(shape).to(x.dtype)
+        parts = (drawn[:, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
+        kept = parts.flatten()[: math.prod(shape)] >= round(rate * 0x10000)
+        return kept.reshape(shape).to(x.dtype)
 
     def dropout(self, input: Tensor, p: float, train: bool, inplace: bool = False) -> Tensor:
         return self._scaled(input, tuple(input.shape), p, inplace) if train and p else input

@@ -63,8 +63,9 @@ class Model:
     """[model] The network."""
 
     name: str | None = None
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; by itself what suits the image size,
-    without a GPU one that a CPU can train; the run keeps it."""
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
+    "FILE.py:name" or "package.module:name". By itself what suits the image size, without a GPU one that a
+    CPU can train; the run keeps it."""
     norm: str = "group"
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = "average"
