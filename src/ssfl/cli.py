@@ -15,6 +15,7 @@ from ssfl import verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
+from ssfl.verbs import With
 
 app = typer.Typer(
     name="ssfl",
@@ -48,14 +49,6 @@ Sets = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
-With = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--with",
-        metavar="FILE.py",
-        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
-    ),
-]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
 ]

@@ -81,48 +81,49 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         runs.read_config(path)  # says so where it is not a run folder at all
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
-    if isinstance(card.get("model"), str) and outside.is_outside(card["model"]):
-        return _from_outside(path, tensors, card, None if isinstance(model, str) else model)
     try:
-        network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
-        network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
-        return Classifier(network, card).eval()
+        network = network_of(card, path, None if isinstance(model, str) else model)
+        network.to(next(iter(tensors.values())).dtype)
+        return classifier_of(network, tensors, card)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(
             f"{file} does not fit the network that its card names: export or train it again"
         ) from error
 
 
-def _from_outside(
-    path: Path, tensors: dict[str, Tensor], card: dict[str, Any], make: external.Factory | None
-) -> Classifier:
-    """A model whose network is not one of the package: the trained tensors in what its factory makes."""
-    name = str(card["model"])
+def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:
+    """The network that a model's card names; one from outside only if it was supplied and is unchanged."""
+    name, classes = card["model"], len(card["classes"])
+    channels, height, width = (int(size) for size in card["shape"])
+    if not outside.is_outside(str(name)):
+        return models.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
         raise RunError(
             f"the network of {path} was passed as a Python object, so pass it again: "
             f"ssfl.load_model({str(path)!r}, model=make)"
         )
-    try:
-        known, shape = dict(card["outside"]), tuple(int(size) for size in card["shape"])
-        seed, (channels, height, width) = int(known["seed"]), shape
-        if make is None:
-            outside.require(name, "model.name")
-            if outside.digest(name) != known["digest"]:
-                raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
-        network = external.named(name, make, len(card["classes"]), (channels, height, width), seed)
-        if external.fingerprint(network) != known["frozen"]:
-            raise RunError(
-                f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
-                "them as they were"
-            )
-        layout = rows.layout_of(network)
-        network.to(next(iter(tensors.values())).dtype)
-        rows.write_row(network, layout, layout.flatten(tensors))
-        made = Classifier(external.plain(network), card).eval()
-    except (KeyError, RuntimeError, TypeError, ValueError, StopIteration) as error:
-        raise RunError(f"{path} does not fit the network of {name}: train it again") from error
-    made.saved = set(tensors)
+    known = card["outside"]
+    if make is None:
+        outside.require(name, "model.name")
+        if outside.digest(name) != known["digest"]:
+            raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
+    network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
+    if external.fingerprint(network) != known["frozen"]:
+        raise RunError(
+            f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
+            "them as they were"
+        )
+    return network
+
+
+def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
+    """A network with the trained tensors of a model; what is frozen it has already."""
+    names = set(rows.layout_of(network).names)
+    if set(tensors) != names:
+        raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
+    network.load_state_dict(tensors, strict=False)
+    made = Classifier(external.plain(network), card).eval()
+    made.saved = names
     return made
 
 

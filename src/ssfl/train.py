@@ -135,11 +135,7 @@ def _resume(
             now = conditions(sim)
             if start is None:
                 start = Checkpoint(sim.initial(), {}, now)
-            if start.conditions.get("frozen") != now.get("frozen"):
-                raise RunError(
-                    f"the layers or frozen weights of {config.model.name} are not those that {path} was "
-                    "started with: supply them as they were, or start a new run"
-                )
+            require_frozen(start, now, config, path)
             changed = changes(start.conditions, now)
             if leads:
                 if changed:
@@ -167,6 +163,15 @@ def begin_or_resume(config: Config, path: Path, report: Report | None = None) ->
     if (path / "config.toml").is_file():
         return _resume(path, report, lambda message: None, config.data)
     return run(config, path, report)
+
+
+def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
+    """Refuse to go on if what a network from outside has frozen is not what it was at the checkpoint."""
+    if start.conditions.get("frozen") != now.get("frozen"):
+        raise RunError(
+            f"the layers or frozen weights of {config.model.name} are not those that {path} was started "
+            "with: supply them as they were, or start a new run"
+        )
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:

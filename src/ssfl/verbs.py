@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -24,6 +24,14 @@ GROUPS = {
 """The verbs as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What click raises; newer versions of typer bring a click of their own."""
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FILE.py",
+        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
+    ),
+]
 
 
 class Verbs(TyperGroup):
