@@ -29,6 +29,8 @@ class Task:
     mean: Tensor
     std: Tensor
     network: nn.Module
+    threshold: float = 0.0
+    """How sure a pseudo-label must be to count."""
     steps: int = 0
     seen: int = 0
     total: float | Tensor = 0.0
@@ -92,7 +94,8 @@ def prepare(spec: jobs.Spec) -> Task:
     if config.method.name == "supervised":
         images = augment.normalise(images, mean, std, torch.float32)
     users = [torch.from_numpy(user).to(device) for user in made.parts.users]
-    return Task(config, images, made.pool.labels, users, mean, std, network.to(device))
+    threshold = getattr(config.method, "threshold", 0.0)
+    return Task(config, images, made.pool.labels, users, mean, std, network.to(device), threshold)
 
 
 def plain(name: str, classes: int, shape: tuple[int, int, int]) -> nn.Sequential:

@@ -21,8 +21,7 @@ from benchmarks import report
 from benchmarks.jobs import Job, draw_images
 from ssfl import assemble
 from ssfl.config import load_config
-from ssfl.models import build
-from ssfl.simulation import Simulation
+from ssfl.simulation import Simulation, network_of
 from ssfl.surroundings import reproducible
 from ssfl.train import device_name
 
@@ -40,6 +39,7 @@ class Case:
     settings: tuple[str, ...] = ()
 
 
+VIT = f"{Path(__file__).parents[1] / 'examples' / 'own' / 'vit.py'}:make"
 CASES = {
     "cnn-47": Case("cnn", "none", (28, 28), 47, 47),
     "cnn-10": Case("cnn", "none", (28, 28), 47, 10),
@@ -50,6 +50,8 @@ CASES = {
     "cnn-47-float32": Case("cnn", "none", (28, 28), 47, 47, settings=("train.precision=float32",)),
     "cnn-47-not-compiled": Case("cnn", "none", (28, 28), 47, 47, settings=("run.compile=false",)),
     "cnn-47-loop": Case("cnn", "none", (28, 28), 47, 47, engine="loop"),
+    "vit-10": Case(VIT, "none", (32, 32), 10, 10),
+    "vit-10-loop": Case(VIT, "none", (32, 32), 10, 10, engine="loop"),
 }
 STEPS, BATCH, IMAGES = 16, 64, 20_000
 
@@ -139,7 +141,7 @@ def floor(case: Case, sim: Simulation) -> dict[str, float]:
     reads and writes float32 weights and momentum. Activations: those that the backward pass needs are
     written and read once; the weak pass writes and reads as many.
     """
-    network = build(case.model, case.classes, sim.dataset.shape, case.norm).train()
+    network = network_of(sim.config, sim.dataset).train()
     one = torch.zeros(1, *sim.dataset.shape)
     kept: dict[int, int] = {}
 

@@ -22,7 +22,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 from rich.console import Console
 
-from ssfl import assemble, cli, runs
+from ssfl import assemble, cli, outside, runs
 from ssfl.deploy import centre, fleet, keys, roster, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
@@ -521,3 +521,38 @@ def test_the_live_view_shows_sites_round_accuracy_and_refusals(folders: Path, ha
     assert "not finite" in rows["bonn"][0]
     assert "away" in rows["calais"][0]
     assert "?[31mcolours" in text
+
+
+OWN = """
+from torch import nn
+def make():
+    frozen = nn.Conv2d(1, 4, 3).requires_grad_(False)
+    return nn.Sequential(frozen, nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.LazyLinear(10))
+"""
+
+
+def test_sites_bring_the_same_network_or_none(
+    folders: Path, hall: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(outside, "_trusted", set())
+    Path("mine.py").write_text(OWN)
+    config = config_of(folders, ["method.name=alternate", "model.name=mine.py:make", "federation.rounds=2"])
+    made, grid, _ = hall(config)
+    state, events = played(made)
+    assert same(state, simulated(config, folders))
+    assert events[0]["bytes_up"] == 3 * 4 * 1450  # 10 × (4 × 6 × 6) weights and 10 biases; no frozen one
+    one = grid.sites[55]
+    one._ready.clear()
+    monkeypatch.setattr(outside, "_trusted", set())
+    with pytest.raises(ConfigError, match="add --with"):
+        one.simulation(made.terms, 1)
+    outside.supply(["mine.py"])
+    Path("mine.py").write_text(OWN + "# another\n")
+    with pytest.raises(DataError, match=r"mine.py:make is not the same here and at the centre \(digest\)"):
+        one.simulation(made.terms, 1)
+    monkeypatch.setattr(outside, "digest", lambda name: json.loads(made.terms)["outside"]["digest"])
+    Path("mine.py").write_text(OWN.replace("make():", "make():\n    nn.Conv2d(1, 1, 1)"))
+    monkeypatch.setattr(outside, "_loaded", {})
+    with pytest.raises(DataError, match=r"\(frozen\)"):
+        one.simulation(made.terms, 1)

@@ -9,6 +9,7 @@ import torch
 
 from ssfl import assemble
 from ssfl.data import split
+from ssfl.external import Factory
 from ssfl.federation import State
 from ssfl.plan import Owners
 from ssfl.settings import Config
@@ -27,9 +28,9 @@ def unequal(sim: Simulation) -> Simulation:
     return replace(sim, parts=parts, plan=plan)
 
 
-def both(config: Config) -> list[Simulation]:
+def both(config: Config, model: Factory | None = None) -> list[Simulation]:
     return [
-        unequal(assemble.make(replace(config, run=replace(config.run, engine=engine))))
+        unequal(assemble.make(replace(config, run=replace(config.run, engine=engine)), model))
         for engine in ("loop", "vmap")
     ]
 

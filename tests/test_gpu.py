@@ -1,13 +1,17 @@
 """On a GPU: the same draws and views as on the CPU, the same rounds, the same bytes after a resume."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import ssfl
 from ssfl import assemble, draws
+from ssfl.engines.vmap import Vmap
+from ssfl.errors import SsflWarning
 from ssfl.settings import Config
 from ssfl.work import positions
 
@@ -68,3 +72,43 @@ def test_the_same_bytes_again_and_after_a_resume(quick: Make, tmp_path: Path, en
     sorted((second / "checkpoints").iterdir())[-1].unlink()
     ssfl.resume(second)
     assert (second / "model.safetensors").read_bytes() == model
+
+
+class Small(nn.Module):
+    """Attention, batch normalisation, dropout and a frozen part, as modules from outside have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(1, 16, 2, 2), nn.BatchNorm2d(16)).requires_grad_(False)
+        self.conv, self.norm = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(self.trunk(x))).flatten(2).mT
+        return self.fc(self.block(x).mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_module_from_outside_does_on_a_gpu_as_on_a_cpu(quick: Make, engine: str) -> None:
+    settings = [f"run.engine={engine}", "train.precision=float64", "method.threshold=0.105"]
+    rows = []
+    for device in ("cpu", "cuda"):
+        sim = assemble.make(quick(f"run.device={device}", *settings), Small)
+        state = sim.initial()
+        for _ in range(3):
+            state, _ = sim.play(state)
+        rows.append(state.average.cpu())
+    assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_module_from_outside_runs_inside_the_graph(quick: Make, precision: str) -> None:
+    config = quick("run.device=cuda", "run.engine=vmap", "run.compile=false", f"train.precision={precision}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SsflWarning)
+        sim = assemble.make(config, Small)
+        state, _ = sim.play(sim.initial())
+    assert isinstance(sim.engine, Vmap)
+    assert all(recorded.graph is not None for recorded in sim.engine._recorded.values())
+    assert bool(state.average.isfinite().all())

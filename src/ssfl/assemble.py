@@ -5,12 +5,13 @@ Every mistake in the input shows here, before anything is written.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ssfl import doubts, engines, memory, models
+from ssfl import doubts, engines, external, memory, models, outside
 from ssfl.checks import check
 from ssfl.data import sources, split
 from ssfl.data.dataset import Dataset
@@ -187,8 +188,13 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
     return parts, held
 
 
-def make(config: Config) -> Simulation:
-    """A simulation that is ready to play."""
+def make(config: Config, model: external.Factory | str | None = None) -> Simulation:
+    """A simulation that is ready to play; `model` makes its network, or is the import path of what does."""
+    if model is not None:
+        if isinstance(model, str):
+            outside.trust(model)
+        name = model if isinstance(model, str) else outside.IN_MEMORY
+        config = replace(config, model=replace(config.model, name=name))
     check(config)
     if config.run.engine == "sites":
         raise ConfigError("run.engine = 'sites' is a real federation: go on with `ssfl serve --resume RUN`")
@@ -200,11 +206,26 @@ def make(config: Config) -> Simulation:
     parts, held = make_parts(config, dataset)
     if config.run.engine != "dist" or engines.dist.rank() == 0:
         doubts.warn(given, config, dataset, parts)
-    return build(config, dataset, parts, held, device)
+    return build(config, dataset, parts, held, device, None if isinstance(model, str) else model)
+
+
+def brought(config: Config, network: nn.Module) -> dict[str, Any]:
+    """How a network from outside is known again: its path, the digest of its text (None in memory) and the
+    fingerprint of its frozen weights; nothing for one of the package."""
+    name = config.model.name
+    if name is None or not outside.is_outside(name):
+        return {}
+    digest = outside.digest(name) if outside.is_path(name) else None
+    return {"name": name, "digest": digest, "frozen": external.fingerprint(network), "seed": config.run.seed}
 
 
 def build(
-    config: Config, dataset: Dataset, parts: split.Parts, held: Index, device: torch.device
+    config: Config,
+    dataset: Dataset,
+    parts: split.Parts,
+    held: Index,
+    device: torch.device,
+    make: external.Factory | None = None,
 ) -> Simulation:
     """A simulation of given owners of given images; the config is resolved."""
     if config.run.test != "every" and not len(held):
@@ -222,7 +243,10 @@ def build(
         torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
         bool(config.data.flip), getattr(torch, precision),
     )  # fmt: skip
-    model = network_of(config, dataset).to(device, pool.wide)
+    model = network_of(config, dataset, make)
+    known = brought(config, model)
+    model = model.to(device, pool.wide)
+    external.check_precision(model, pool.normalised(pool.images[:2]))
     layout = layout_of(model)
     train = config.train
     kept, policy, users = 0, train.momentum_policy, config.split.users
@@ -245,7 +269,7 @@ def build(
         config, Owners.of(parts.users, device), labelled, Owners.of([parts.server], device),
         engine.positions, device,
     )  # fmt: skip
-    return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device)
+    return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device, make, known)
 
 
 def _make_engine(
@@ -266,6 +290,8 @@ def _make_engine(
     compiled = engines.can_compile(name, device) and (
         steps >= engines.LONG if run.compile is None else run.compile
     )
+    if name == "vmap":
+        external.try_batching(model, pool.normalised(pool.images[:2]))
     engine = engines.make(name, *network, compiled)
     at_once = min(run.users_at_once or participants, participants)
     cores = threads if method.trains_users else 1

@@ -84,8 +84,8 @@ def require_memory(path: Path, state: State, begun: State) -> None:
         known = "does not know" if name in state.memory else "needs"
         which = "holds" if name in state.memory else "lacks"
         raise RunError(
-            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method {known}: "
-            "use the version that wrote it, or start a new run"
+            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method "
+            f"{known}: use the version that wrote it, or start a new run"
         )
 
 

@@ -14,6 +14,7 @@ from ssfl import verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
+from ssfl.verbs import With
 
 app = typer.Typer(
     name="ssfl",
@@ -87,14 +88,17 @@ def run(
     config: ConfigName = None,
     sets: verbs.Sets = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    code: With = None,
     quiet: Quiet = False,
     json_only: Json = False,
 ) -> None:
     """Train a federation.
 
     Example: ssfl run --set split.users=20 --set method.name=grouping"""
+    from ssfl import outside
     from ssfl.config import PROJECT, load_config
 
+    outside.supply(code or [])
     loaded = load_config(config, sets or [])  # before torch is imported, which takes seconds
     from ssfl import train
     from ssfl.runs import next_free
@@ -105,11 +109,13 @@ def run(
 
 
 @app.command()
-def resume(run: RunFolder, quiet: Quiet = False, json_only: Json = False) -> None:
+def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: Json = False) -> None:
     """Go on with a run that was stopped.
 
     Example: ssfl resume runs/quickstart"""
-    from ssfl import train
+    from ssfl import outside, train
+
+    outside.supply(code or [])
 
     def warn(message: str) -> None:
         print(f"ssfl: warning: {message}", file=sys.stderr)
@@ -141,13 +147,16 @@ def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = 
 def predict(
     run: RunFolder,
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    code: With = None,
     json_only: Json = False,
 ) -> None:
     """Class and confidence of images.
 
     Example: ssfl predict runs/quickstart scan.png"""
+    from ssfl import outside
     from ssfl.predict import predict as predicted
 
+    outside.supply(code or [])
     broken: list[str] = []
     told = predicted(run, images, broken)
     if json_only:
@@ -162,13 +171,17 @@ def predict(
 
 @app.command()
 def export(
-    run: RunFolder, file: Annotated[Path, typer.Argument(help="The name to write, without ending.")]
+    run: RunFolder,
+    file: Annotated[Path, typer.Argument(help="The name to write, without ending.")],
+    code: With = None,
 ) -> None:
     """Write the model as safetensors, a JSON card and a torch.export program.
 
     Example: ssfl export runs/quickstart digits"""
+    from ssfl import outside
     from ssfl.predict import export as exported
 
+    outside.supply(code or [])
     for path in exported(run, file):
         print(path)
 
@@ -250,10 +263,13 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write every figure there, PNG and SVG.")
     ] = None,
+    code: With = None,
 ) -> None:
     """Write one HTML file that explains a run or compares several.  Example: ssfl report runs/quickstart"""
+    from ssfl import outside
     from ssfl.report import page
 
+    outside.supply(code or [])
     for path in page.write(run, out, figures):
         print(path)
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssfl import methods
+from ssfl import methods, outside
 from ssfl.checks import check
 from ssfl.errors import ConfigError
 from ssfl.fields import checked, closest, limits_of, meant
@@ -44,6 +44,8 @@ GONE = {
     "method.server": "split.labels_at=users or split.server_labels=0 leaves the server nothing to train on",
 }
 """Settings of the first release that have no successor, and what to do instead."""
+OUTSIDE = ("data.name", "model.name", "method.name")
+"""Settings that may name code from outside by an import path."""
 __all__ = [
     "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config",
     "presets", "read", "to_toml", "unchecked",
@@ -211,7 +213,9 @@ def _set(given: dict[str, Any], override: str) -> None:
     _check_section(section, values)
     limits = limits_of(SECTIONS[section]) if section in SECTIONS else {}
     values.pop(limits[name].instead if name in limits else "", None)
-    values[name] = _value(text.strip())
+    values[name] = value = _value(text.strip())
+    if f"{section}.{name}" in OUTSIDE and isinstance(value, str) and outside.is_path(value):
+        outside.trust(value)
 
 
 def _value(text: str) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from ssfl import outside
 from ssfl.errors import ConfigError
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class Limits:
     """What the number counts or means, for error messages."""
     choices: tuple[str, ...] = ()
     """The words allowed; empty if any are."""
+    paths: bool = False
+    """Whether an import path or "in memory" may stand for one of the words."""
     instead: str = ""
     """A field of the same section that is cleared when this one is set on the command line."""
 
@@ -41,10 +44,11 @@ def setting(
     most: float | None = None,
     what: str = "",
     choices: tuple[str, ...] = (),
+    paths: bool = False,
     instead: str = "",
 ) -> T:
     """A dataclass field with a default and limits."""
-    made: T = field(default=default, metadata={"limits": Limits(least, most, what, choices, instead)})
+    made: T = field(default=default, metadata={"limits": Limits(least, most, what, choices, paths, instead)})
     return made
 
 
@@ -115,6 +119,8 @@ def _wanted(hint: Any) -> str:
 
 def check_choice(key: str, value: Any, limits: Limits) -> None:
     """Raises if the value is not one of the words allowed."""
+    if limits.paths and outside.is_outside(value):
+        return
     if value is not None and limits.choices and value not in limits.choices:
         close = closest(str(value), limits.choices)
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssfl import models, runs
+from ssfl import external, models, outside, rows, runs
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.errors import DataError, RunError
@@ -30,6 +30,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = network
         self.card = card
+        self.saved = set(network.state_dict())
+        """The names of the tensors that are written; frozen weights from outside are not."""
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
         self.white = int(card.get("white", WHITE))
@@ -66,39 +68,84 @@ class Classifier(nn.Module):
         return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
 
 
-def load_model(run: str | Path) -> Classifier:
-    """The averaged model of a finished run, in eval mode, with `.classes`."""
+def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
+    """The averaged model of a finished run, in eval mode, with `.classes`.
+
+    Where the network came from outside, `model` makes it again, or is the import path of what does.
+    """
     path = Path(run)
+    if isinstance(model, str):
+        outside.trust(model)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         runs.read_config(path)  # says so where it is not a run folder at all
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
     try:
-        network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
-        network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
-        return Classifier(network, card).eval()
+        network = network_of(card, path, None if isinstance(model, str) else model)
+        network.to(next(iter(tensors.values())).dtype)
+        return classifier_of(network, tensors, card)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(
             f"{file} does not fit the network that its card names: export or train it again"
         ) from error
 
 
+def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:
+    """The network that a model's card names; one from outside only if it was supplied and is unchanged."""
+    name, classes = card["model"], len(card["classes"])
+    channels, height, width = (int(size) for size in card["shape"])
+    if not outside.is_outside(str(name)):
+        return models.build(name, classes, (channels, height, width), card["norm"])
+    if make is None and name == outside.IN_MEMORY:
+        raise RunError(
+            f"the network of {path} was passed as a Python object, so pass it again: "
+            f"ssfl.load_model({str(path)!r}, model=make)"
+        )
+    known = card["outside"]
+    if make is None:
+        outside.require(name, "model.name")
+        if outside.digest(name) != known["digest"]:
+            raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
+    network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
+    if external.fingerprint(network) != known["frozen"]:
+        raise RunError(
+            f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
+            "them as they were"
+        )
+    return network
+
+
+def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
+    """A network with the trained tensors of a model; what is frozen it has already."""
+    names = set(rows.layout_of(network).names)
+    if set(tensors) != names:
+        raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
+    network.load_state_dict(tensors, strict=False)
+    made = Classifier(external.plain(network), card).eval()
+    made.saved = names
+    return made
+
+
 def predict(
-    run: str | Path, images: Sequence[str | Path], broken: list[str] | None = None
+    run: str | Path,
+    images: Sequence[str | Path],
+    broken: list[str] | None = None,
+    *,
+    model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
     """Class and confidence of each image file; a folder stands for the images in it.
 
     A file that cannot be read is an error, or a line in `broken` where that is given.
     """
-    model = load_model(run)
+    classifier = load_model(run, model)
     files = sources.image_files(images)
     told = []
     for start in range(0, len(files), 256):
-        part, rows = [], []
+        part, read = [], []
         for file in files[start : start + 256]:
             try:
-                rows.append(sources.read_image_files([file], *model.shape, model.white))
+                read.append(sources.read_image_files([file], *classifier.shape, classifier.white))
                 part.append(file)
             except DataError as error:
                 if broken is None:
@@ -107,27 +154,27 @@ def predict(
         if not part:
             continue
         with torch.no_grad():
-            shares = model(torch.cat(rows)).softmax(-1)
+            shares = classifier(torch.cat(read)).softmax(-1)
         confidence, label = shares.max(-1)
         told += [
-            {"file": str(file), "class": model.classes[int(index)], "confidence": float(sure)}
+            {"file": str(file), "class": classifier.classes[int(index)], "confidence": float(sure)}
             for file, index, sure in zip(part, label, confidence, strict=True)
         ]
     return told
 
 
-def export(run: str | Path, target: str | Path) -> list[Path]:
+def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
     """Write TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program).
 
     The program takes uint8 images [N, C, H, W] and includes the normalisation.
     """
-    model = load_model(run)
+    classifier = load_model(run, model)
     files = free_files(target)
-    example = torch.zeros(2, *model.shape, dtype=torch.uint8)
+    example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
     program = torch.export.export(
-        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
+        classifier, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
     )
-    write(model, files[:2])
+    write(classifier, files[:2])
     program_file = io.BytesIO()
     torch.export.save(program, program_file)
     runs.write_atomic(files[2], program_file.getvalue())
@@ -162,6 +209,7 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
         "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
         "output": "logits",
     }
-    runs.write_model(files[0], model.network.state_dict(), card)
+    tensors = {n: tensor for n, tensor in model.network.state_dict().items() if n in model.saved}
+    runs.write_model(files[0], tensors, card)
     runs.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
     return list(files)

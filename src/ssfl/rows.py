@@ -63,10 +63,39 @@ def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training moves, by name; frozen ones are no part of the row."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def learning(model: nn.Module) -> dict[str, bool]:
+    """Whether each module learns, by name: it or, if it has no parameters, what it is a part of has
+    parameters that are trained. The others stay as they are, in evaluation mode."""
+    learns: dict[str, bool] = {}
+    for name, module in model.named_modules():  # what a module is a part of comes before it
+        weights = list(module.parameters())
+        around = learns.get(name.rpartition(".")[0], True)
+        learns[name] = any(weight.requires_grad for weight in weights) if weights else around
+    return learns
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    """The running statistics of normalisation layers that learn, by name."""
+    learns = learning(model)
+    found = {}
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        both = [buffers.get("running_mean"), buffers.get("running_var")]
+        if learns[name] and all(value is not None for value in both):
+            prefix = f"{name}." if name else ""
+            found.update({f"{prefix}{key}": buffers[key] for key in ("running_mean", "running_var")})
+    return found
+
+
 def layout_of(model: nn.Module) -> Layout:
-    """The layout of a network: parameters in their order, then floating buffers in theirs."""
-    parameters = dict(model.named_parameters())
-    tensors = parameters | {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+    """The layout of a network: trained parameters in their order, then running statistics in theirs."""
+    parameters: dict[str, Tensor] = {**trained(model)}
+    tensors = parameters | statistics(model)
     return Layout(
         tuple(tensors),
         tuple(tuple(t.shape) for t in tensors.values()),
@@ -82,8 +111,9 @@ def row_of(model: nn.Module, layout: Layout) -> Tensor:
 
 
 def write_row(model: nn.Module, layout: Layout, row: Tensor) -> None:
-    """Set a network's weights and statistics to those of a row."""
+    """Set a network's trained weights and statistics to those of a row."""
     values = layout.unflatten(row)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            tensor.copy_(values[name])
+            if name in values:
+                tensor.copy_(values[name])

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ssfl import first_release
+from ssfl import first_release, outside
 from ssfl.config import from_dict, to_toml
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.settings import Config
@@ -30,6 +30,7 @@ Event = dict[str, Any]
 WALL_CLOCK = ("seconds", "phases", "memory", "wire_up", "wire_down")
 """Event fields that tell time, memory and what went over wires, and differ between equal runs."""
 FAILURE = "failed.json"
+OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 """Settings of [run] that may change on resume; the change is told."""
 
@@ -65,8 +66,11 @@ def write_atomic(path: Path, content: bytes) -> None:
         ) from error
 
 
-def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
-    """Start a run folder; one that is there already is never touched."""
+def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str, Any] | None = None) -> None:
+    """Start a run folder; one that is there already is never touched.
+
+    `brought` tells what came from outside: paths and digests, by section of the config.
+    """
     require_free(path)
     try:
         (path / "checkpoints").mkdir(parents=True)
@@ -76,6 +80,8 @@ def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
         ) from error
     try:
         write_split(path, parts)
+        if brought:
+            write_atomic(path / OUTSIDE, _json(brought))
         write_atomic(path / "events.jsonl", b"")
         write_atomic(path / "config.toml", to_toml(config).encode())
     except RunError:
@@ -88,9 +94,34 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
     write_atomic(path / "split.json", _json(parts))
 
 
-def again(path: Path, real: bool = False) -> str:
-    """The command that goes on with a run, here or of a real federation."""
-    return f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}"
+def require_same_code(path: Path, section: str, name: str | None) -> None:
+    """Refuse code from outside that is not, to the letter, what this run was started with.
+
+    It must have been supplied in this process; nothing is imported.
+    """
+    if name is None or not outside.is_path(name):
+        return
+    outside.require(name, f"{section}.name")
+    known = _object(path / OUTSIDE).get(section)
+    before = known.get("digest") if isinstance(known, dict) else None
+    if before is None:
+        raise RunError(
+            f"{path / OUTSIDE} does not tell the digest of {name}: put it back, or start a new run"
+        )
+    if before != outside.digest(name):
+        raise RunError(
+            f"{name}, or a module that it imports from its folder, has changed since {path} was started: "
+            "supply it as it was, or start a new run"
+        )
+
+
+def again(path: Path, real: bool = False, model: str | None = None) -> str:
+    """What goes on with a run, here or of a real federation: a command, or a line of Python where the
+    network is in memory."""
+    if model == outside.IN_MEMORY:
+        return f"ssfl.resume({str(path)!r}, model=make)"
+    code = f" --with {quote(outside.supplied(model))}" if model and outside.is_path(model) else ""
+    return f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}{code}"
 
 
 def require_free(path: Path) -> None:

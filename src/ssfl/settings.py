@@ -70,9 +70,12 @@ class Split:
 class Model:
     """[model] The network."""
 
-    name: str | None = setting(None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"))
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; by itself what suits the image size,
-    without a GPU one that a CPU can train; the run keeps it."""
+    name: str | None = setting(
+        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"), paths=True
+    )
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
+    "FILE.py:name" or "package.module:name". Default: what suits the image size; without a GPU one that a CPU
+    can train."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))

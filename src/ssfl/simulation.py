@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssfl import draws, engines, layers, measuring, models, scoring
+from ssfl import draws, engines, external, measuring, models, outside, scoring
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort
 from ssfl.data import split
@@ -24,7 +25,7 @@ from ssfl.federation import Method, Named, State
 from ssfl.memory import peak
 from ssfl.plan import Plan
 from ssfl.rounds import Round
-from ssfl.rows import Layout, row_of, write_row
+from ssfl.rows import Layout, row_of, statistics, write_row
 from ssfl.runs import Event
 from ssfl.sending import sent_back
 from ssfl.settings import Config
@@ -47,6 +48,10 @@ class Simulation:
     engine: engines.Engine
     plan: Plan
     device: torch.device
+    make: external.Factory | None = None
+    """What makes the network, if it was passed as a Python object."""
+    brought: dict[str, Any] = field(default_factory=dict)
+    """How a network from outside is known again: `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """What was prepared of the next round while the device was busy with the last."""
 
@@ -88,7 +93,7 @@ class Simulation:
 
     def initial(self) -> State:
         """Every stream and the server start from the same random weights (seed run.seed)."""
-        network = network_of(self.config, self.dataset)
+        network = network_of(self.config, self.dataset, self.make)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
@@ -180,8 +185,10 @@ class Simulation:
         if self.config.model.norm_statistics != "recompute":
             return row
         write_row(self.model, self.layout, row)
-        norms = [m for m in self.model.modules() if isinstance(m, layers.BatchNorm)]
         self.model.train()
+        moved = {name.rpartition(".")[0] for name in statistics(self.model)}
+        norms: list[Any] = [self.model.get_submodule(name) for name in sorted(moved)]
+        usual = [layer.momentum for layer in norms]
         with torch.no_grad():
             for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
                 for layer in norms:  # the plain mean over batches
@@ -190,8 +197,8 @@ class Simulation:
                 self.model(
                     self.pool.normalised(self.pool.images[chosen], self.pool.wide), key.to(self.device)
                 )
-        for layer in norms:
-            layer.momentum = 0.1
+        for layer, momentum in zip(norms, usual, strict=True):
+            layer.momentum = momentum
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
@@ -308,7 +315,14 @@ def evaluated_row(state: State) -> Tensor:
     return state.memory.get(SLOW, state.average)
 
 
-def network_of(config: Config, dataset: Dataset) -> nn.Module:
-    """The network that is trained, with its initial weights."""
+def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """The network that is trained, with its initial weights; `make` makes one that is in memory."""
+    return config.method.network(plain_network_of(config, dataset, make))
+
+
+def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """The network itself, before a method wraps it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
-    return config.method.network(models.build(name, len(dataset.classes), dataset.shape, norm, seed))
+    if outside.is_outside(name):
+        return external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    return models.build(name, len(dataset.classes), dataset.shape, norm, seed)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, checkpoints, privacy, provenance, runs, same, track
+from ssfl import assemble, checkpoints, outside, privacy, provenance, runs, same, track
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
+from ssfl.external import Factory
 from ssfl.federation import State
 from ssfl.runs import Event
 from ssfl.settings import Config, Data
@@ -70,10 +71,17 @@ class SweepInterrupted(SsflError):
         super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
 
 
-def run(config: Config | str | Path, out: str | Path | None = None, report: Report | None = None) -> Result:
+def run(
+    config: Config | str | Path,
+    out: str | Path | None = None,
+    report: Report | None = None,
+    *,
+    model: Factory | str | None = None,
+) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config.
+    A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
+    the network, any `nn.Module`, or its import path "FILE.py:name".
     """
     if not isinstance(config, Config):
         config = load_config(config)
@@ -83,21 +91,32 @@ def run(config: Config | str | Path, out: str | Path | None = None, report: Repo
         runs.require_free(path)
         track.require(config.run.track)
     with reproducible(), enough_memory():
-        sim = assemble.make(config)
+        sim = assemble.make(config, model)
         with closing(sim.engine):
             if leads:
                 parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
-                runs.create(path, sim.config, parts)
+                runs.create(path, sim.config, parts, {"model": sim.brought} if sim.brought else {})
             with runs.locked(path) if leads else nullcontext():
                 return rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
 
 
-def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
-    """Go on from the last whole checkpoint, to the same bytes as if nothing had happened."""
-    return _resume(Path(path), report, warn or (lambda message: None), None)
+def resume(
+    path: str | Path,
+    report: Report | None = None,
+    warn: Warn | None = None,
+    *,
+    model: Factory | str | None = None,
+) -> Result:
+    """Go on from the last whole checkpoint, to the same bytes as if nothing had happened.
+
+    A run whose network came from outside needs its `model` again: the function, or the import path.
+    """
+    return _resume(Path(path), report, warn or (lambda message: None), None, model)
 
 
-def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) -> Result:
+def _resume(
+    path: Path, report: Report | None, warn: Warn, data: Data | None, model: Factory | str | None = None
+) -> Result:
     """`data` says where the images lie now, if they may have moved."""
     config = runs.read_config(path)
     if data is not None:
@@ -109,7 +128,8 @@ def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) ->
         if summary is not None and finished(path):
             return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
         runs.require_resumable(path)
-        sim = assemble.make(_here(config, warn))
+        make = _supplied(config, path, model)
+        sim = assemble.make(_here(config, warn), make)
         with closing(sim.engine):
             check_unchanged(sim, path)
             start = checkpoints.newest(path, sim.device)
@@ -118,6 +138,7 @@ def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) ->
             if start is None:
                 start = Checkpoint(begun, {}, now)
             checkpoints.require_memory(path, start.state, begun)
+            require_frozen(start, now, config, path)
             changed = changes(start.conditions, now)
             if leads:
                 if changed:
@@ -135,7 +156,8 @@ def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
     settings = {name: str(getattr(sim.config.run, name)) for name in runs.CONDITIONS}
     ranks = {} if sim.crowd is None else {"ranks": str(sim.crowd.size)}
-    return {**runs.versions(), **settings, **ranks, "device": device_name(sim.device)}
+    frozen = {"frozen": str(sim.brought["frozen"])} if sim.brought else {}
+    return {**runs.versions(), **settings, **ranks, **frozen, "device": device_name(sim.device)}
 
 
 def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
@@ -144,6 +166,15 @@ def begin_or_resume(config: Config, path: Path, report: Report | None = None) ->
     if (path / "config.toml").is_file():
         return _resume(path, report, lambda message: None, config.data)
     return run(config, path, report)
+
+
+def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
+    """Refuse to go on if what a network from outside has frozen is not what it was at the checkpoint."""
+    if start.conditions.get("frozen") != now.get("frozen"):
+        raise RunError(
+            f"the layers or frozen weights of {config.model.name} are not those that {path} was started "
+            "with: supply them as they were, or start a new run"
+        )
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
@@ -162,7 +193,7 @@ def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None
 
 def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
     state = start.state
-    again = runs.again(path, real=sim.config.run.engine == "sites")
+    again = runs.again(path, sim.config.run.engine == "sites", sim.config.model.name)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
@@ -285,12 +316,31 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),
         "versions": runs.versions(),
+        **({"outside": sim.brought} if sim.brought else {}),
     }
 
 
 def device_name(device: torch.device) -> str:
     """The device in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factory | None:
+    """The factory that is in memory, or None; an import path becomes trusted and must be unchanged."""
+    name = config.model.name
+    if isinstance(model, str):
+        outside.trust(model)
+        model = None
+    if model is not None and name != outside.IN_MEMORY:
+        instead = f"pass model={name!r}" if outside.is_path(name) else "leave model= out"
+        raise RunError(f"{path} was started with model.name = {name!r}: {instead}")
+    if model is None and name == outside.IN_MEMORY:
+        raise RunError(
+            f"the network of {path} was passed as a Python object, so pass it again: "
+            f"{runs.again(path, model=name)}"
+        )
+    runs.require_same_code(path, "model", name)
+    return model
 
 
 def check_unchanged(sim: Simulation, path: Path) -> None:

@@ -24,6 +24,14 @@ GROUPS = {
 """The verbs as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What click raises; newer versions of typer bring a click of their own."""
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FILE.py",
+        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
+    ),
+]
 
 
 class Verbs(TyperGroup):

@@ -137,12 +137,12 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     rounds = config.run.eval_every or 1, config.run.checkpoint_every or 1
     config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
     config = assemble.resolve(config, dataset)
-    terms = wire.Terms.of(config, dataset).text()
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
     doubts.warn(given, config, dataset, parts)
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
+    terms = wire.Terms.of(config, dataset, sim.brought).text()
     # each site has its own precision unless a person wrote one, after a resume as before it
     own = replace(sim.config, train=config.train, run=replace(sim.config.run, engine="sites"))
     return replace(sim, plan=replace(sim.plan, config=own)), terms
@@ -231,6 +231,7 @@ def opened(
         if runs.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
         runs.require_resumable(path)
+        runs.require_same_code(path, "model", config.model.name)
         config, known = roster.going_on(path, config, known, count)
     else:
         runs.require_free(path)
@@ -240,7 +241,8 @@ def opened(
     with surroundings.reproducible(), surroundings.enough_memory():
         sim, terms = prepare(config)
         if not again:
-            runs.create(path, sim.config, _described(sim) | {"sites": known})
+            brought = {"model": sim.brought} if sim.brought else {}
+            runs.create(path, sim.config, _described(sim) | {"sites": known}, brought)
         with runs.locked(path):
             if again:
                 train.check_unchanged(sim, path)
@@ -257,17 +259,19 @@ def conduct(
     if start is None:
         start = Checkpoint(centre.initial(), {}, now)
     start = replace(start, state=roster.grown(start.state, sim.config.split.users))
+    train.require_frozen(start, now, sim.config, path)
     changed = train.changes(start.conditions, now)
     if changed:
         view.tell(f"warning: {changed}: numbers may differ from here on")
     view.watch(fleet, sim.rounds)
+    command = runs.again(path, True, sim.config.model.name)
     runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:
         try:
             fleet.gather()
         except RunError as error:
-            raise RunError(f"{error}; then go on with `{runs.again(path, real=True)}`") from error
+            raise RunError(f"{error}; then go on with `{command}`") from error
         runs.write_split(path, _described(sim) | _shares(fleet))
         result = train.rounds(centre, path, start, view.report)
     finally:

@@ -8,7 +8,7 @@ import typer
 
 from ssfl.deploy import require_flower
 from ssfl.errors import ConfigError, SsflError
-from ssfl.verbs import Sets, Verbs
+from ssfl.verbs import Sets, Verbs, With
 
 app = typer.Typer()
 keys_app = typer.Typer(
@@ -67,15 +67,18 @@ def serve(
     share_model: Annotated[
         bool, typer.Option("--share-model", help="Let sites keep the final model (`ssfl join --keep`).")
     ] = False,
+    code: With = None,
     insecure: Insecure = False,
 ) -> None:
     """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
     require_flower()
+    from ssfl import outside
     from ssfl.config import load_config
     from ssfl.deploy import centre
     from ssfl.deploy.view import View
     from ssfl.runs import next_free
 
+    outside.supply(code or [])
     if insecure == (keys is not None):
         raise ConfigError("give --keys FOLDER (see `ssfl keys init`), or --insecure on one machine alone")
     if insecure:
@@ -105,15 +108,18 @@ def join(
     keep: Annotated[
         Path | None, typer.Option(help="Write the final model here, if the centre shares it.")
     ] = None,
+    code: With = None,
     insecure: Insecure = False,
 ) -> None:
     """Be a site of a real federation.  Example: ssfl join fl.example.org:8443 --data scans --key a.site"""
     require_flower()
+    from ssfl import outside
     from ssfl.data import sources
     from ssfl.deploy import keys as keyring
     from ssfl.deploy import site
     from ssfl.predict import free_files
 
+    outside.supply(code or [])
     if insecure == (key is not None):
         raise ConfigError("give --key FILE from the centre's keeper, or --insecure on one machine alone")
     host, colon, port = address.rpartition(":")

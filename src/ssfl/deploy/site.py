@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, models, predict, privacy
+from ssfl import assemble, outside, predict, privacy
 from ssfl.cohort import Cohort
 from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
@@ -80,7 +80,10 @@ class Site:
             if config.privacy.clip is not None:
                 self.tell(privacy.told(privacy.planned(config)))
             self._ready.clear()
-            self._ready[key] = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
+            _require_same(agreed, "digest", outside.digest)
+            made = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
+            _require_same(agreed, "frozen", lambda name: made.brought["frozen"])
+            self._ready[key] = made
         return self._ready[key]
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
@@ -110,14 +113,26 @@ class Site:
             self.tell(f"wrote {file}")
 
 
+def _require_same(agreed: wire.Terms, what: str, here: Callable[[str], str]) -> None:
+    """A network from outside must be this site's own file, supplied with `--with`, and the centre's too."""
+    name = agreed.config.model.name
+    if name is None or not outside.is_outside(name):
+        return
+    if outside.is_path(name):
+        outside.require(name, "model.name")
+    if agreed.outside.get(what) != here(name):
+        raise DataError(
+            f"{name} is not the same here and at the centre ({what}): get the file from its keeper"
+        )
+
+
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     """Write a model that the centre sent, and its card, as `ssfl export` does; both are checked."""
     try:
         told = json.loads(card)
-        network = models.build(told["model"], len(told["classes"]), tuple(told["shape"]), told["norm"])
+        network = predict.network_of(told, target)
         layout = layout_of(network)
-        network.load_state_dict(layout.unflatten(wire.unpack(content, layout.length)))
-        model = predict.Classifier(network, told)
+        model = predict.classifier_of(network, layout.unflatten(wire.unpack(content, layout.length)), told)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
     return predict.write(model, predict.free_files(target)[:2])

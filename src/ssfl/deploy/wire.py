@@ -7,7 +7,8 @@ anew at any time. What arrives is checked before it is used, at both ends.
 import io
 import json
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,21 +41,25 @@ class Terms:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     white: int
+    outside: dict[str, str] = field(default_factory=dict)
+    """Of a network from outside: the digest of its text and the fingerprint of what is frozen."""
 
     @classmethod
-    def of(cls, config: Config, data: Dataset) -> "Terms":
-        """The terms of a centre."""
+    def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
+        """The terms of a centre, which may have brought its own network."""
         here = replace(
             config,
             data=Data(path="site", flip=config.data.flip),
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
-        return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white)
+        known = {key: str(value) for key, value in brought.items() if key in ("digest", "frozen")}
+        return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white, known)
 
     def text(self) -> str:
         """As JSON, the config as TOML inside."""
         told = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
-        return json.dumps(told | {"mean": self.mean, "std": self.std, "white": self.white})
+        known = {"outside": self.outside} if self.outside else {}
+        return json.dumps(told | {"mean": self.mean, "std": self.std, "white": self.white} | known)
 
 
 def read_terms(text: str) -> Terms:
@@ -65,6 +70,7 @@ def read_terms(text: str) -> Terms:
         classes, shape = int(told["classes"]), tuple(int(n) for n in told["shape"])
         mean, std = (tuple(float(x) for x in told[name]) for name in ("mean", "std"))
         white = int(told["white"])
+        known = {str(key): str(value) for key, value in dict(told.get("outside", {})).items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
     channels = shape[0] if len(shape) == 3 else 0
@@ -74,7 +80,7 @@ def read_terms(text: str) -> Terms:
     if not (np.isfinite(mean + std).all() and min(std) > 0 and 255 <= white <= WHITE):
         raise DataError("the centre's normalisation is not of positive numbers: ask its keeper")
     check(config)
-    return Terms(config, classes, (shape[0], shape[1], shape[2]), mean, std, white)
+    return Terms(config, classes, (shape[0], shape[1], shape[2]), mean, std, white, known)
 
 
 def check(config: Config) -> None:

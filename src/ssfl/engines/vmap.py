@@ -77,10 +77,11 @@ class Vmap:
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
+        whole = made if getattr(self.networks[True], "compilable", True) else _as_is
         self._evaluators = {
-            role: made(partial(self._evaluate, loss, role)) for role, loss in self._losses.items()
+            role: whole(partial(self._evaluate, loss, role)) for role, loss in self._losses.items()
         }
-        self._answers: Callable[..., Tensor] = made(self._eager_answers)
+        self._answers: Callable[..., Tensor] = whole(self._eager_answers)
         self._update: Callable[..., None] = made(sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
 
@@ -321,6 +322,11 @@ class Vmap:
             return Recorded(place, None, said)
         self._memory = self._memory or graph.pool()
         return Recorded(place, graph, said)
+
+
+def _as_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that cannot be compiled."""
+    return function
 
 
 def _give_up_kernels(error: Exception) -> None:

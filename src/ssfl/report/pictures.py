@@ -2,6 +2,7 @@
 
 import base64
 import io
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, checkpoints, models, surroundings
+from ssfl import assemble, checkpoints, external, outside, runs, surroundings
 from ssfl.data import augment, inventory
 from ssfl.data.dataset import Dataset
-from ssfl.errors import RunError, SsflError
+from ssfl.errors import RunError, SsflError, SsflWarning
 from ssfl.predict import Classifier, load_model
 from ssfl.report.gather import Run
 from ssfl.rows import layout_of
-from ssfl.simulation import evaluated_row, network_of
+from ssfl.simulation import evaluated_row, network_of, plain_network_of
 
 MOST_TESTED = 10_000
 SIDE = 48
@@ -73,7 +74,10 @@ def look(run: Run, loader: Loader) -> Seen | str:
         model, at = _model(run, data)
         return _seen(run, data, model, at)
     except (SsflError, OSError) as error:
-        return f"There are no pictures and no confusion matrix: {' '.join(str(error).split())}."
+        why = " ".join(str(error).split())
+        if outside.is_outside(run.config.model.name):
+            warnings.warn(f"no pictures of {run.path}: {why}", SsflWarning, stacklevel=2)
+        return f"There are no pictures and no confusion matrix: {why}."
 
 
 def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
@@ -89,11 +93,13 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if run.config.model.norm_statistics == "recompute":
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
+    runs.require_same_code(run.path, "model", config.model.name)
     network = network_of(config, data)
     row = evaluated_row(saved.state)
     tensors = config.method.plain(layout_of(network).unflatten(row))
-    plain = models.build(config.model.name or "", len(data.classes), data.shape, config.model.norm)
-    plain.to(row.dtype).load_state_dict(tensors)
+    plain = plain_network_of(config, data)
+    plain.to(row.dtype).load_state_dict(tensors, strict=False)
+    plain = external.plain(plain)
     card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}
     return Classifier(plain, card).eval(), saved.state.round
 

@@ -1,5 +1,6 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
+from ssfl import outside
 from ssfl.report.gather import Run, finite, inside
 from ssfl.schedule import head_start
 from ssfl.settings import Config
@@ -84,7 +85,9 @@ def setting(run: Run) -> list[str]:
         sentences.append(f"Of the users, {federation.attackers:.0%} attack ({federation.attack}).")
     if federation.dropout:
         sentences.append(f"Of the participants, {federation.dropout:.0%} do not come back.")
-    sentences.append(f"The network is {config.model.name or 'not chosen yet'} with {_norm(config)}.")
+    network = config.model.name or "not chosen yet"
+    own = "" if outside.is_outside(network) else f" with {_norm(config)}"
+    sentences.append(f"The network is {network}{own}.")
     return sentences
 
 

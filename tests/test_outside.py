@@ -1,0 +1,110 @@
+"""Code from outside: imported only if a person typed its path, and compared by its text."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ssfl import outside
+from ssfl.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nothing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each test starts as a new process would, in an empty folder."""
+    monkeypatch.setattr(outside, "_trusted", set())
+    monkeypatch.setattr(outside, "_loaded", {})
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        sys.modules.pop(name)
+
+
+def test_names_of_the_package_are_no_paths() -> None:
+    assert not any(outside.is_path(name) for name in (None, "cnn", "resnet18", "crl-gn"))
+    assert all(outside.is_path(name) for name in ("mine.py:make", "a.b:make", "mine.py", "../x/mine.py:A"))
+
+
+def test_a_typed_file_is_loaded_with_the_modules_beside_it() -> None:
+    Path("mine.py").write_text("from beside import number\ndef make():\n    return number\n")
+    Path("beside.py").write_text("number = 3\n")
+    outside.trust("mine.py:make")
+    assert outside.load("mine.py:make", "model.name")() == 3
+    assert outside.load("mine.py:make", "model.name") is outside.load("mine.py:make", "model.name")
+    Path("beside.py").write_text("number = 45\n")
+    assert outside.load("mine.py:make", "model.name")() == 45
+    assert str(Path.cwd()) not in sys.path
+
+
+def test_nothing_is_imported_that_nobody_typed(tmp_path: Path) -> None:
+    Path("mine.py").write_text("from pathlib import Path\nPath('ran').touch()\nmake = 1\n")
+    with pytest.raises(ConfigError, match=r"model.name = 'mine.py:make'.*--with .*mine.py"):
+        outside.load("mine.py:make", "model.name")
+    outside.digest("mine.py:make")
+    with pytest.raises(ConfigError, match=r"--with xml.dom"):
+        outside.load("xml.dom:Node", "model.name")
+    assert not Path("ran").exists()
+    outside.supply(["mine.py"])
+    assert outside.load("mine.py:make", "model.name") == 1
+    assert outside.load("elsewhere/mine.py:make", "model.name") == 1  # the folder of a run names the file
+
+
+def test_a_package_is_loaded_and_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("ours/deep").mkdir(parents=True)
+    Path("ours/__init__.py").write_text("")
+    Path("ours/deep/__init__.py").write_text("")
+    Path("ours/deep/net.py").write_text("from ..parts import make\nfrom . import __doc__\nimport json\n")
+    Path("ours/parts.py").write_text("def make():\n    return 7\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    first = outside.digest("ours.deep.net:make")
+    assert "ours" not in sys.modules
+    Path("ours/parts.py").write_text("def make():\n    return 78\n")
+    assert outside.digest("ours.deep.net:make") != first
+    outside.trust("ours.deep.net:make")
+    assert outside.load("ours.deep.net:make", "model.name")() == 78
+
+
+def test_the_digest_is_of_the_text_and_of_what_it_imports_from_its_folder() -> None:
+    Path("mine.py").write_bytes(b"import beside\nimport os\nx = 1\n")
+    Path("beside.py").write_bytes(b"y = 1\n")
+    Path("other.py").write_bytes(b"z = 1\n")
+    first = outside.digest("mine.py:x")
+    Path("mine.py").write_bytes(b"import beside\r\nimport os\r\nx = 1\r\n")
+    Path("other.py").write_bytes(b"z = 2\n")
+    assert outside.digest("mine.py:y") == first
+    Path("beside.py").write_bytes(b"y = 2\n")
+    assert outside.digest("mine.py:x") != first
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("none.py:make", None, "there is no file or module none.py"),
+        ("no.such.package:make", None, "there is no file or module no.such.package"),
+        ("mine.py", "", "write mine.py:NAME"),
+        ("mine.py:make", "def maker(): ...", "did you mean maker"),
+        ("mine.py:make", "1/0", "raised ZeroDivisionError: division by zero"),
+        ("mine.py:make", "def make(:", "raised SyntaxError"),
+        ("mine.py:make", "raise SystemExit(3)", "raised SystemExit: 3"),
+        ("mine.py:make", "import no_such_package", "No module named 'no_such_package'"),
+        ("mine.py:make", "import ssfl_json as json", "another module is called 'ssfl_json'"),
+    ],
+)
+def test_every_mistake_is_one_line(
+    name: str, text: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ssfl_json", sys.modules["sys"])
+    if text is not None:
+        Path("mine.py").write_text(text)
+        Path("ssfl_json.py").write_text("")
+    outside.trust(name)
+    with pytest.raises(ConfigError, match=message) as caught:
+        outside.load(name, "model.name")
+    assert "\n" not in str(caught.value)
+
+
+def test_with_names_a_file_that_exists() -> None:
+    with pytest.raises(ConfigError, match=r"--with none.py: there is no such file"):
+        outside.supply(["none.py"])
