@@ -13,15 +13,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ssfl import outside
 from ssfl.checks import check
 from ssfl.errors import ConfigError
 from ssfl.limits import CHOICES, INSTEAD, RANGES
 from ssfl.methods import METHODS
-from ssfl.settings import SECTIONS, Config, Method
+from ssfl.settings import IN_MEMORY, SECTIONS, Config, Method
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
+OPEN = ("data.name",)
+"""Settings that accept code from outside: FILE.py:NAME or package.module:NAME."""
 __all__ = [
     "CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml", "unchecked",
 ]  # fmt: skip
@@ -130,6 +133,8 @@ def _set(given: dict[str, Any], override: str) -> None:
         raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
     values.pop(INSTEAD.get(key.strip(), ""), None)
     values[name.strip()] = _value(text.strip())
+    if key.strip() in OPEN and outside.is_path(str(values[name.strip()])):
+        outside.trust(str(values[name.strip()]))
 
 
 def _value(text: str) -> Any:
@@ -180,6 +185,8 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 
 
 def _check_choice(key: str, value: Any) -> None:
+    if key in OPEN and (value == IN_MEMORY or outside.is_path(value)):
+        return
     if value is not None and key in CHOICES and value not in CHOICES[key]:
         raise ConfigError(
             f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}{_suggest(str(value), CHOICES[key])}"

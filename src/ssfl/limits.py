@@ -4,7 +4,7 @@ from ssfl.methods import METHODS
 
 CHOICES = {
     "data.name": ("digits", "cifar10", "svhn", "emnist", "stl10"),
-    "split.scheme": ("skew", "iid", "dirichlet", "shards", "mixture"),
+    "split.scheme": ("skew", "iid", "dirichlet", "shards", "mixture", "given"),
     "split.labels_at": ("server", "users", "both"),
     "model.name": ("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"),
     "model.norm": ("group", "batch", "none"),

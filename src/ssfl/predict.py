@@ -75,13 +75,18 @@ def load_model(run: str | Path) -> Classifier:
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
     try:
-        network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
-        network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
-        return Classifier(network, card).eval()
+        return classifier(tensors, card)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(
             f"{file} does not fit the network that its card names: export or train it again"
         ) from error
+
+
+def classifier(tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
+    """The model of these tensors, as its card says, in eval mode."""
+    network = models.build(card["model"], len(card["classes"]), tuple(card["shape"]), card["norm"])
+    network.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+    return Classifier(network, card).eval()
 
 
 def predict(

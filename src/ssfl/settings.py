@@ -6,13 +6,17 @@ became. `config.py` reads and writes them, `limits.py` says what values are allo
 
 from dataclasses import dataclass, field
 
+IN_MEMORY = "in memory"
+"""What a config records instead of the name of an object that was passed from Python."""
+
 
 @dataclass(frozen=True)
 class Data:
     """[data] Which images."""
 
     name: str | None = None
-    """A known data set: digits, cifar10, svhn, emnist, stl10."""
+    """A known data set: digits, cifar10, svhn, emnist, stl10; or FILE.py:NAME or package.module:NAME, a
+    function that returns an ssfl.Data. Images that were passed from Python are "in memory"."""
     path: str | None = None
     """Your own images instead: an .npz file (x_train, y_train, x_test, y_test) or an image folder."""
     root: str = "data"
@@ -34,9 +38,10 @@ class Split:
     """[split] Who gets which images."""
 
     scheme: str = "skew"
-    """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"."""
+    """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"; "given" if the
+    data say who owns which image (ssfl.Data, or sub-folders of unlabelled/)."""
     users: int = 10
-    """K, the number of users."""
+    """K, the number of users; if the data say who owns which image, the number of their owners."""
     skew: float = 0.4
     """R, the non-iidness: 0 is iid, 1 is one main class each (scheme "skew")."""
     server_labels: int | None = None

@@ -3,8 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from ssfl import assemble, checkpoints, privacy, provenance, runs, same, track
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
+from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.runs import Event
-from ssfl.settings import Config, Data
+from ssfl.settings import IN_MEMORY, Config
+from ssfl.settings import Data as DataSettings
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
 
@@ -51,6 +53,21 @@ class Result:
         return f"validation accuracy {100 * found[-1]:.2f} %" if found else "finished"
 
 
+@dataclass(frozen=True)
+class Done:
+    """A round that was played."""
+
+    round: int
+    """How many rounds are done."""
+    events: list[Event]
+    """What it tells: a "round" object, and others."""
+    state: State = field(repr=False)
+    """What passes to the next round: streams, average, memory."""
+
+
+Playing = Generator[Done, None, "Result"]
+
+
 class Interrupted(SsflError):
     """The run was stopped by Ctrl-C and saved."""
 
@@ -70,57 +87,95 @@ class SweepInterrupted(SsflError):
         super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
 
 
-def run(config: Config | str | Path, out: str | Path | None = None, report: Report | None = None) -> Result:
+def run(
+    config: Config | str | Path,
+    out: str | Path | None = None,
+    report: Report | None = None,
+    *,
+    data: Data | None = None,
+) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config.
+    A preset's name or a TOML file will do for a config; `data` takes the place of [data].
     """
     if not isinstance(config, Config):
         config = load_config(config)
     path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
+    with reproducible(), enough_memory(), begun(config, path, data) as (sim, start):
+        return rounds(sim, path, start, report)
+
+
+def resume(
+    path: str | Path, report: Report | None = None, warn: Warn | None = None, *, data: Data | None = None
+) -> Result:
+    """Go on from the last whole checkpoint, to the same bytes as if nothing had happened.
+
+    A run whose data were passed from Python needs them again.
+    """
+    return _resume(Path(path), report, warn or (lambda message: None), None, data)
+
+
+def _resume(
+    path: Path, report: Report | None, warn: Warn, place: DataSettings | None, data: Data | None = None
+) -> Result:
+    """`place` says where the images lie now, if they may have moved."""
+    config = runs.read_config(path)
+    if place is not None:
+        moved = replace(config.data, root=place.root, path=place.path, download=place.download)
+        config = replace(config, data=moved)
+    with runs.locked(path) if _leads(config) else nullcontext(), reproducible(), enough_memory():
+        summary = runs.read_summary(path)
+        if summary is not None and finished(path):
+            return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
+        with reopened(config, path, data, warn) as (sim, start):
+            return rounds(sim, path, start, report)
+
+
+@contextmanager
+def begun(config: Config, path: Path, data: Data | None) -> Iterator[tuple[Simulation, Checkpoint]]:
+    """A simulation with its new run folder, before the first round."""
     leads = _leads(config)
     if leads:
         runs.require_free(path)
         track.require(config.run.track)
-    with reproducible(), enough_memory():
-        sim = assemble.make(config)
-        with closing(sim.engine):
-            if leads:
-                parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
-                runs.create(path, sim.config, parts)
-            with runs.locked(path) if leads else nullcontext():
-                return rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
+    sim = assemble.make(config, data)
+    with closing(sim.engine):
+        if leads:
+            parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
+            runs.create(path, sim.config, parts)
+        with runs.locked(path) if leads else nullcontext():
+            yield sim, Checkpoint(sim.initial(), {}, conditions(sim))
 
 
-def resume(path: str | Path, report: Report | None = None, warn: Warn | None = None) -> Result:
-    """Go on from the last whole checkpoint, to the same bytes as if nothing had happened."""
-    return _resume(Path(path), report, warn or (lambda message: None), None)
+@contextmanager
+def reopened(
+    config: Config, path: Path, data: Data | None, warn: Warn
+) -> Iterator[tuple[Simulation, Checkpoint]]:
+    """A simulation of a run folder that is there, and its last whole checkpoint."""
+    if config.data.name == IN_MEMORY and data is None:
+        raise RunError(
+            f"{path} was trained on data that were passed from Python: go on with `{again(config, path)}`"
+        )
+    sim = assemble.make(_here(config, warn), data)
+    with closing(sim.engine):
+        check_unchanged(sim, path)
+        start = checkpoints.newest(path, sim.device)
+        now = conditions(sim)
+        if start is None:
+            start = Checkpoint(sim.initial(), {}, now)
+        changed = changes(start.conditions, now)
+        if _leads(config):
+            if changed:
+                warn(f"{changed}: numbers may differ from here on")
+            runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+        yield sim, start
 
 
-def _resume(path: Path, report: Report | None, warn: Warn, data: Data | None) -> Result:
-    """`data` says where the images lie now, if they may have moved."""
-    config = runs.read_config(path)
-    if data is not None:
-        place = replace(config.data, root=data.root, path=data.path, download=data.download)
-        config = replace(config, data=place)
-    leads = _leads(config)
-    with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
-        summary = runs.read_summary(path)
-        if summary is not None and finished(path):
-            return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
-        sim = assemble.make(_here(config, warn))
-        with closing(sim.engine):
-            check_unchanged(sim, path)
-            start = checkpoints.newest(path, sim.device)
-            now = conditions(sim)
-            if start is None:
-                start = Checkpoint(sim.initial(), {}, now)
-            changed = changes(start.conditions, now)
-            if leads:
-                if changed:
-                    warn(f"{changed}: numbers may differ from here on")
-                runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
-            return rounds(sim, path, start, report)
+def again(config: Config, path: Path) -> str:
+    """The line that goes on with a run: a command, or Python where that alone has the data."""
+    if config.data.name == IN_MEMORY:
+        return f"ssfl.resume({str(path)!r}, data=data)"
+    return runs.again(path, real=config.run.engine == "sites")
 
 
 def _leads(config: Config) -> bool:
@@ -150,19 +205,50 @@ def changes(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Play what is left of the rounds, into the run folder; a failure is kept there too."""
+    """Play what is left of the rounds, into the run folder."""
+    with interruptible(report is not None) as interrupted:
+        left = playing(sim, path, start, report, interrupted.is_set, sim.evaluate)
+        while True:
+            try:
+                next(left)
+            except StopIteration as end:
+                result: Result = end.value
+                return replace(result, stopped=sim.rounds) if interrupted.is_set() else result
+
+
+def playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], bool],
+    evaluate: Callable[[State], Event],
+) -> Playing:
+    """What is left of the rounds, one at a time, into the run folder; a failure is kept there too.
+
+    Closing it early saves the last round.
+    """
+    given = (sim, path, start, report, interrupted, evaluate)
     if not _leads(sim.config):
-        return _rounds(sim, path, start, report, lambda event: None)
+        return (yield from _playing(*given, lambda event: None))
     with runs.told_failures(path), track.tracking(path, sim.config) as tracked:
-        return _rounds(sim, path, start, report, tracked)
+        return (yield from _playing(*given, tracked))
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
-    state = start.state
-    again = runs.again(path, real=sim.config.run.engine == "sites")
+def _playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], bool],
+    evaluate: Callable[[State], Event],
+    tracked: Report,
+) -> Playing:
+    state, line = start.state, again(sim.config, path)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
+    kept = state.round  # the last round that was saved
     history = list(runs.read_events(path)) if leads else []
     stop = False
     if report is not None:
@@ -176,6 +262,12 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         if report is not None:
             report(event)
 
+    def save() -> None:
+        nonlocal saving, saved, kept
+        began = time.perf_counter()
+        checkpoints.write(path, Checkpoint(state, totals, now))
+        saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
+
     private = sim.config.privacy.clip is not None
     if private:
         plan = privacy.planned(sim.config)
@@ -184,40 +276,42 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         elif report is not None:
             report(plan)
     try:
-        with interruptible(report is not None) as interrupted:
-            while state.round < sim.rounds:
+        while state.round < sim.rounds:
+            began = time.perf_counter()
+            state, events = sim.play(state)
+            last = state.round == sim.rounds
+            events[0]["seconds"] = time.perf_counter() - began
+            if saving:
+                events[0]["phases"]["checkpoint"], saving = saving, 0.0
+            if last or state.round % (every.eval_every or 1) == 0:
                 began = time.perf_counter()
-                state, events = sim.play(state)
-                last = state.round == sim.rounds
-                events[0]["seconds"] = time.perf_counter() - began
-                if saving:
-                    events[0]["phases"]["checkpoint"], saving = saving, 0.0
-                if last or state.round % (every.eval_every or 1) == 0:
-                    began = time.perf_counter()
-                    events.append(sim.evaluate(state))
-                    events[-1]["seconds"] = time.perf_counter() - began
-                for event in events:
-                    for key in totals:
-                        totals[key] += event.get(key, 0)
-                    tell(event)
-                stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
-                late = time.monotonic() - saved >= SAVED
-                if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
-                    began = time.perf_counter()
-                    checkpoints.write(path, Checkpoint(state, totals, now))
-                    saving, saved = time.perf_counter() - began, time.monotonic()
-                if stop and not last:
-                    raise Interrupted(path, state.round, again)
-            stop = stop or interrupted.is_set()  # it may have come while the last round was saved
+                events.append(evaluate(state))
+                events[-1]["seconds"] = time.perf_counter() - began
+            for event in events:
+                for key in totals:
+                    totals[key] += event.get(key, 0)
+                tell(event)
+            stop = interrupted() if sim.crowd is None else sim.crowd.agree(interrupted())
+            late = time.monotonic() - saved >= SAVED
+            if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
+                save()
+            if stop and not last:
+                raise Interrupted(path, state.round, line)
+            try:
+                yield Done(state.round, events, state)
+            except GeneratorExit:
+                if leads and kept < state.round:
+                    save()
+                raise
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
-            tell(sim.evaluate(state))  # the last events were lost
+            tell(evaluate(state))  # the last events were lost
         if private and history[-1]["event"] != "privacy":
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
         return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
     except RunError as error:
-        raise RunError(f"{error}; then go on with `{again}`") from error
+        raise RunError(f"{error}; then go on with `{line}`") from error
 
 
 def _finish(
@@ -297,7 +391,10 @@ def check_unchanged(sim: Simulation, path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
     if before != inventory.fingerprint(sim.dataset):
-        raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
+        raise RunError(
+            f"the images, owners, normalisation or augmentations of {sim.dataset.name} are not those that "
+            f"{path} was started with"
+        )
 
 
 def _here(config: Config, warn: Warn) -> Config:

@@ -32,6 +32,9 @@ class Pool:
     flip: bool
     dtype: torch.dtype
     """In which networks compute. Losses, weights and statistics are never narrower than float32."""
+    weak: augment.View = augment.WEAK
+    """How weak views are made, and `strong` the strong ones."""
+    strong: augment.View = augment.STRONG
 
     @property
     def wide(self) -> torch.dtype:
@@ -164,7 +167,6 @@ class Trained(NamedTuple):
 
 TOLD = ("loss", "masked", "told", "right")
 """The numbers, in this order."""
-MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
 
 
 def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int) -> Tensor:
@@ -259,28 +261,28 @@ def _views(
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
 
-    def views(make: MakeViews, images: Tensor, keys: Tensor, count: int) -> Tensor:
-        drawn = draws.bits(draws.fold(keys[:, None], slots), count)
-        made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
+    def views(view: augment.View, images: Tensor, keys: Tensor) -> Tensor:
+        drawn = draws.bits(draws.fold(keys[:, None], slots), view.draws)
+        made = pool.normalised(view.make(images, drawn.flatten(0, 1), pool.flip))
         return made.reshape(rows, -1, *made.shape[1:])
 
     images = pool.images[chosen.reshape(-1)]
     strong = own = own_labels = partner = None
     if objective.name not in ("supervised", "self-training"):
-        strong = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
+        strong = views(pool.strong, images, strong_keys)
     if strong is not None and given is not None and given.partners is None:
         weak = strong
     else:
-        weak = views(augment.weak_views, images, weak_keys, augment.WEAK_DRAWS)
+        weak = views(pool.weak, images, weak_keys)
     if objective.both:
-        other = views(augment.strong_views, images, strong_keys, augment.STRONG_DRAWS)
+        other = views(pool.strong, images, strong_keys)
         weak = torch.where((slots % 2 == 1).view(1, -1, 1, 1, 1), other, weak)
     if given is not None and given.partners is not None:
         others = pool.images[given.partners.reshape(-1)]
-        partner = views(augment.weak_views, others, draws.fold(weak_keys, size), augment.WEAK_DRAWS)
+        partner = views(pool.weak, others, draws.fold(weak_keys, size))
     if labelled is not None:
         images = pool.images[labelled.clamp(min=0).reshape(-1)]
-        own = views(augment.weak_views, images, labelled_keys, augment.WEAK_DRAWS)
+        own = views(pool.weak, images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given, partner)

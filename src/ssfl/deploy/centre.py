@@ -21,7 +21,7 @@ from ssfl.checkpoints import Checkpoint
 from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import only
-from ssfl.data import inventory, split
+from ssfl.data import augment, inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, roster, silenced, wire
 from ssfl.deploy.fleet import Fleet
@@ -122,9 +122,15 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     """The centre's half of the federation, and the terms for the sites."""
     wire.check(config)
     given = config
-    dataset = assemble.load_data(config)
+    dataset = replace(assemble.load_data(config), users=None, names=(), loose=0)  # users are the sites
+    if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
+        raise ConfigError(
+            f"{config.data.name}: weak and strong cannot be sent to sites: leave them out of ssfl.Data"
+        )
     labels = dataset.labels.numpy()
-    held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
+    held, kept = assemble.set_aside(config, dataset)
+    if dataset.server is not None:
+        kept = np.intersect1d(kept, dataset.server)
     server = kept[labels[kept] >= 0]
     config = replace(config, split=replace(config.split, server_labels=len(server)))
     config = replace(config, method=replace(config.method, gate=config.method.gate is not False))
@@ -133,7 +139,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     config = assemble.resolve(config, dataset)
     terms = wire.Terms.of(config, dataset).text()
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
-    doubts.warn(given, config, dataset, parts)
+    doubts.warn(given, config, dataset, parts, held)
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
