@@ -181,11 +181,11 @@ def _with_owners(config: Config, dataset: Dataset) -> Config:
     if dataset.users is None:
         return config
     owners, said = len(dataset.users), config.split.users
-    folders = config.data.path is not None and config.split.scheme != "given"
-    if folders and said not in (Split.users, owners):
+    again = config.split.scheme == "given"  # a run that goes on
+    if said != owners and (again or (config.data.path is not None and said != Split.users)):
+        where = "unlabelled/ has a sub-folder for each of" if config.data.path else "the data name"
         raise ConfigError(
-            f"split.users = {said}, but unlabelled/ holds the images of {owners} users (a sub-folder each): "
-            f"set split.users={owners}, or leave it out"
+            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out"
         )
     kept = {
         key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
@@ -279,7 +279,7 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
         parts = split.mixture(*given, wanted.mixtures, *more)
     else:
         raise ConfigError(
-            "split.scheme = 'given' needs data that say who owns which image: pass ssfl.Data(..., users=...), "
+            "split.scheme = 'given' needs data that say who owns which image: pass ssfl.Data(users=...), "
             "or make a sub-folder of unlabelled/ for each user"
         )
     parts = split.Parts(usable[parts.server], Hands.of(parts.users).renamed(usable))

@@ -8,8 +8,8 @@ from ssfl.settings import Config, Method, Privacy
 def check(config: Config) -> None:
     """What must hold between settings."""
     split, method, federation = config.split, config.method, config.federation
-    if (config.data.name is None) == (config.data.path is None):
-        raise ConfigError("set either data.name (such as digits) or data.path (your own images)")
+    if config.data.name is not None and config.data.path is not None:
+        raise ConfigError("set either data.name (such as digits) or data.path (your own images), not both")
     participants = split.users if federation.participants is None else federation.participants
     if participants > split.users:
         raise ConfigError(

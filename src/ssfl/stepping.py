@@ -31,8 +31,8 @@ class Federation:
     """A federation that is played one round at a time: `for done in federation`.
 
     Each `done` has `round`, `events` and `state`. Leaving the loop pauses it, another loop goes on, and
-    `stop()` saves it and ends it. If the folder `out` exists, its run goes on. Played like this, in pieces, or
-    by `ssfl.run`, a run gives the same bytes.
+    `stop()` saves it and ends it. If the folder `out` exists, its run goes on. Played like this, in pieces,
+    or by `ssfl.run`, a run gives the same bytes.
 
     `metrics` are functions of the current model (see `model`) that return a number; their values are in the
     "eval" events.
