@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import ssfl
+import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
 from ssfl import assemble, outside
 from ssfl.config import Config
@@ -28,7 +29,7 @@ Y = DIGITS.target
 TEST = (X[1500:], Y[1500:])
 SERVER = np.arange(60)
 USERS = [np.arange(60, 160), np.arange(160, 300), np.arange(300, 350)]
-FIXED = {"mean": [0.3], "std": [0.37], "classes": tuple("0123456789")}
+FIXED: dict[str, Any] = {"mean": [0.3], "std": [0.37], "classes": tuple("0123456789")}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,8 @@ def short(quick: Quick) -> Quick:
 
 def data(images: np.ndarray = X[:400], labels: np.ndarray = Y[:400], **more: Any) -> ssfl.Data:
     """Digits of three users and a server; fifty belong to nobody."""
-    return ssfl.Data(images, labels, *TEST, **({"server": SERVER, "users": USERS} | FIXED | more))
+    given: dict[str, Any] = {"server": SERVER, "users": USERS} | FIXED | more
+    return ssfl.Data(images, labels, *TEST, **given)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -100,7 +102,13 @@ def test_arrays_in_memory_are_an_npz_file(short: Quick, tmp_path: Path) -> None:
     np.savez(tmp_path / "digits.npz", x_train=X[:400], y_train=Y[:400], x_test=TEST[0], y_test=TEST[1],
              x_unlabelled=X[400:600])  # fmt: skip
     settings = ["data.validation=0.1", "split.users=4", "split.scheme=iid"]
-    given = {"server": None, "users": None, "mean": None, "std": None, "unlabelled": torch.tensor(X[400:600])}
+    given: dict[str, Any] = {
+        "server": None,
+        "users": None,
+        "mean": None,
+        "std": None,
+        "unlabelled": torch.tensor(X[400:600]),
+    }
     memory = ssfl.run(short(*settings), tmp_path / "memory", data=data(**given))
     file = ssfl.run(short(*settings, f"data.path={tmp_path / 'digits.npz'}"), tmp_path / "file")
     assert equal(tmp_path / "memory", tmp_path / "file")
@@ -172,12 +180,10 @@ def test_engines_agree_on_own_data(short: Quick) -> None:
         while state.round < sim.rounds:
             state, _ = sim.play(state)
         states.append(state.average)
-    assert torch.allclose(*states, rtol=1e-6, atol=1e-9)
+    assert torch.allclose(states[0], states[1], rtol=1e-6, atol=1e-9)
 
 
 def test_a_run_goes_on_with_the_same_data_and_no_others(short: Quick, tmp_path: Path, ssfl: Call) -> None:
-    import ssfl as library
-
     config = short("federation.rounds=4")
     library.run(config, tmp_path / "straight", data=data(strong=own_strong))
     stopped = library.Federation(config, data=data(strong=own_strong), out=tmp_path / "stopped")
@@ -232,6 +238,8 @@ def test_a_function_of_a_file_gives_the_data(ssfl: Call, monkeypatch: pytest.Mon
     assert (code, err) == (0, "")
     assert json.loads(Path("run/split.json").read_text())["sizes"] == [140, 200]
     assert ssfl("split", "own", "--set", "data.name=mine.py:load")[0] == 0
+    library.run(library.load_config("own", settings), "again", data="mine.py:load")
+    assert equal(Path("run"), Path("again"))
     for name, told in (
         ("wrong", "returned a list: return an ssfl.Data"),
         ("raises", "raised KeyError: 'a column'"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,17 @@ def test_metrics_are_in_the_evaluations_and_change_nothing(quick: Quick, tmp_pat
     assert content(tmp_path / "run")[0] == content(tmp_path / "plain")[0]
 
 
+def constant(value: Any, model: torch.nn.Module) -> Any:
+    return value
+
+
 def test_bad_metrics_are_one_line(quick: Quick, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'accuracy' is in every evaluation already"):
         ssfl.Federation(quick(), out=tmp_path / "run", metrics={"accuracy": lambda model: 1.0})
-    for value in (float("nan"), "high"):
-        broken = ssfl.Federation(quick("run.eval_every=1"), out=tmp_path / f"{value}",
-                                 metrics={"mine": lambda model, value=value: value})  # fmt: skip
+    values: list[Any] = [float("nan"), "high"]
+    for value in values:
+        metrics = {"mine": partial(constant, value)}
+        broken = ssfl.Federation(quick("run.eval_every=1"), out=tmp_path / f"{value}", metrics=metrics)
         with pytest.raises(ConfigError, match=r"'mine' gave .* finite number"):
             next(broken)
 

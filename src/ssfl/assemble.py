@@ -21,7 +21,7 @@ from ssfl.kernels import convolution
 from ssfl.plan import Owners, Plan, objective_of
 from ssfl.privacy import library
 from ssfl.rows import Layout, layout_of
-from ssfl.settings import IN_MEMORY, Config, Run, Split
+from ssfl.settings import Config, Run, Split
 from ssfl.simulation import Simulation, kept_per, network_of
 from ssfl.work import Optimizer, Pool
 
@@ -55,7 +55,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         given = _from_outside(data.name or "")
     if given is not None:
         return given.resized(data.size)
-    if data.name == IN_MEMORY:
+    if data.name == outside.IN_MEMORY:
         raise ConfigError(
             "data.name = 'in memory': these images were passed from Python: pass them again, as data=..."
         )
@@ -82,9 +82,14 @@ def _from_outside(name: str) -> Data:
     return made
 
 
-def in_memory(config: Config) -> Config:
-    """The config of data that are passed from Python."""
-    return replace(config, data=replace(config.data, name=IN_MEMORY, path=None))
+def taking(config: Config, data: Data | str | None) -> Config:
+    """The config of data that are passed from Python, or named there by their import path."""
+    if data is None:
+        return config
+    if isinstance(data, str):
+        outside.trust(data)
+    name = data if isinstance(data, str) else outside.IN_MEMORY
+    return replace(config, data=replace(config.data, name=name, path=None))
 
 
 def rounds(config: Config) -> float:
@@ -288,16 +293,16 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
     return parts if dataset.server is None else replace(parts, server=_server_images(config, dataset))
 
 
-def make(config: Config, data: Data | None = None) -> Simulation:
-    """A simulation that is ready to play, of given data or of those that the config names."""
-    config = config if data is None else in_memory(config)
+def make(config: Config, data: Data | str | None = None) -> Simulation:
+    """A simulation that is ready to play; `data` takes the place of those that the config names."""
+    config = taking(config, data)
     check(config)
     if config.run.engine == "sites":
         raise ConfigError("run.engine = 'sites' is a real federation: go on with `ssfl serve --resume RUN`")
     device = choose_device(config.run.device)
     if config.run.engine == "dist":
         device = engines.dist.local_device(device)
-    given, dataset = config, load_data(config, data)
+    given, dataset = config, load_data(config, data if isinstance(data, Data) else None)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
     if config.run.engine != "dist" or engines.dist.rank() == 0:

@@ -18,13 +18,13 @@ from ssfl.checks import check
 from ssfl.errors import ConfigError
 from ssfl.limits import CHOICES, INSTEAD, RANGES
 from ssfl.methods import METHODS
-from ssfl.settings import IN_MEMORY, SECTIONS, Config, Method
+from ssfl.settings import SECTIONS, Config, Method
 
 CONFIGS = Path(__file__).parent / "configs"
 PROJECT = "ssfl.toml"
 """The config in a folder that `ssfl new` made; the folder's name will do for it."""
-OPEN = ("data.name",)
-"""Settings that accept code from outside: FILE.py:NAME or package.module:NAME."""
+OUTSIDE = ("data.name",)
+"""Settings that may name code from outside by an import path."""
 __all__ = [
     "CONFIGS", "Config", "apply", "from_dict", "load_config", "presets", "read", "to_toml", "unchecked",
 ]  # fmt: skip
@@ -132,9 +132,9 @@ def _set(given: dict[str, Any], override: str) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"[{section}] must be a section with keys, not {values!r}")
     values.pop(INSTEAD.get(key.strip(), ""), None)
-    values[name.strip()] = _value(text.strip())
-    if key.strip() in OPEN and outside.is_path(str(values[name.strip()])):
-        outside.trust(str(values[name.strip()]))
+    values[name.strip()] = value = _value(text.strip())
+    if key.strip() in OUTSIDE and isinstance(value, str) and outside.is_path(value):
+        outside.trust(value)
 
 
 def _value(text: str) -> Any:
@@ -185,7 +185,7 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 
 
 def _check_choice(key: str, value: Any) -> None:
-    if key in OPEN and (value == IN_MEMORY or outside.is_path(value)):
+    if key in OUTSIDE and isinstance(value, str) and outside.is_outside(value):
         return
     if value is not None and key in CHOICES and value not in CHOICES[key]:
         raise ConfigError(

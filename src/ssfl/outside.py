@@ -18,6 +18,8 @@ from typing import Any
 
 from ssfl.errors import ConfigError
 
+IN_MEMORY = "in memory"
+"""The name of what was passed as a Python object."""
 _trusted: set[str] = set()
 """Resolved files and dotted module names that a person typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
@@ -27,6 +29,11 @@ _loaded: dict[Path, tuple[str, ModuleType]] = {}
 def is_path(name: str | None) -> bool:
     """Whether a name is an import path and not the name of something in the package."""
     return name is not None and (":" in name or name.endswith(".py"))
+
+
+def is_outside(name: str | None) -> bool:
+    """Whether a recorded name stands for something that did not come with the package."""
+    return is_path(name) or name == IN_MEMORY
 
 
 def trust(name: str) -> None:

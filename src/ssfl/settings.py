@@ -6,9 +6,6 @@ became. `config.py` reads and writes them, `limits.py` says what values are allo
 
 from dataclasses import dataclass, field
 
-IN_MEMORY = "in memory"
-"""What a config records instead of the name of an object that was passed from Python."""
-
 
 @dataclass(frozen=True)
 class Data:

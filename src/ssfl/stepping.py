@@ -42,7 +42,7 @@ class Federation:
         self,
         config: Config | str | Path,
         *,
-        data: Data | None = None,
+        data: Data | str | None = None,
         out: str | Path | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
@@ -64,10 +64,10 @@ class Federation:
                 raise
             self._threads = torch.get_num_threads()
 
-    def _begin(self, config: Config, data: Data | None) -> None:
+    def _begin(self, config: Config, data: Data | str | None) -> None:
         there = (self.path / "config.toml").is_file()
         if there:
-            same.require(config if data is None else assemble.in_memory(config), self.path)
+            same.require(assemble.taking(config, data), self.path)
             config = runs.read_config(self.path)
             self._open.enter_context(runs.locked(self.path))
             begun = train.reopened(config, self.path, data, lambda message: None)

@@ -19,8 +19,9 @@ from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import State
+from ssfl.outside import IN_MEMORY
 from ssfl.runs import Event
-from ssfl.settings import IN_MEMORY, Config
+from ssfl.settings import Config
 from ssfl.settings import Data as DataSettings
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
@@ -92,11 +93,12 @@ def run(
     out: str | Path | None = None,
     report: Report | None = None,
     *,
-    data: Data | None = None,
+    data: Data | str | None = None,
 ) -> Result:
     """Train from the start into a new run folder (by itself the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config; `data` takes the place of [data].
+    A preset's name or a TOML file will do for a config. `data` is an `ssfl.Data`, or the import path
+    "FILE.py:name" of a function that returns one.
     """
     if not isinstance(config, Config):
         config = load_config(config)
@@ -106,17 +108,21 @@ def run(
 
 
 def resume(
-    path: str | Path, report: Report | None = None, warn: Warn | None = None, *, data: Data | None = None
+    path: str | Path,
+    report: Report | None = None,
+    warn: Warn | None = None,
+    *,
+    data: Data | str | None = None,
 ) -> Result:
     """Go on from the last whole checkpoint, to the same bytes as if nothing had happened.
 
-    A run whose data were passed from Python needs them again.
+    A run whose data came from outside needs them again: the `ssfl.Data`, or the import path.
     """
     return _resume(Path(path), report, warn or (lambda message: None), None, data)
 
 
 def _resume(
-    path: Path, report: Report | None, warn: Warn, place: DataSettings | None, data: Data | None = None
+    path: Path, report: Report | None, warn: Warn, place: DataSettings | None, data: Data | str | None = None
 ) -> Result:
     """`place` says where the images lie now, if they may have moved."""
     config = runs.read_config(path)
@@ -132,7 +138,7 @@ def _resume(
 
 
 @contextmanager
-def begun(config: Config, path: Path, data: Data | None) -> Iterator[tuple[Simulation, Checkpoint]]:
+def begun(config: Config, path: Path, data: Data | str | None) -> Iterator[tuple[Simulation, Checkpoint]]:
     """A simulation with its new run folder, before the first round."""
     leads = _leads(config)
     if leads:
@@ -149,7 +155,7 @@ def begun(config: Config, path: Path, data: Data | None) -> Iterator[tuple[Simul
 
 @contextmanager
 def reopened(
-    config: Config, path: Path, data: Data | None, warn: Warn
+    config: Config, path: Path, data: Data | str | None, warn: Warn
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
     """A simulation of a run folder that is there, and its last whole checkpoint."""
     if config.data.name == IN_MEMORY and data is None:

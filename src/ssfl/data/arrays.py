@@ -16,7 +16,7 @@ from ssfl.data.dataset import Dataset, checked, statistics
 from ssfl.data.hands import Hands, Index
 from ssfl.data.own import as_images
 from ssfl.errors import ConfigError, DataError
-from ssfl.settings import IN_MEMORY
+from ssfl.outside import IN_MEMORY
 
 DRAWS = 16
 """How many random numbers an augmentation of one's own gets for each image."""

@@ -1,8 +1,9 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
+from ssfl.outside import IN_MEMORY
 from ssfl.report.gather import Run, finite, inside
 from ssfl.schedule import head_start
-from ssfl.settings import IN_MEMORY, Config
+from ssfl.settings import Config
 from ssfl.text import percent
 
 _LEARN = {
