@@ -233,7 +233,7 @@ def test_more_groups_than_participants() -> None:
         ("data = 3", r"\[data\] must be a section"),
         ("[data", "not valid TOML"),
         ('[data]\nname = "digits"', "federation.rounds or federation.epochs"),
-        ("[federation]\nrounds = 3", "data.name .* or data.path"),
+        ('[data]\nname = "digits"\npath = "x"\n[federation]\nrounds = 3', "data.name .* or data.path"),
         ('[data]\nname = "mnist"', "data.name = 'mnist' is not one of digits"),
         ("[tain]\nlr = 1", r"unknown section \[tain\]: did you mean train"),
     ],

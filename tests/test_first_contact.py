@@ -138,17 +138,49 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
     assert f"There is {told}." in Path("runs/mine/report.html").read_text()
 
 
-def test_sub_folders_of_unlabelled_are_told_to_be_no_users(ssfl: Call) -> None:
+def test_sub_folders_of_unlabelled_are_users_and_loose_files_one_more(ssfl: Call) -> None:
     for seed, name in enumerate(("plain", "stripes", "unlabelled/a", "unlabelled/b/c", "unlabelled")):
-        draw(f"scans/{name}", 8, seed=seed)
-    Path("scans/unlabelled/empty").mkdir()
-    told = "the 2 sub-folders of unlabelled/ are not users: all images there are dealt together"
-    assert (
-        f"24 without labels, 4 for testing (a part of each class, held out)\n  grey, 12x12 pixels\n  {told}\n"
-        in (ssfl("new", "mine", "--images", "scans")[1])
-    )
+        draw(f"scans/{name}", 8 + seed, seed=seed)
+    told = "12 images beside the sub-folders of unlabelled/ form one more user"
+    out = ssfl("new", "mine", "--images", "scans")[1]
+    assert "3 users, one for each sub-folder of unlabelled/ (a, b, loose files)" in out
+    assert f"  {told}\n" in out
+    assert load_config("mine").split.users == 3
+    code, out, _ = ssfl("split", "mine")
+    assert code == 0
+    assert "3 users as the data say" in out
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("user ")][:3] == [
+        "10",
+        "11",
+        "12",
+    ]
     code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
-    assert (code, err) == (0, f"ssfl: warning: {told}; for a folder per user, `ssfl serve` and `ssfl join`\n")
+    assert (code, err) == (0, f"ssfl: warning: {told}\n")
+    described = json.loads(Path("runs/mine/split.json").read_text())
+    assert described["names"] == ["a", "b", "loose files"]
+    assert described["sizes"] == [10, 11, 12]
+    assert ssfl("report", "runs/mine")[0] == 0
+    page = Path("runs/mine/report.html").read_text()
+    assert "The 3 users (a, b, loose files) hold 10 to 12 images each" in page
+    assert "The 3 users have their own images." in page
+
+
+def test_users_that_contradict_the_sub_folders_are_refused(ssfl: Call) -> None:
+    for seed, name in enumerate(("plain", "stripes", "unlabelled/a", "unlabelled/b")):
+        draw(f"scans/{name}", 8, seed=seed)
+    code, _, err = ssfl("split", "own", "--set", "data.path=scans", "--set", "split.users=5")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "split.users = 5, but unlabelled/ has a sub-folder for each of 2 users" in err
+    assert ssfl("split", "own", "--set", "data.path=scans", "--set", "split.users=2")[0] == 0
+    code, _, err = ssfl("run", "own", "--set", "data.path=scans", "--set", "federation.participants=3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "federation.participants = 3 is more than split.users = 2" in err
+    Path("scans/unlabelled/empty").mkdir()
+    code, _, err = ssfl("split", "own", "--set", "data.path=scans")
+    assert (code, err) == (
+        2,
+        "ssfl: scans/unlabelled/empty: holds no images; add some or remove the folder\n",
+    )
 
 
 def test_new_fits_users_and_size_to_the_images(ssfl: Call) -> None:

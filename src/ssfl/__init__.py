@@ -7,17 +7,21 @@ if TYPE_CHECKING:
     from ssfl import averaging, diversity, schedule
     from ssfl.config import Config, load_config
     from ssfl.data import augment, split
+    from ssfl.data.arrays import Data
     from ssfl.errors import SsflError
     from ssfl.predict import load_model
+    from ssfl.stepping import Federation
     from ssfl.train import Result, resume, run
 
 __all__ = [
-    "Config", "Result", "SsflError", "augment", "averaging", "diversity", "load_config", "load_model",
-    "resume", "run", "schedule", "split",
+    "Config", "Data", "Federation", "Result", "SsflError", "augment", "averaging", "diversity", "load_config",
+    "load_model", "resume", "run", "schedule", "split",
 ]  # fmt: skip
 
 _HOMES = {
     "Config": "config",
+    "Data": "data.arrays",
+    "Federation": "stepping",
     "load_config": "config",
     "SsflError": "errors",
     "load_model": "predict",

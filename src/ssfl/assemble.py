@@ -13,15 +13,16 @@ from torch import nn
 
 from ssfl import doubts, engines, external, memory, models, outside
 from ssfl.checks import check
-from ssfl.data import sources, split
+from ssfl.data import arrays, sources, split
+from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, SsflError
 from ssfl.kernels import convolution
 from ssfl.plan import Owners, Plan
 from ssfl.privacy import library
 from ssfl.rows import Layout, layout_of
-from ssfl.settings import Config, Run
+from ssfl.settings import Config, Run, Split
 from ssfl.simulation import Simulation, network_of
 from ssfl.work import Optimizer, Pool
 
@@ -48,13 +49,48 @@ def _has_bfloat16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def load_data(config: Config) -> Dataset:
-    """The images that [data] names."""
+def load_data(config: Config, given: Data | None = None) -> Dataset:
+    """The images that were given, or that [data] names."""
     data = config.data
+    if given is None and outside.is_path(data.name):
+        given = _from_outside(data.name or "")
+    if given is not None:
+        return given.resized(data.size)
+    if data.name == outside.IN_MEMORY:
+        raise ConfigError(
+            "data.name = 'in memory': these images were passed from Python: pass them again, as data=..."
+        )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
         test_fraction=data.test_fraction,
     )  # fmt: skip
+
+
+def _from_outside(name: str) -> Data:
+    """The data that a function outside the package returns."""
+    function = outside.load(name, "data.name")
+    if not callable(function):
+        raise ConfigError(f"data.name = {name!r} is a {type(function).__name__}: name a function")
+    try:
+        made = function()
+    except SsflError as error:
+        raise ConfigError(f"data.name = {name!r}: {error}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"data.name = {name!r}: it raised {type(error).__name__}: {reason}") from error
+    if not isinstance(made, Data):
+        raise ConfigError(f"data.name = {name!r} returned a {type(made).__name__}: return an ssfl.Data")
+    return made
+
+
+def taking(config: Config, data: Data | str | None) -> Config:
+    """The config of data that are passed from Python, or named there by their import path."""
+    if data is None:
+        return config
+    if isinstance(data, str):
+        outside.trust(data)
+    name = data if isinstance(data, str) else outside.IN_MEMORY
+    return replace(config, data=replace(config.data, name=name, path=None))
 
 
 def rounds(config: Config) -> float:
@@ -68,6 +104,7 @@ def rounds(config: Config) -> float:
 
 def resolve(config: Config, dataset: Dataset) -> Config:
     """The config with every choice made that depends on the data."""
+    config = _with_owners(config, dataset)
     federation, wanted = config.federation, config.split
     participants = federation.participants or wanted.users
     groups, method = federation.groups, config.method
@@ -84,11 +121,14 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         raise ConfigError(f"federation.epochs = {federation.epochs} makes {count:.0e} rounds: lower it")
     counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
     labels = wanted.server_labels
-    if labels is None:
+    given = dataset.server is not None or (dataset.users is not None and labels is None)
+    if given and wanted.labels_at != "users":
+        labels = len(_server_images(config, dataset))
+    elif labels is None:
         smallest = int(counts.min() * (1 - config.data.validation))
         labels = len(counts) * min(100, max(smallest // 2, 1))
         if bool((dataset.labels < 0).any()):  # the others are the users'
-            _, kept = split.hold_out(dataset.labels.numpy(), config.data.validation, wanted.seed)
+            _, kept = set_aside(config, dataset)
             everything = int((dataset.labels[kept] >= 0).sum())
             labels = everything if wanted.labels_at == "server" else len(counts) * smallest
     user_labels = wanted.user_labels
@@ -142,6 +182,43 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     )
 
 
+def _with_owners(config: Config, dataset: Dataset) -> Config:
+    """The config of users that the data name: [split] deals them nothing."""
+    if dataset.users is None:
+        return config
+    owners, said = len(dataset.users), config.split.users
+    again = config.split.scheme == "given"  # a run that goes on
+    if said != owners and (again or (config.data.path is not None and said != Split.users)):
+        where = "unlabelled/ has a sub-folder for each of" if config.data.path else "the data name"
+        raise ConfigError(
+            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out"
+        )
+    kept = {
+        key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
+    }
+    config = replace(config, split=Split("given", owners, seed=config.split.seed, **kept))
+    check(config)
+    return config
+
+
+def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
+    """The images for validation, and the others."""
+    if dataset.validation is None:
+        return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
+    return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
+
+
+def _server_images(config: Config, dataset: Dataset) -> Index:
+    """The labelled images of the server: those given, or all that belong to no user."""
+    _, kept = set_aside(config, dataset)
+    if config.split.labels_at == "users":
+        return kept[:0]
+    if dataset.server is not None:
+        return np.intersect1d(kept, dataset.server)
+    free = kept if dataset.users is None else np.setdiff1d(kept, dataset.users.flat)
+    return free[dataset.labels.numpy()[free] >= 0]
+
+
 def _absolute(path: str) -> str:
     """A run must find its images again from whatever folder it is resumed."""
     return str(Path(path).absolute())
@@ -156,25 +233,11 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
             f"split.users = {wanted.users} is more than the {len(labels)} training images: "
             "some users would have no image; lower it"
         )
-    held, kept = split.hold_out(labels, config.data.validation, wanted.seed)
-    usable = kept[labels[kept] >= 0]
-    given = (labels[usable], wanted.users)
-    more = (wanted.server_labels or 0, wanted.seed)
-    if len(usable) < len(kept) and wanted.server_labels == len(usable):  # however uneven the classes are
-        parts = split.Parts(np.arange(len(usable)), [np.zeros(0, np.int64)] * wanted.users)
-    elif wanted.scheme == "skew":
-        parts = split.skewed(*given, wanted.skew, *more)
-    elif wanted.scheme == "iid":
-        parts = split.iid(*given, *more)
-    elif wanted.scheme == "dirichlet":
-        parts = split.dirichlet(*given, wanted.alpha, *more)
-    elif wanted.scheme == "shards":
-        parts = split.shards(*given, wanted.classes_per_user, *more)
+    held, kept = set_aside(config, dataset)
+    if dataset.users is not None:
+        parts = _given_parts(config, dataset, kept)
     else:
-        parts = split.mixture(*given, wanted.mixtures, *more)
-    parts = split.Parts(usable[parts.server], Hands.of(parts.users).renamed(usable))
-    if len(usable) < len(kept):
-        parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
+        parts = _dealt_parts(config, dataset, kept)
     if wanted.labels_at != "server":
         parts = split.label_some(labels, parts, wanted.user_labels or 0, wanted.seed)
     if wanted.shared:
@@ -188,8 +251,55 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
     return parts, held
 
 
-def make(config: Config, model: external.Factory | str | None = None) -> Simulation:
-    """A simulation that is ready to play; `model` makes its network, or is the import path of what does."""
+def _given_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
+    """The users that the data name, without validation images, and a server of the images that are left."""
+    labels, wanted = dataset.labels.numpy(), config.split
+    left = np.zeros(len(labels), bool)
+    left[kept] = True
+    assert dataset.users is not None
+    server = _server_images(config, dataset)
+    if dataset.server is None and len(server) != (wanted.server_labels or 0):
+        server = server[split.iid(labels[server], 1, wanted.server_labels or 0, wanted.seed).server]
+    return split.Parts(server, dataset.users.where(left))
+
+
+def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
+    """The images dealt as [split] says; those that the data give to the server are its own."""
+    labels, wanted, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
+    if dataset.server is not None:
+        kept, count = np.setdiff1d(kept, dataset.server), 0
+    usable = kept[labels[kept] >= 0]
+    given = (labels[usable], wanted.users)
+    more = (count, wanted.seed)
+    if len(usable) < len(kept) and count == len(usable):  # however uneven the classes are
+        parts = split.Parts(np.arange(len(usable)), [np.zeros(0, np.int64)] * wanted.users)
+    elif wanted.scheme == "skew":
+        parts = split.skewed(*given, wanted.skew, *more)
+    elif wanted.scheme == "iid":
+        parts = split.iid(*given, *more)
+    elif wanted.scheme == "dirichlet":
+        parts = split.dirichlet(*given, wanted.alpha, *more)
+    elif wanted.scheme == "shards":
+        parts = split.shards(*given, wanted.classes_per_user, *more)
+    elif wanted.scheme == "mixture":
+        parts = split.mixture(*given, wanted.mixtures, *more)
+    else:
+        raise ConfigError(
+            "split.scheme = 'given' needs data that say who owns which image: pass ssfl.Data(users=...), "
+            "or make a sub-folder of unlabelled/ for each user"
+        )
+    parts = split.Parts(usable[parts.server], Hands.of(parts.users).renamed(usable))
+    if len(usable) < len(kept):
+        parts = split.deal_unlabelled(parts, kept[labels[kept] < 0], wanted.seed)
+    return parts if dataset.server is None else replace(parts, server=_server_images(config, dataset))
+
+
+def make(
+    config: Config, model: external.Factory | str | None = None, data: Data | str | None = None
+) -> Simulation:
+    """A simulation that is ready to play. `model` makes its network and `data` are its images; both may be
+    import paths."""
+    config = taking(config, data)
     if model is not None:
         if isinstance(model, str):
             outside.trust(model)
@@ -201,22 +311,25 @@ def make(config: Config, model: external.Factory | str | None = None) -> Simulat
     device = choose_device(config.run.device)
     if config.run.engine == "dist":
         device = engines.dist.local_device(device)
-    given, dataset = config, load_data(config)
+    given, dataset = config, load_data(config, data if isinstance(data, Data) else None)
     config = resolve(config, dataset)
     parts, held = make_parts(config, dataset)
     if config.run.engine != "dist" or engines.dist.rank() == 0:
-        doubts.warn(given, config, dataset, parts)
+        doubts.warn(given, config, dataset, parts, held)
     return build(config, dataset, parts, held, device, None if isinstance(model, str) else model)
 
 
-def brought(config: Config, network: nn.Module) -> dict[str, Any]:
-    """How a network from outside is known again: its path, the digest of its text (None in memory) and the
-    fingerprint of its frozen weights; nothing for one of the package."""
-    name = config.model.name
-    if name is None or not outside.is_outside(name):
-        return {}
-    digest = outside.digest(name) if outside.is_path(name) else None
-    return {"name": name, "digest": digest, "frozen": external.fingerprint(network), "seed": config.run.seed}
+def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
+    """How a network and a method from outside are known again: the path, the digest of its text (None in
+    memory) and, of a network, the fingerprint of its frozen weights; nothing for those of the package."""
+    known: dict[str, dict[str, Any]] = {}
+    for section, name in (("model", config.model.name), ("method", config.method.name)):
+        if name is not None and outside.is_outside(name):
+            digest = outside.digest(name) if outside.is_path(name) else None
+            known[section] = {"name": name, "digest": digest, "seed": config.run.seed}
+    if "model" in known:
+        known["model"]["frozen"] = external.fingerprint(network)
+    return known
 
 
 def build(
@@ -241,8 +354,11 @@ def build(
     pool = Pool(
         dataset.images.to(device), dataset.labels.to(device),
         torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
-        bool(config.data.flip), getattr(torch, precision),
+        bool(config.data.flip), getattr(torch, precision), dataset.weak, dataset.strong,
     )  # fmt: skip
+    if outside.is_path(config.method.name):
+        outside.require(config.method.name, "method.name")
+    arrays.check_views(dataset, pool.images[: arrays.PROBED])
     model = network_of(config, dataset, make)
     known = brought(config, model)
     model = model.to(device, pool.wide)

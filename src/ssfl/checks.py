@@ -35,9 +35,11 @@ def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigErro
 
 def _check_counts(config: Config) -> None:
     split, federation = config.split, config.federation
-    if (config.data.name is None) == (config.data.path is None):
+    if config.data.name is not None and config.data.path is not None:
         raise ConfigError(
-            "set either data.name (such as digits) or data.path (your own images)", key="data.name"
+            "set either data.name (such as digits) or data.path (your own images), not both",
+            key="data.name",
+            value=config.data.name,
         )
     participants = split.users if federation.participants is None else federation.participants
     if participants > split.users:

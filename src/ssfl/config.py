@@ -123,6 +123,8 @@ def unchecked(
     rest = {section: given.get(section, {}) for section in SECTIONS}
     for section, values in rest.items():  # typing mistakes show before torch is imported
         _section(section, SECTIONS[section], values)
+    if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
+        method = methods.recorded(name, own)
     if method is None:
         method = _section("method", methods.find(name), own)
     defaults = {} if resolved else type(method).defaults

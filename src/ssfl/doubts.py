@@ -2,21 +2,24 @@
 
 import warnings
 
+import numpy as np
 import torch
 
 from ssfl import models
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Index
 from ssfl.errors import SsflWarning
 from ssfl.settings import Config, Federation, Split
-from ssfl.text import pooled, untested
+from ssfl.text import loose, untested
 
 
-def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts) -> None:
-    """Tell them as warnings; `given` is the config before what it left open was chosen."""
+def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts, held: Index) -> None:
+    """Tell them as warnings; `given` is the config before what it left open was chosen, `held` the validation
+    images."""
     found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
     found += [*_unread(config), *_newcomers(config)]
-    found += _pooled(dataset, parts)
+    found += _owners(dataset, parts, held)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
     for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
         warnings.warn(line, SsflWarning, stacklevel=3)
@@ -48,10 +51,17 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
     ]
 
 
-def _pooled(dataset: Dataset, parts: split.Parts) -> list[str]:
-    if not any(len(user) for user in parts.users):  # a centre, which leaves such images out
+def _owners(dataset: Dataset, parts: split.Parts, held: Index) -> list[str]:
+    """What a person may not know of owners that the data name."""
+    if dataset.users is None:
         return []
-    return [f"{line}; for a folder per user, `ssfl serve` and `ssfl join`" for line in pooled(dataset.pooled)]
+    found = loose(dataset.loose)
+    if len(dataset.users) == 1 and dataset.names:
+        found.append(f"there is one user, {dataset.names[0]}: every sub-folder of unlabelled/ is a user")
+    unused = len(dataset.labels) - len(np.unique(np.concatenate([parts.server, *parts.users, held])))
+    if unused:
+        found.append(f"{unused} training images belong to nobody and are not used")
+    return found
 
 
 def _warmup(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.fields import limits_of
 from ssfl.settings import Config, Data, Model
-from ssfl.text import pooled, printable, untested
+from ssfl.text import loose, printable, untested
 
 GPU = torch.cuda.is_available()
 LARGE = 96 if GPU else 32
@@ -97,10 +97,11 @@ def most_users(found: Found) -> int:
         found.folder.name,
         none.expand(len(train), *shape), torch.tensor(train),
         none.expand(len(test), *shape), torch.tensor(test),
-        tuple(found.files.train), (0.0,), (1.0,), not found.grey,
+        tuple(found.files.train), (0.0,), (1.0,), not found.grey, **own.owners(found.files),
     )  # fmt: skip
     checked(dataset, found.folder)
-    for users in range(min(USERS, len(train)), 0, -1):
+    named = len(found.files.users)
+    for users in [named] if named else range(min(USERS, len(train)), 0, -1):
         try:
             assemble.make_parts(assemble.resolve(_settings(found, users), dataset), dataset)
             return users
@@ -139,7 +140,10 @@ def summary(found: Found, users: int) -> list[str]:
         f"  {'grey' if found.grey else 'colour'}, {pixels} pixels"
         + (f", resized to {found.size}x{found.size}" if found.size else ""),
     ]
-    told += [f"  {line}" for line in pooled(files.pooled)]
+    if files.users:
+        named = ", ".join([*files.users][:8]) + (", ..." if users > 8 else "")
+        told.append(f"  {users} users, one for each sub-folder of unlabelled/ ({named})")
+    told += [f"  {line}" for line in loose(len(files.users.get(own.LOOSE, [])))]
     told += [f"  {line}" for line in untested(names, [len(files.test.get(name, [])) for name in names])]
     if not files.unlabelled:
         told.append(f"  all are labelled: the server keeps some, {users} users get the others without labels")
@@ -164,7 +168,11 @@ def config(found: Found, users: int) -> str:
         batch = 32
         network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
     differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
-    if found.files.unlabelled:
+    dealt = "how many users the images without labels are dealt to"
+    if found.files.users:
+        dealt = "one for each sub-folder of unlabelled/; loose files form one more"
+        differ = "# every user has its own images: scheme and skew deal nothing"
+    elif found.files.unlabelled:
         differ = "# images without labels are dealt in equal shares: scheme and skew need their classes"
     labels = "all of them" if found.files.unlabelled else "at most half of each class"
     return f"""\
@@ -183,7 +191,7 @@ path = {json.dumps(str(found.folder.absolute()), ensure_ascii=False)}
 # flip = {str(not found.grey).lower()}  # whether a mirrored image is still of its class; false for writing
 
 [split]
-users = {users}  # how many users the images without labels are dealt to
+users = {users}  # {dealt}
 {differ}
 # server_labels = 100  # labelled images at the server, by itself {labels}
 

@@ -42,6 +42,12 @@ def trust(name: str) -> None:
     _trusted.add(str(Path(module).resolve()) if module.endswith(".py") else module)
 
 
+def is_trusted(name: str) -> bool:
+    """Whether a person typed this name, or its file, in this process."""
+    module = _module(name)
+    return is_path(name) and _is_trusted(module, _file(module))
+
+
 def supply(files: Iterable[str | Path]) -> None:
     """Record the files and modules that a person typed after `--with`, which must exist."""
     for given in files:

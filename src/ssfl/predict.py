@@ -82,13 +82,20 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
     try:
-        network = network_of(card, path, None if isinstance(model, str) else model)
-        network.to(next(iter(tensors.values())).dtype)
-        return classifier_of(network, tensors, card)
+        return classifier(tensors, card, path, None if isinstance(model, str) else model)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(
             f"{file} does not fit the network that its card names: export or train it again"
         ) from error
+
+
+def classifier(
+    tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
+) -> Classifier:
+    """The model of these tensors, as its card says, in eval mode."""
+    network = network_of(card, path, make)
+    network.to(next(iter(tensors.values())).dtype)
+    return classifier_of(network, tensors, card)
 
 
 def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:

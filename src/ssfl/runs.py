@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -115,12 +115,16 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
         )
 
 
-def again(path: Path, real: bool = False, model: str | None = None) -> str:
-    """What goes on with a run, here or of a real federation: a command, or a line of Python where the
-    network is in memory."""
-    if model == outside.IN_MEMORY:
-        return f"ssfl.resume({str(path)!r}, model=make)"
-    code = f" --with {quote(outside.supplied(model))}" if model and outside.is_path(model) else ""
+def again(path: Path, real: bool = False, names: Mapping[str, str | None] | None = None) -> str:
+    """What goes on with a run, here or of a real federation: a command, or a line of Python where something
+    was passed from there. `names` are those of the network ("model"), the data and the method."""
+    names = names or {}
+    objects = {"model": "make", "data": "data", "method": "method"}
+    passed = "".join(f", {key}={objects[key]}" for key, name in names.items() if name == outside.IN_MEMORY)
+    if passed:
+        return f"ssfl.resume({str(path)!r}{passed})"
+    files = dict.fromkeys(outside.supplied(name) for name in names.values() if name and outside.is_path(name))
+    code = "".join(f" --with {quote(file)}" for file in files)
     return f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}{code}"
 
 

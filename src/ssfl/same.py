@@ -29,7 +29,8 @@ def require(config: Config, path: Path) -> None:
         for key, value in wanted.items():
             left_open = value in (None, "suited") or key in ("root", "download", "path", "gate")
             users_alone = key == "server_labels" and before.split.labels_at == "users"
-            if was[key] != value and not left_open and not users_alone:
+            given = section == "split" and before.split.scheme == "given"  # [split] deals nothing
+            if was[key] != value and not left_open and not users_alone and not given:
                 raise ConfigError(
                     f"{path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
                     "remove it, or choose another --out"

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 class Data:
     """[data] Which images."""
 
-    name: str | None = setting(None, choices=("digits", "cifar10", "svhn", "emnist", "stl10"), instead="path")
-    """A known data set: digits, cifar10, svhn, emnist, stl10."""
+    name: str | None = setting(
+        None, choices=("digits", "cifar10", "svhn", "emnist", "stl10"), paths=True, instead="path"
+    )
+    """A known data set: digits, cifar10, svhn, emnist, stl10; or FILE.py:NAME or package.module:NAME, a
+    function that returns an ssfl.Data. Images that were passed from Python are "in memory"."""
     path: str | None = setting(None, instead="name")
     """Your own images instead: an .npz file (x_train, y_train, x_test, y_test) or an image folder."""
     root: str = "data"
@@ -41,10 +44,11 @@ class Data:
 class Split:
     """[split] Who gets which images."""
 
-    scheme: str = setting("skew", choices=("skew", "iid", "dirichlet", "shards", "mixture"))
-    """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"."""
+    scheme: str = setting("skew", choices=("skew", "iid", "dirichlet", "shards", "mixture", "given"))
+    """"skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per user) or "mixture"; "given" if the
+    data say who owns which image (ssfl.Data, or sub-folders of unlabelled/)."""
     users: int = setting(10, least=1, most=10_000_000, what="users")
-    """K, the number of users."""
+    """K, the number of users; if the data say who owns which image, the number of their owners."""
     skew: float = setting(0.4, least=0, most=1, what="0 is iid, 1 is one main class each")
     """R, the non-iidness: 0 is iid, 1 is one main class each (scheme "skew")."""
     server_labels: int | None = setting(None, least=0, most=10**9, what="images")

@@ -51,7 +51,7 @@ class Simulation:
     make: external.Factory | None = None
     """What makes the network, if it was passed as a Python object."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """How a network from outside is known again: `assemble.brought`."""
+    """How a network and a method from outside are known again: `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """What was prepared of the next round while the device was busy with the last."""
 

@@ -44,16 +44,21 @@ def split(config: Config, described: dict[str, Any]) -> str:
         "shards": f"{wanted.classes_per_user} classes per user",
     }.get(wanted.scheme, wanted.scheme)
     how = f"by {scheme}"
-    if described["measured_skew"] is None:
+    if wanted.scheme == "given":
+        how = "as the data say"
+    elif described["measured_skew"] is None:
         how = "with equal shares (nobody knows their images' classes: split.scheme and skew do nothing)"
     elif sum(map(sum, rows)) < sum(sizes):
         how += " (images without labels in equal shares)"
+    seed = "" if wanted.scheme == "given" else f", seed {wanted.seed}"
     lines = [
-        f"{users} users {how}, seed {wanted.seed}; {len(classes)} classes ({_few(classes)})",
+        f"{users} users {how}{seed}; {len(classes)} classes ({_few(classes)})",
         f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
     ]
+    names = described.get("names", [])
     for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):
-        lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}")
+        name = f"   {printable(names[user])}" if names else ""
+        lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}{name}")
     if users > MOST_USERS:
         least, _, middle, _, most = described["size_quartiles"]
         lines.append(
@@ -84,11 +89,11 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
     return [f"no test image of {len(missing)} of {len(classes)} classes ({named}): accuracy leaves them out"]
 
 
-def pooled(folders: int) -> list[str]:
-    """A line about folders that somebody may take for users, where there are any."""
-    if folders < 2:
+def loose(images: int) -> list[str]:
+    """A line about images beside the sub-folders of unlabelled/, where there are any."""
+    if not images:
         return []
-    return [f"the {folders} sub-folders of unlabelled/ are not users: all images there are dealt together"]
+    return [f"{images} images beside the sub-folders of unlabelled/ form one more user"]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:

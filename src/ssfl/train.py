@@ -3,9 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from ssfl import assemble, checkpoints, outside, privacy, provenance, runs, same
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
+from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.external import Factory
-from ssfl.federation import State
+from ssfl.federation import Method, State
+from ssfl.outside import IN_MEMORY
 from ssfl.runs import Event
-from ssfl.settings import Config, Data
+from ssfl.settings import Config
+from ssfl.settings import Data as DataSettings
 from ssfl.simulation import Simulation
 from ssfl.surroundings import enough_memory, interruptible, reproducible
 
@@ -52,6 +55,21 @@ class Result:
         return f"validation accuracy {100 * found[-1]:.2f} %" if found else "finished"
 
 
+@dataclass(frozen=True)
+class Done:
+    """A round that was played."""
+
+    round: int
+    """How many rounds are done."""
+    events: list[Event]
+    """What it tells: a "round" object, and others."""
+    state: State = field(repr=False)
+    """What passes to the next round: streams, average, memory."""
+
+
+Playing = Generator[Done, None, "Result"]
+
+
 class Interrupted(SsflError):
     """The run was stopped by Ctrl-C and saved."""
 
@@ -77,27 +95,31 @@ def run(
     report: Report | None = None,
     *,
     model: Factory | str | None = None,
+    data: Data | str | None = None,
+    method: Method | None = None,
 ) -> Result:
-    """Train from the start into a new run folder (by itself the next free runs/METHOD).
+    """Train from the start into a new run folder (default: the next free runs/METHOD).
 
     A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
-    the network, any `nn.Module`, or its import path "FILE.py:name".
+    the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path "FILE.py:name" will
+    do. `method` is an object of an `ssfl.Method` class.
     """
+    config = with_method(config, method)
+    path = Path(out) if out is not None else runs.next_free(Path("runs") / plain_name(config))
+    with reproducible(), enough_memory(), begun(config, path, model, data) as (sim, start):
+        return rounds(sim, path, start, report)
+
+
+def with_method(config: Config | str | Path, method: Method | None) -> Config:
+    """A config from its name or file, with a method that was passed as an object."""
     if not isinstance(config, Config):
-        config = load_config(config)
-    path = Path(out) if out is not None else runs.next_free(Path("runs") / config.method.name)
-    leads = _leads(config)
-    if leads:
-        runs.require_free(path)
-        track.require(config.run.track)
-    with reproducible(), enough_memory():
-        sim = assemble.make(config, model)
-        with closing(sim.engine):
-            if leads:
-                parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
-                runs.create(path, sim.config, parts, {"model": sim.brought} if sim.brought else {})
-            with runs.locked(path) if leads else nullcontext():
-                return rounds(sim, path, Checkpoint(sim.initial(), {}, conditions(sim)), report)
+        return load_config(config, method=method)
+    return config if method is None else replace(config, method=method)
+
+
+def plain_name(config: Config) -> str:
+    """The method's name as a folder is called."""
+    return Path(config.method.name).name.replace(":", "-").replace(" ", "-")
 
 
 def resume(
@@ -106,45 +128,94 @@ def resume(
     warn: Warn | None = None,
     *,
     model: Factory | str | None = None,
+    data: Data | str | None = None,
+    method: Method | None = None,
 ) -> Result:
     """Go on from the last whole checkpoint, to the same bytes as if nothing had happened.
 
-    A run whose network came from outside needs its `model` again: the function, or the import path.
+    A run whose network, data or method came from outside needs them again, as `ssfl.run` took them.
     """
-    return _resume(Path(path), report, warn or (lambda message: None), None, model)
+    return _resume(Path(path), report, warn or (lambda message: None), None, model, data, method)
 
 
 def _resume(
-    path: Path, report: Report | None, warn: Warn, data: Data | None, model: Factory | str | None = None
+    path: Path,
+    report: Report | None,
+    warn: Warn,
+    place: DataSettings | None,
+    model: Factory | str | None = None,
+    data: Data | str | None = None,
+    method: Method | None = None,
 ) -> Result:
-    """`data` says where the images lie now, if they may have moved."""
+    """`place` says where the images lie now, if they may have moved."""
     config = runs.read_config(path)
-    if data is not None:
-        place = replace(config.data, root=data.root, path=data.path, download=data.download)
-        config = replace(config, data=place)
-    leads = _leads(config)
-    with runs.locked(path) if leads else nullcontext(), reproducible(), enough_memory():
+    if place is not None:
+        moved = replace(config.data, root=place.root, path=place.path, download=place.download)
+        config = replace(config, data=moved)
+    with runs.locked(path) if _leads(config) else nullcontext(), reproducible(), enough_memory():
         summary = runs.read_summary(path)
         if summary is not None and finished(path):
             return Result(summary.get("accuracy", math.nan), list(runs.read_events(path)), path)
-        runs.require_resumable(path)
-        make = _supplied(config, path, model)
-        sim = assemble.make(_here(config, warn), make)
-        with closing(sim.engine):
-            check_unchanged(sim, path)
-            start = checkpoints.newest(path, sim.device)
-            now = conditions(sim)
-            begun = sim.initial()
-            if start is None:
-                start = Checkpoint(begun, {}, now)
-            checkpoints.require_memory(path, start.state, begun)
-            require_frozen(start, now, config, path)
-            changed = changes(start.conditions, now)
-            if leads:
-                if changed:
-                    warn(f"{changed}: numbers may differ from here on")
-                runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+        with reopened(config, path, model, data, warn, method) as (sim, start):
             return rounds(sim, path, start, report)
+
+
+@contextmanager
+def begun(
+    config: Config, path: Path, model: Factory | str | None, data: Data | str | None
+) -> Iterator[tuple[Simulation, Checkpoint]]:
+    """A simulation with its new run folder, before the first round."""
+    leads = _leads(config)
+    if leads:
+        runs.require_free(path)
+        track.require(config.run.track)
+    sim = assemble.make(config, model, data)
+    with closing(sim.engine):
+        if leads:
+            parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
+            runs.create(path, sim.config, parts, sim.brought)
+        with runs.locked(path) if leads else nullcontext():
+            yield sim, Checkpoint(sim.initial(), {}, conditions(sim))
+
+
+@contextmanager
+def reopened(
+    config: Config,
+    path: Path,
+    model: Factory | str | None,
+    data: Data | str | None,
+    warn: Warn,
+    method: Method | None = None,
+) -> Iterator[tuple[Simulation, Checkpoint]]:
+    """A simulation of a run folder that is there, and its last whole checkpoint."""
+    if config.data.name == IN_MEMORY and data is None:
+        raise RunError(
+            f"{path} was trained on data that were passed from Python: go on with `{again(config, path)}`"
+        )
+    runs.require_resumable(path)
+    config = _with_its_method(config, path, method)
+    make = _supplied(config, path, model)
+    sim = assemble.make(_here(config, warn), make, data)
+    with closing(sim.engine):
+        check_unchanged(sim, path)
+        start = checkpoints.newest(path, sim.device)
+        now, first = conditions(sim), sim.initial()
+        if start is None:
+            start = Checkpoint(first, {}, now)
+        checkpoints.require_memory(path, start.state, first)
+        require_frozen(start, now, config, path)
+        changed = changes(start.conditions, now)
+        if _leads(config):
+            if changed:
+                warn(f"{changed}: numbers may differ from here on")
+            runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+        yield sim, start
+
+
+def again(config: Config, path: Path) -> str:
+    """The line that goes on with a run: a command, or Python where something was passed from there."""
+    names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
+    return runs.again(path, config.run.engine == "sites", names)
 
 
 def _leads(config: Config) -> bool:
@@ -156,16 +227,8 @@ def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
     settings = {name: str(getattr(sim.config.run, name)) for name in runs.CONDITIONS}
     ranks = {} if sim.crowd is None else {"ranks": str(sim.crowd.size)}
-    frozen = {"frozen": str(sim.brought["frozen"])} if sim.brought else {}
+    frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
     return {**runs.versions(), **settings, **ranks, **frozen, "device": device_name(sim.device)}
-
-
-def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
-    """A new run, or the one that was begun in this folder, gone on with."""
-    same.require(config, path)
-    if (path / "config.toml").is_file():
-        return _resume(path, report, lambda message: None, config.data)
-    return run(config, path, report)
 
 
 def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
@@ -177,6 +240,14 @@ def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path:
         )
 
 
+def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
+    """A new run, or the one that was begun in this folder, gone on with."""
+    same.require(config, path)
+    if (path / "config.toml").is_file():
+        return _resume(path, report, lambda message: None, config.data)
+    return run(config, path, report)
+
+
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
     """In which conditions a run goes on that are not those of its last checkpoint."""
     found = [(key, value) for key, value in before.items() if key in now and value != now[key]]
@@ -184,19 +255,50 @@ def changes(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Play what is left of the rounds, into the run folder; a failure is kept there too."""
+    """Play what is left of the rounds, into the run folder."""
+    with interruptible(report is not None) as interrupted:
+        left = playing(sim, path, start, report, interrupted.is_set, sim.evaluate)
+        while True:
+            try:
+                next(left)
+            except StopIteration as end:
+                result: Result = end.value
+                return replace(result, stopped=sim.rounds) if interrupted.is_set() else result
+
+
+def playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], bool],
+    evaluate: Callable[[State], Event],
+) -> Playing:
+    """What is left of the rounds, one at a time, into the run folder; a failure is kept there too.
+
+    Closing it early saves the last round.
+    """
+    given = (sim, path, start, report, interrupted, evaluate)
     if not _leads(sim.config):
-        return _rounds(sim, path, start, report, lambda event: None)
+        return (yield from _playing(*given, lambda event: None))
     with runs.told_failures(path), track.tracking(path, sim.config) as tracked:
-        return _rounds(sim, path, start, report, tracked)
+        return (yield from _playing(*given, tracked))
 
 
-def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None, tracked: Report) -> Result:
-    state = start.state
-    again = runs.again(path, sim.config.run.engine == "sites", sim.config.model.name)
+def _playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], bool],
+    evaluate: Callable[[State], Event],
+    tracked: Report,
+) -> Playing:
+    state, line = start.state, again(sim.config, path)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
+    kept = state.round  # the last round that was saved
     history = list(runs.read_events(path)) if leads else []
     stop = False
     if report is not None:
@@ -210,6 +312,12 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         if report is not None:
             report(event)
 
+    def save() -> None:
+        nonlocal saving, saved, kept
+        began = time.perf_counter()
+        checkpoints.write(path, Checkpoint(state, totals, now))
+        saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
+
     private = sim.config.privacy.clip is not None
     if private:
         plan = privacy.planned(sim.config)
@@ -218,40 +326,42 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         elif report is not None:
             report(plan)
     try:
-        with interruptible(report is not None) as interrupted:
-            while state.round < sim.rounds:
+        while state.round < sim.rounds:
+            began = time.perf_counter()
+            state, events = sim.play(state)
+            last = state.round == sim.rounds
+            events[0]["seconds"] = time.perf_counter() - began
+            if saving:
+                events[0]["phases"]["checkpoint"], saving = saving, 0.0
+            if last or state.round % (every.eval_every or 1) == 0:
                 began = time.perf_counter()
-                state, events = sim.play(state)
-                last = state.round == sim.rounds
-                events[0]["seconds"] = time.perf_counter() - began
-                if saving:
-                    events[0]["phases"]["checkpoint"], saving = saving, 0.0
-                if last or state.round % (every.eval_every or 1) == 0:
-                    began = time.perf_counter()
-                    events.append(sim.evaluate(state))
-                    events[-1]["seconds"] = time.perf_counter() - began
-                for event in events:
-                    for key in totals:
-                        totals[key] += event.get(key, 0)
-                    tell(event)
-                stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
-                late = time.monotonic() - saved >= SAVED
-                if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
-                    began = time.perf_counter()
-                    checkpoints.write(path, Checkpoint(state, totals, now))
-                    saving, saved = time.perf_counter() - began, time.monotonic()
-                if stop and not last:
-                    raise Interrupted(path, state.round, again)
-            stop = stop or interrupted.is_set()  # it may have come while the last round was saved
+                events.append(evaluate(state))
+                events[-1]["seconds"] = time.perf_counter() - began
+            for event in events:
+                for key in totals:
+                    totals[key] += event.get(key, 0)
+                tell(event)
+            stop = interrupted() if sim.crowd is None else sim.crowd.agree(interrupted())
+            late = time.monotonic() - saved >= SAVED
+            if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
+                save()
+            if stop and not last:
+                raise Interrupted(path, state.round, line)
+            try:
+                yield Done(state.round, events, state)
+            except GeneratorExit:
+                if leads and kept < state.round:
+                    save()
+                raise
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
-            tell(sim.evaluate(state))  # the last events were lost
+            tell(evaluate(state))  # the last events were lost
         if private and history[-1]["event"] != "privacy":
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
         return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
     except RunError as error:
-        raise RunError(f"{error}; then go on with `{again}`") from error
+        raise RunError(f"{error}; then go on with `{line}`") from error
 
 
 def _finish(
@@ -316,13 +426,36 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),
         "versions": runs.versions(),
-        **({"outside": sim.brought} if sim.brought else {}),
+        **({"outside": sim.brought["model"]} if "model" in sim.brought else {}),
     }
 
 
 def device_name(device: torch.device) -> str:
     """The device in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def check_unchanged(sim: Simulation, path: Path) -> None:
+    """A resumed run needs the same images."""
+    try:
+        before = json.loads((path / "split.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
+    if before != inventory.fingerprint(sim.dataset):
+        raise RunError(
+            f"the images, owners, normalisation or augmentations of {sim.dataset.name} are not those that "
+            f"{path} was started with"
+        )
+
+
+def _here(config: Config, warn: Warn) -> Config:
+    """The config on this machine: a device that it has not is replaced, and that is told."""
+    try:
+        assemble.choose_device(config.run.device)
+        return config
+    except ConfigError:
+        warn(f"this machine has no {config.run.device}: going on with what it has")
+        return replace(config, run=replace(config.run, device="auto"))
 
 
 def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factory | None:
@@ -336,28 +469,24 @@ def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factor
         raise RunError(f"{path} was started with model.name = {name!r}: {instead}")
     if model is None and name == outside.IN_MEMORY:
         raise RunError(
-            f"the network of {path} was passed as a Python object, so pass it again: "
-            f"{runs.again(path, model=name)}"
+            f"the network of {path} was passed as a Python object, so pass it again: {again(config, path)}"
         )
     runs.require_same_code(path, "model", name)
     return model
 
 
-def check_unchanged(sim: Simulation, path: Path) -> None:
-    """A resumed run needs the same images."""
-    try:
-        before = json.loads((path / "split.json").read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
-    if before != inventory.fingerprint(sim.dataset):
-        raise RunError(f"the images of {sim.dataset.name} are not those that {path} was started with")
-
-
-def _here(config: Config, warn: Warn) -> Config:
-    """The config on this machine: a device that it has not is replaced, and that is told."""
-    try:
-        assemble.choose_device(config.run.device)
-        return config
-    except ConfigError:
-        warn(f"this machine has no {config.run.device}: going on with what it has")
-        return replace(config, run=replace(config.run, device="auto"))
+def _with_its_method(config: Config, path: Path, method: Method | None) -> Config:
+    """The config with the method that it was started with: one in memory must be passed again."""
+    name = config.method.name
+    if name == outside.IN_MEMORY:
+        if method is None:
+            raise RunError(
+                f"the method of {path} was passed as a Python object, so pass it again: {again(config, path)}"
+            )
+        if asdict(method) != asdict(config.method):
+            raise RunError(f"{path} was started with other settings of its method: {asdict(config.method)}")
+        return replace(config, method=method)
+    if method is not None and asdict(method) != asdict(config.method):
+        raise RunError(f"{path} was started with method.name = {name!r}: leave method= out")
+    runs.require_same_code(path, "method", name)
+    return config

@@ -33,6 +33,9 @@ class Pool:
     flip: bool
     dtype: torch.dtype
     """In which networks compute. Losses, weights and statistics are never narrower than float32."""
+    weak: augment.View = augment.WEAK
+    """How weak views are made, and `strong` the strong ones."""
+    strong: augment.View = augment.STRONG
 
     @property
     def wide(self) -> torch.dtype:
@@ -126,9 +129,6 @@ class TrainedRows(NamedTuple):
     metrics: Named
 
 
-MakeViews = Callable[[Tensor, Tensor, bool], Tensor]
-
-
 def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int) -> Tensor:
     """Places `first` to `first + count` in each trainer's endless row of fresh permutations: [n, count].
 
@@ -216,16 +216,16 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor)
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
 
-    def views(make: MakeViews, images: Tensor, keys: Tensor, count: int) -> Tensor:
-        drawn = draws.bits(draws.fold(keys[:, None], slots), count)
-        made = pool.normalised(make(images, drawn.flatten(0, 1), pool.flip))
+    def views(view: augment.View, images: Tensor, keys: Tensor) -> Tensor:
+        drawn = draws.bits(draws.fold(keys[:, None], slots), view.draws)
+        made = pool.normalised(view.make(images, drawn.flatten(0, 1), pool.flip))
         return made.reshape(rows, -1, *made.shape[1:])
 
     def weak_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(augment.weak_views, images, keys, augment.WEAK_DRAWS)
+        return views(pool.weak, images, keys)
 
     def strong_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(augment.strong_views, images, keys, augment.STRONG_DRAWS)
+        return views(pool.strong, images, keys)
 
     images = pool.images[chosen.reshape(-1)]
     weak = strong = own = own_labels = None

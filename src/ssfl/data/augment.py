@@ -8,13 +8,18 @@ tables are made on first use and then kept: run a view once before compiling or 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssfl.draws import below
+from ssfl.draws import below, uniform
+
+__all__ = [
+    "OPERATIONS", "STRONG", "STRONG_DRAWS", "WEAK", "WEAK_DRAWS", "View", "apply_operation", "below",
+    "normalise", "strong", "strong_views", "uniform", "weak", "weak_views",
+]  # fmt: skip
 
 OPERATIONS: tuple[str, ...] = (
     "AutoContrast",
@@ -53,16 +58,29 @@ class _Tables(NamedTuple):
 _TABLES: dict[tuple[int, int, torch.device], _Tables] = {}
 
 
+class View(NamedTuple):
+    """A kind of augmentation."""
+
+    make: Callable[[Tensor, Tensor, bool], Tensor]
+    """(uint8 images [N, C, H, W], draws [N, m], whether to flip) -> uint8 images of the same shape."""
+    draws: int
+    """m, how many random numbers of 64 bits it needs for each image."""
+
+    def of(self, images: Tensor, generator: torch.Generator | None, flip: bool) -> Tensor:
+        """Views of images, drawn from `generator`."""
+        return self.make(images, _draw(images, generator, self.draws), flip)
+
+
 def weak(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
     """Weak views (flip and shift) of uint8 images [N, C, H, W], drawn from `generator`."""
     _check(images)
-    return weak_views(images, _draw(images, generator, WEAK_DRAWS), flip)
+    return WEAK.of(images, generator, flip)
 
 
 def strong(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
     """Strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W]."""
     _check(images)
-    return strong_views(images, _draw(images, generator, STRONG_DRAWS), flip)
+    return STRONG.of(images, generator, flip)
 
 
 def normalise(
@@ -106,6 +124,10 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
         op = torch.where(below(applied, 2) == 1, op, _IDENTITY)
         views = apply_operation(views, op, 1 + below(magnitude, 9), below(sign, 2) == 1)
     return _cutout(views, draws[:, -2], draws[:, -1])
+
+
+WEAK = View(weak_views, WEAK_DRAWS)
+STRONG = View(strong_views, STRONG_DRAWS)
 
 
 def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:

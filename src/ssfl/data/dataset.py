@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssfl.data import formats
+from ssfl.data import augment, formats
+from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError
 
 WHITE = 65_535
@@ -26,7 +27,13 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image is still of its class
     white: int = WHITE  # what became 255 in image files of more than 8 bits
-    pooled: int = 0  # sub-folders whose images without labels were put together
+    server: Index | None = None  # the server's labelled images, if the data say whose they are
+    users: Hands | None = None  # each user's images, if the data say whose they are
+    names: tuple[str, ...] = ()  # of those users
+    loose: int = 0  # images beside the folders of users, which are the last user's
+    validation: Index | None = None  # which images are for validation, if the data say so
+    weak: augment.View = augment.WEAK
+    strong: augment.View = augment.STRONG
 
     @property
     def labelled(self) -> int:

@@ -4,13 +4,17 @@ import hashlib
 from typing import Any
 
 import numpy as np
+import torch
 
-from ssfl.data import split
+from ssfl import draws
+from ssfl.data import augment, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
 LISTED = 5000
 """split.json lists the users one by one up to here: more would be slow to write and to read."""
+PROBED = 4
+"""By how many images an augmentation is known again."""
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:
@@ -33,6 +37,8 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[st
         "test_classes": np.bincount(dataset.test_labels.numpy(), minlength=len(dataset.classes)).tolist(),
         "fingerprint": fingerprint(dataset),
     }
+    if dataset.names:
+        described["names"] = list(dataset.names[:LISTED])
     if parts.labelled is not None:
         marked = Hands.of(parts.labelled).sizes
         described["user_labelled"] = marked[:LISTED].tolist()
@@ -41,8 +47,21 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[st
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """A checksum of the images and labels, to know them again."""
+    """A checksum of all that a run takes from its data: images, labels, normalisation, given owners and
+    validation images, and what own augmentations make of the first images."""
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
         digest.update(tensor.contiguous().numpy().data)
+    digest.update(repr((dataset.classes, dataset.mean, dataset.std)).encode())
+    users = dataset.users
+    owners = (dataset.server, dataset.validation, *((users.flat, users.edges) if users is not None else ()))
+    for number, owned in enumerate(owners):
+        if owned is not None:
+            digest.update(f"owners {number} {len(owned)}".encode() + np.ascontiguousarray(owned).tobytes())
+    images = dataset.images[:PROBED]
+    for name, view in (("weak", dataset.weak), ("strong", dataset.strong)):
+        if view not in (augment.WEAK, augment.STRONG):
+            drawn = draws.bits(torch.arange(len(images)), view.draws)
+            made = view.make(images, drawn, dataset.flip).contiguous()
+            digest.update(f"{name} {view.draws}".encode() + made.numpy().tobytes())
     return digest.hexdigest()

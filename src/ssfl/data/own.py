@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from ssfl.data import formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
+from ssfl.data.hands import Hands
 from ssfl.errors import DataError
 
 UNLABELLED = ("unlabelled", "unlabeled")  # both spellings, of folders and after "x_" in .npz files
 BATCH = 2_000  # images that are converted at once
+LOOSE = "loose files"  # the user who has the images beside the sub-folders of "unlabelled"
 
 
 def load_npz(path: Path, size: int | None) -> Dataset:
@@ -127,16 +130,18 @@ def npz_array(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarra
 
 
 def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
-    array = npz_array(content, path, name)
+    return as_images(npz_array(content, path, name), f"{path}: array {name}")
+
+
+def as_images(array: np.ndarray, where: str) -> Tensor:
+    """Pixels N x H x W or N x H x W x C as uint8 [N, C, H, W]."""
     if array.ndim == 3:
         array = array[..., None]
     if array.ndim != 4 or array.shape[3] not in (1, 3):
         raise DataError(
-            f"{path}: array {name} has shape {array.shape}; images are N x H x W, "
-            "or N x H x W x 1, or N x H x W x 3"
+            f"{where} has shape {array.shape}; images are N x H x W, or N x H x W x 1, or N x H x W x 3"
         )
-    pixels = as_bytes(array, f"{path}: array {name}")
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+    return torch.from_numpy(as_bytes(array, where)).permute(0, 3, 1, 2).contiguous()
 
 
 def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
@@ -189,7 +194,17 @@ class Files:
     unlabelled: list[Path]
     test: dict[str, list[Path]]
     own_test: bool  # whether the folder brings its test images
-    pooled: int  # sub-folders of "unlabelled" whose images are put together
+    homes: list[str]  # of the images without labels: the sub-folder of "unlabelled" they lie in; "" is none
+
+    @property
+    def users(self) -> dict[str, list[int]]:
+        """Each user's images, as places in `unlabelled`: one user for each sub-folder, and one for loose
+        files beside them; nobody where there are no sub-folders."""
+        names = sorted(set(self.homes) - {""})
+        found: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
+        for place, home in enumerate(self.homes if names else []):
+            found[home or LOOSE].append(place)
+        return found if names else {}
 
     @property
     def everything(self) -> list[Path]:
@@ -203,7 +218,8 @@ class Files:
 
 
 def sort_files(folder: Path, test_fraction: float) -> Files:
-    """Images in a folder for each class; loose ones, and those in "unlabelled", have no label.
+    """Images in a folder for each class; loose ones, and those in "unlabelled", have no label. Sub-folders of
+    "unlabelled" are users.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
     class is held out.
@@ -252,8 +268,13 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     ]
     if not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
-    pooled = len({f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base})
-    return Files(train, unlabelled, test, split and "test" in inner, pooled)
+    for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
+        if not pictures.list_images(entry):
+            raise DataError(f"{entry}: holds no images; add some or remove the folder")
+    homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
+    return Files(
+        train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled]
+    )
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset:
@@ -279,8 +300,18 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
         *statistics(images),
         flip=channels == 3,
         white=white,
-        pooled=files.pooled,
+        **owners(files),
     )
+
+
+def owners(files: Files) -> dict[str, Any]:
+    """What a Dataset says of its users, where sub-folders do."""
+    users = files.users
+    if not users:
+        return {}
+    first = sum(map(len, files.train.values()))
+    hands = Hands.of([np.array(places) + first for places in users.values()])
+    return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
 
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:

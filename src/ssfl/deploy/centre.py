@@ -21,7 +21,7 @@ from ssfl.checkpoints import Checkpoint
 from ssfl.checks import check
 from ssfl.clock import Phases
 from ssfl.cohort import Cohort, only
-from ssfl.data import inventory, split
+from ssfl.data import augment, inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, roster, silenced, wire
 from ssfl.deploy.fleet import Answers, Fleet
@@ -127,9 +127,15 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     """The centre's half of the federation, and the terms for the sites."""
     wire.check(config)
     given = config
-    dataset = assemble.load_data(config)
+    dataset = replace(assemble.load_data(config), users=None, names=(), loose=0)  # users are the sites
+    if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
+        raise ConfigError(
+            f"{config.data.name}: weak and strong cannot be sent to sites: leave them out of ssfl.Data"
+        )
     labels = dataset.labels.numpy()
-    held, kept = split.hold_out(labels, config.data.validation, config.split.seed)
+    held, kept = assemble.set_aside(config, dataset)
+    if dataset.server is not None:
+        kept = np.intersect1d(kept, dataset.server)
     server = kept[labels[kept] >= 0]
     config = replace(config, split=replace(config.split, server_labels=len(server)))
     gate = config.federation.gate is not False
@@ -138,7 +144,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
     config = assemble.resolve(config, dataset)
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
-    doubts.warn(given, config, dataset, parts)
+    doubts.warn(given, config, dataset, parts, held)
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
@@ -232,6 +238,7 @@ def opened(
             raise RunError(f"{path} is finished: all its rounds are played")
         runs.require_resumable(path)
         runs.require_same_code(path, "model", config.model.name)
+        runs.require_same_code(path, "method", config.method.name)
         config, known = roster.going_on(path, config, known, count)
     else:
         runs.require_free(path)
@@ -241,8 +248,7 @@ def opened(
     with surroundings.reproducible(), surroundings.enough_memory():
         sim, terms = prepare(config)
         if not again:
-            brought = {"model": sim.brought} if sim.brought else {}
-            runs.create(path, sim.config, _described(sim) | {"sites": known}, brought)
+            runs.create(path, sim.config, _described(sim) | {"sites": known}, sim.brought)
         with runs.locked(path):
             if again:
                 train.check_unchanged(sim, path)
@@ -264,7 +270,7 @@ def conduct(
     if changed:
         view.tell(f"warning: {changed}: numbers may differ from here on")
     view.watch(fleet, sim.rounds)
-    command = runs.again(path, True, sim.config.model.name)
+    command = train.again(sim.config, path)
     runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:

@@ -80,9 +80,11 @@ class Site:
             if config.privacy.clip is not None:
                 self.tell(privacy.told(privacy.planned(config)))
             self._ready.clear()
-            _require_same(agreed, "digest", outside.digest)
+            _require_same(agreed, "model.digest", config.model.name, outside.digest)
+            _require_same(agreed, "method.digest", config.method.name, outside.digest)
             made = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
-            _require_same(agreed, "frozen", lambda name: made.brought["frozen"])
+            frozen = made.brought.get("model", {}).get("frozen", "")
+            _require_same(agreed, "model.frozen", config.model.name, lambda name: str(frozen))
             self._ready[key] = made
         return self._ready[key]
 
@@ -113,14 +115,14 @@ class Site:
             self.tell(f"wrote {file}")
 
 
-def _require_same(agreed: wire.Terms, what: str, here: Callable[[str], str]) -> None:
-    """A network from outside must be this site's own file, supplied with `--with`, and the centre's too."""
-    name = agreed.config.model.name
+def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
+    """Code from outside must be this site's own file, supplied with `--with`, and the centre's too."""
     if name is None or not outside.is_outside(name):
         return
+    section, _, what = key.partition(".")
     if outside.is_path(name):
-        outside.require(name, "model.name")
-    if agreed.outside.get(what) != here(name):
+        outside.require(name, f"{section}.name")
+    if agreed.outside.get(key) != here(name):
         raise DataError(
             f"{name} is not the same here and at the centre ({what}): get the file from its keeper"
         )

@@ -42,17 +42,22 @@ class Terms:
     std: tuple[float, ...]
     white: int
     outside: dict[str, str] = field(default_factory=dict)
-    """Of a network from outside: the digest of its text and the fingerprint of what is frozen."""
+    """Of a network and a method from outside: the digest of the text, and the fingerprint of what is frozen."""
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
-        """The terms of a centre, which may have brought its own network."""
+        """The terms of a centre, which may have brought its own network and method."""
         here = replace(
             config,
             data=Data(path="site", flip=config.data.flip),
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
-        known = {key: str(value) for key, value in brought.items() if key in ("digest", "frozen")}
+        known = {
+            f"{section}.{key}": str(one[key])
+            for section, one in brought.items()
+            for key in ("digest", "frozen")
+            if key in one
+        }
         return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white, known)
 
     def text(self) -> str:

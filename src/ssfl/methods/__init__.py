@@ -4,9 +4,11 @@ Pieces that several methods share are functions in `parts.py`. This file finds a
 import path that a person typed. Names can be checked without importing torch.
 """
 
+from dataclasses import field, make_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ssfl import outside
 from ssfl.errors import ConfigError
 from ssfl.fields import closest
 
@@ -41,7 +43,7 @@ DEFAULT = "anchored"
 
 def check_name(name: str) -> None:
     """Raise if there is no such method; an import path is checked when it is loaded."""
-    if name in METHODS or ":" in name:
+    if name in METHODS or outside.is_outside(name):
         return
     close = closest(name, METHODS)
     hint = f"did you mean {close}?" if close else f"there are {', '.join(METHODS)}"
@@ -64,6 +66,18 @@ def find(name: str) -> "type[Method]":
     return found
 
 
+def recorded(name: str, values: dict[str, Any]) -> "Method":
+    """A stand-in for a method from outside that was not supplied: its recorded settings can be read, and it
+    cannot train."""
+    from ssfl.federation import Method
+
+    fields = [(key, type(value), field(default=value)) for key, value in values.items()]
+    kind = make_dataclass("Recorded", fields, bases=(Method,), frozen=True, namespace={"called": name})
+    kind.__doc__ = "A method from outside the package."
+    made: Method = kind()
+    return made
+
+
 def flag(method: "Method") -> str:
     """What a table of results must say about a method: its note, or that users know their labels."""
     known = "labels" in method.needs()
@@ -72,7 +86,6 @@ def flag(method: "Method") -> str:
 
 def _outside(name: str) -> "type[Method]":
     """A method of somebody else's file or package."""
-    from ssfl import outside
     from ssfl.federation import Method
 
     found = outside.load(name, "method.name")

@@ -31,7 +31,7 @@ def holdings(run: Run) -> list[Block]:
 def _sizes(run: Run, server: list[float | None]) -> str:
     quartiles = numbers(run.split.get("size_quartiles"))
     told = f"The server holds {count(int(_sum(server)), 'labelled image')}."
-    sites = run.split.get("sites")
+    sites = run.split.get("sites") or run.split.get("names")
     names = f" ({', '.join(map(str, sites[:10]))})" if isinstance(sites, list) and sites else ""
     if len(quartiles) != 5 or None in quartiles:
         return f"{told} There are {count(run.users, 'user')}{names}."

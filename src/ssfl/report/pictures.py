@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ssfl import assemble, checkpoints, external, outside, runs, surroundings
-from ssfl.data import augment, inventory
+from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError, SsflWarning
 from ssfl.predict import Classifier, load_model
@@ -148,8 +148,8 @@ def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) ->
     flip = bool(run.config.data.flip)
     chosen = torch.randperm(len(data.images), generator=seed)[:VIEWED]
     images = data.images[chosen]
-    weak = [augment.weak(images, seed, flip) for _ in range(WEAK)]
-    strong = [augment.strong(images, seed, flip) for _ in range(STRONG)]
+    weak = [data.weak.of(images, seed, flip) for _ in range(WEAK)]
+    strong = [data.strong.of(images, seed, flip) for _ in range(STRONG)]
     sure, told = model(weak[0]).softmax(-1).max(-1)
     return [
         {

@@ -1,6 +1,7 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
 from ssfl import outside
+from ssfl.outside import IN_MEMORY
 from ssfl.report.gather import Run, finite, inside
 from ssfl.schedule import head_start
 from ssfl.settings import Config
@@ -46,10 +47,13 @@ def setting(run: Run) -> list[str]:
             "dirichlet": f"by a Dirichlet distribution with concentration {split.alpha:g}",
             "shards": f"so that each holds {count(split.classes_per_user, 'class')}",
             "mixture": "by given mixtures of classes",
+            "given": "",
         }[split.scheme]
         if "measured_skew" in run.split and run.split["measured_skew"] is None:
             scheme = "in equal shares: nobody knows the classes of their images"
         dealt = f"The images of {data_name(run)} were dealt to {count(split.users, 'user')} {scheme}"
+        if split.scheme == "given":
+            dealt = f"The {count(split.users, 'user')} have their own images"
     sentences = [dealt + "."]
     skew = finite(run.split.get("measured_skew"))
     if skew is not None:
@@ -119,7 +123,8 @@ def count(many: int, noun: str) -> str:
 def data_name(run: Run) -> str:
     """The data set, or the name of its folder or file."""
     data = run.config.data
-    return str(run.summary.get("data") or data.name or (data.path or "").rstrip("/").rsplit("/", 1)[-1])
+    name = str(run.summary.get("data") or data.name or (data.path or "").rstrip("/").rsplit("/", 1)[-1])
+    return "data in memory" if name == IN_MEMORY else name
 
 
 def _method(config: Config) -> list[str]:

@@ -1,0 +1,52 @@
+"""A torch data set with its own partition: who holds which image is yours to say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import ssfl
+
+
+class Digits(Dataset[Any]):
+    """Any map-style data set will do: items are pairs (image, label)."""
+
+    classes = tuple("0123456789")
+
+    def __init__(self, first: int, last: int) -> None:
+        digits = load_digits()
+        self.images = torch.from_numpy(digits.images[first:last] / 16).float()
+        self.labels = digits.target[first:last]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return self.images[place][None], int(self.labels[place])
+
+
+def darker(images: Tensor, draws: Tensor) -> Tensor:
+    """A strong view of one's own: every image keeps between a half and all of its brightness."""
+    share = 0.5 + 0.5 * ssfl.augment.uniform(draws[:, 0])
+    return (images * share.view(-1, 1, 1, 1)).to(torch.uint8)
+
+
+def load() -> ssfl.Data:
+    """`ssfl run --set data.name=examples/own/data.py:load`"""
+    train, test = Digits(0, 1400), Digits(1400, 1797)
+    writers = np.array_split(np.arange(100, 1400), 13)  # the scans lie in the order of their writers
+    return ssfl.Data.of(train, test, server=range(100), users=writers, strong=darker)
+
+
+def main(out: str | Path = "runs/own-data", rounds: int = 20) -> ssfl.Result:
+    """Train on them."""
+    config = ssfl.load_config("own", [f"federation.rounds={rounds}", "train.batch_size=32", "train.warmup=0"])
+    return ssfl.run(config, out, data=load())
+
+
+if __name__ == "__main__":
+    print(main())

@@ -1,0 +1,387 @@
+"""Data from Python: owners, validation, normalisation and augmentations are respected, whatever trains."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+import ssfl
+import ssfl as library  # where the fixture of that name is the command
+from conftest import Call
+from ssfl import assemble, outside
+from ssfl.config import Config
+from ssfl.data import augment
+from ssfl.errors import ConfigError, RunError
+
+Quick = Callable[..., Config]
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = load_digits()
+X = np.rint(DIGITS.images * (255 / 16)).astype(np.uint8)
+Y = DIGITS.target
+TEST = (X[1500:], Y[1500:])
+SERVER = np.arange(60)
+USERS = [np.arange(60, 160), np.arange(160, 300), np.arange(300, 350)]
+FIXED: dict[str, Any] = {"mean": [0.3], "std": [0.37], "classes": tuple("0123456789")}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Images that belong to nobody are told as a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def short(quick: Quick) -> Quick:
+    def make(*overrides: str) -> Config:
+        return quick("federation.rounds=2", "method.threshold=0.2", *overrides)
+
+    return make
+
+
+def data(images: np.ndarray = X[:400], labels: np.ndarray = Y[:400], **more: Any) -> ssfl.Data:
+    """Digits of three users and a server; fifty belong to nobody."""
+    given: dict[str, Any] = {"server": SERVER, "users": USERS} | FIXED | more
+    return ssfl.Data(images, labels, *TEST, **given)
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    return dict(ssfl.load_model(path).network.state_dict())
+
+
+def equal(one: Path, other: Path) -> bool:
+    first, second = tensors(one), tensors(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rounds(result: ssfl.Result) -> list[dict[str, Any]]:
+    return [event for event in result.history if event["event"] == "round"]
+
+
+def test_owners_are_those_that_were_given(short: Quick, tmp_path: Path) -> None:
+    made = data(users={"anna": USERS[0], "bert": USERS[1], "cleo": USERS[2]})
+    ssfl.run(short("split.users=7"), tmp_path / "run", data=made)
+    told = json.loads((tmp_path / "run/split.json").read_text())
+    assert (told["users"], told["sizes"], told["names"]) == (3, [100, 140, 50], ["anna", "bert", "cleo"])
+    assert told["server"] == np.bincount(Y[SERVER], minlength=10).tolist()
+    assert told["user_classes"] == [np.bincount(Y[owned], minlength=10).tolist() for owned in USERS]
+    config = ssfl.load_config(tmp_path / "run/config.toml")
+    assert (config.data.name, config.split.users, config.split.scheme) == ("in memory", 3, "given")
+    assert config.split.server_labels == 60
+    sim = assemble.make(short(), made)
+    for chosen, owned in zip(sim.parts.users, USERS, strict=True):
+        assert np.array_equal(chosen, owned)
+
+
+def test_nobody_trains_on_an_image_of_somebody_else(short: Quick, tmp_path: Path) -> None:
+    """What an image, or a user's label, is changed to shows where it is used and nowhere else."""
+    config = short("run.engine=loop")
+    plain = ssfl.run(config, tmp_path / "plain", data=data())
+    images, labels = X[:400].copy(), Y[:400].copy()
+    images[350:], labels[60:] = 255 - images[350:], labels[60:][::-1]  # nobody's images, and users' labels
+    ssfl.run(config, tmp_path / "unused", data=data(images, labels))
+    assert equal(tmp_path / "plain", tmp_path / "unused")
+    images[160:300] = 255 - images[160:300]  # the second user's
+    other = ssfl.run(config, tmp_path / "second", data=data(images))
+    first, changed = (rounds(result)[0]["user_update_norm"] for result in (plain, other))
+    assert [a == b for a, b in zip(first, changed, strict=True)] == [True, False, True]
+    assert not equal(tmp_path / "plain", tmp_path / "second")
+
+
+def test_arrays_in_memory_are_an_npz_file(short: Quick, tmp_path: Path) -> None:
+    """Without owners [split] deals them, as it does those of a file."""
+    np.savez(tmp_path / "digits.npz", x_train=X[:400], y_train=Y[:400], x_test=TEST[0], y_test=TEST[1],
+             x_unlabelled=X[400:600])  # fmt: skip
+    settings = ["data.validation=0.1", "split.users=4", "split.scheme=iid"]
+    given: dict[str, Any] = {
+        "server": None,
+        "users": None,
+        "mean": None,
+        "std": None,
+        "unlabelled": torch.tensor(X[400:600]),
+    }
+    memory = ssfl.run(short(*settings), tmp_path / "memory", data=data(**given))
+    file = ssfl.run(short(*settings, f"data.path={tmp_path / 'digits.npz'}"), tmp_path / "file")
+    assert equal(tmp_path / "memory", tmp_path / "file")
+    assert memory.accuracy == file.accuracy
+    floats = ssfl.Data(X[:400] / np.float32(255), Y[:400], *TEST)
+    assert torch.equal(floats.dataset.images, torch.from_numpy(X[:400])[:, None])
+
+
+def test_what_is_missing_of_the_owners_is_dealt(short: Quick) -> None:
+    sim = assemble.make(short("split.users=4"), data(users=None))
+    assert np.array_equal(sim.parts.server, SERVER)
+    assert sorted(np.concatenate(list(sim.parts.users))) == list(range(60, 400))
+    assert sim.config.split.server_labels == 60
+    sim = assemble.make(short("split.server_labels=20"), data(server=None))
+    assert set(sim.parts.server) <= {*range(60), *range(350, 400)}
+    assert np.bincount(Y[sim.parts.server]).tolist() == [2] * 10
+    whole = ssfl.load_config("own", ["run.device=cpu", "run.threads=1", "data.name=digits"])
+    sim = assemble.make(whole, data(server=None))
+    assert sorted(sim.parts.server) == [*range(60), *range(350, 400)]
+
+
+def test_own_validation_images_are_looked_at_and_never_trained_on(short: Quick, tmp_path: Path) -> None:
+    config = short("run.test=last", "data.validation=0.1")
+    by_number = ssfl.run(config, tmp_path / "number", data=data(validation=np.arange(350, 400)))
+    pair = (X[350:400], Y[350:400])
+    by_array = ssfl.run(config, tmp_path / "array", data=data(X[:350], Y[:350], validation=pair))
+    assert equal(tmp_path / "number", tmp_path / "array")
+    scores = [result.history[-1]["validation_accuracy"] for result in (by_number, by_array)]
+    assert scores[0] == scores[1]
+    model = ssfl.load_model(tmp_path / "number")
+    right = model(torch.tensor(pair[0])[:, None]).argmax(-1) == torch.tensor(pair[1])
+    assert scores[0] == pytest.approx(float(right.float().mean()))
+    dealt = assemble.make(short(), data(users=None, server=None, validation=np.arange(350, 400)))
+    owned = np.concatenate([dealt.parts.server, *dealt.parts.users])
+    assert sorted(owned) == list(range(350))
+
+
+def test_normalisation_and_size(short: Quick) -> None:
+    sim = assemble.make(short("data.size=16"), data())
+    assert (sim.dataset.shape, sim.dataset.mean, sim.dataset.std) == ((1, 16, 16), (0.3,), (0.37,))
+    assert ssfl.Data(X[:400], Y[:400], *TEST).dataset.mean[0] == pytest.approx((X[:400] / 255).mean())
+
+
+def own_weak(images: Tensor, draws: Tensor) -> Tensor:
+    return augment.weak_views(images, draws[:, : augment.WEAK_DRAWS], False)
+
+
+def own_strong(images: Tensor, draws: Tensor) -> Tensor:
+    return augment.strong_views(images, draws[:, : augment.STRONG_DRAWS], False)
+
+
+@pytest.mark.parametrize("how", ["run.engine=loop", "run.engine=vmap", "run.threads=2"])
+def test_own_augmentations_are_called_as_the_packages_own(short: Quick, tmp_path: Path, how: str) -> None:
+    """The package's augmentations passed as one's own give the same bytes; others do not."""
+    ssfl.run(short(how), tmp_path / "plain", data=data())
+    ssfl.run(short(how), tmp_path / "own", data=data(weak=own_weak, strong=own_strong))
+    assert equal(tmp_path / "plain", tmp_path / "own")
+    ssfl.run(
+        short(how), tmp_path / "other", data=data(weak=own_weak, strong=lambda images, draws: 255 - images)
+    )
+    assert not equal(tmp_path / "plain", tmp_path / "other")
+
+
+def test_engines_agree_on_own_data(short: Quick) -> None:
+    states = []
+    for engine in ("loop", "vmap"):
+        sim = assemble.make(short(f"run.engine={engine}", "train.precision=float64"), data(weak=own_weak))
+        state = sim.initial()
+        while state.round < sim.rounds:
+            state, _ = sim.play(state)
+        states.append(state.average)
+    assert torch.allclose(states[0], states[1], rtol=1e-6, atol=1e-9)
+
+
+def test_a_run_goes_on_with_the_same_data_and_no_others(short: Quick, tmp_path: Path, ssfl: Call) -> None:
+    config = short("federation.rounds=4")
+    library.run(config, tmp_path / "straight", data=data(strong=own_strong))
+    stopped = library.Federation(config, data=data(strong=own_strong), out=tmp_path / "stopped")
+    next(stopped)
+    stopped.stop()
+    with pytest.raises(RunError, match=r"go on with `ssfl\.resume\(.*stopped', data=data\)`"):
+        library.resume(tmp_path / "stopped")
+    code, _, err = ssfl("resume", str(tmp_path / "stopped"))
+    assert (code, err.count("\n")) == (2, 1)
+    images = X[:400].copy()
+    images[0] += 1
+    for other in (
+        data(images, strong=own_strong),
+        data(users=[USERS[0], USERS[1], USERS[2][1:]], strong=own_strong),
+        data(server=SERVER[:-1], strong=own_strong),
+        data(mean=[0.4], strong=own_strong),
+        data(validation=[399], strong=own_strong),
+        data(),
+    ):
+        with pytest.raises(RunError, match="not those that"):
+            library.resume(tmp_path / "stopped", data=other)
+    with pytest.raises(ConfigError, match=r"split\.users = 3, but the data name 2 users"):
+        library.resume(tmp_path / "stopped", data=data(users=USERS[:2], strong=own_strong))
+    library.resume(tmp_path / "stopped", data=data(strong=own_strong))
+    assert equal(tmp_path / "straight", tmp_path / "stopped")
+    assert ssfl("report", str(tmp_path / "stopped"))[0] == 0
+    page = (tmp_path / "stopped/report.html").read_text()
+    assert "these images were passed from Python" in page
+
+
+MINE = """
+import numpy as np, ssfl
+from sklearn.datasets import load_digits
+def load():
+    x, y = load_digits(return_X_y=True)
+    x = (x * 15).astype("uint8").reshape(-1, 8, 8)
+    users = [range(60, 200), range(200, 400)]
+    return ssfl.Data(x[:400], y[:400], x[400:], y[400:], server=range(60), users=users)
+def wrong(): return [1, 2]
+def raises(): raise KeyError("a column")
+def bad(): return ssfl.Data(1, 2, 3, 4)
+number = 3
+"""
+
+
+def test_a_function_of_a_file_gives_the_data(ssfl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "_trusted", set())
+    Path("mine.py").write_text(MINE)
+    settings = ["federation.rounds=1", "federation.period=2", "run.threads=1", "train.warmup=0"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    code, _, err = ssfl("run", "--set", "data.name=mine.py:load", *sets, "--out", "run", "--quiet")
+    assert (code, err) == (0, "")
+    assert json.loads(Path("run/split.json").read_text())["sizes"] == [140, 200]
+    assert ssfl("split", "own", "--set", "data.name=mine.py:load")[0] == 0
+    library.run(library.load_config("own", settings), "again", data="mine.py:load")
+    assert equal(Path("run"), Path("again"))
+    for name, told in (
+        ("wrong", "returned a list: return an ssfl.Data"),
+        ("raises", "raised KeyError: 'a column'"),
+        ("bad", "images has shape ()"),
+        ("number", "is a int: name a function"),
+        ("lod", "did you mean load?"),
+    ):
+        code, _, err = ssfl("split", "own", "--set", f"data.name=mine.py:{name}")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert told in err
+
+
+def test_code_that_a_run_folder_names_is_not_imported(ssfl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "_trusted", set())
+    Path("mine.py").write_text("raise SystemExit('imported')")
+    Path("other.toml").write_text('[data]\nname = "mine.py:load"\n[federation]\nrounds = 1\n')
+    code, _, err = ssfl("run", "other.toml")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--with" in err
+
+
+class Features(dict[str, Any]):
+    """As a Hugging Face data set has them: features["label"].names."""
+
+
+class ClassLabel:
+    names = tuple("0123456789")
+
+
+class HuggingFace:
+    """The interface of datasets.Dataset as far as it is used: len, [i] -> dict, features."""
+
+    features = Features(img=None, label=ClassLabel())
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"img": Image.fromarray(self.images[place]), "label": int(self.labels[place])}
+
+
+def test_data_sets_of_torch_and_hugging_face_are_arrays() -> None:
+    plain = data().dataset
+    scaled = torch.from_numpy(X[:400] / np.float32(255))[:, None]
+    tests = [(image, label) for image, label in zip(*TEST, strict=True)]
+    for train in (
+        HuggingFace(X[:400], Y[:400]),
+        torch.utils.data.TensorDataset(scaled, torch.from_numpy(Y[:400])),
+        [(image, str(label)) for image, label in zip(X[:400], Y[:400], strict=True)],
+    ):
+        test = [(i, str(n)) for i, n in tests] if isinstance(train, list) else tests
+        made = ssfl.Data.of(
+            train, test, server=SERVER, users=USERS, unlabelled=HuggingFace(X[400:410], Y)
+        ).dataset
+        assert torch.equal(made.images[:400], plain.images)
+        assert torch.equal(made.labels, torch.cat([plain.labels, torch.full((10,), -1)]))
+        assert torch.equal(made.test_images, plain.test_images)
+        assert made.classes == plain.classes
+    colour = [(np.zeros((8, 6, 3), np.uint8), 0), (Image.new("L", (6, 8)), 1), (torch.zeros(3, 8, 6), 0)]
+    assert ssfl.Data.of(colour, colour).dataset.shape == (3, 8, 6)
+
+
+def other_size(images: Tensor, draws: Tensor) -> Tensor:
+    return images[..., :4]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "overlapping users": ({"users": [[70, 71], [71, 72]]}, r"image 71 is in users\[0\] and in users\[1\]"),
+    "user and server": ({"users": {"a": [5]}}, r"image 5 is in server and in users\['a'\]"),
+    "twice": ({"users": [[70, 70]]}, r"image 70 is twice in users\[0\]"),
+    "user and validation": ({"validation": [70]}, r"image 70 is in validation and in users\[0\]"),
+    "empty user": ({"users": [[70], []]}, r"users\[1\] holds no image"),
+    "no user": ({"users": []}, "nobody"),
+    "index out of range": ({"users": [[70], [400]]}, r"users\[1\]: image 400 is out of range: there are 400"),
+    "negative index": ({"server": [-1]}, "server: image -1 is out of range"),
+    "no index": ({"server": [0.5]}, "server: float64"),
+    "label out of range": ({"labels": Y[:400] + 1}, "labels: 10 is out of range: there are 10 classes"),
+    "label below": ({"labels": Y[:400] - 2}, "labels: -2 is out of range"),
+    "float labels": ({"labels": Y[:400] / 2}, "labels: float64"),
+    "missing class": ({"labels": np.where(Y[:400] == 3, 2, Y[:400])}, "no image is of class '3'"),
+    "too few labels": ({"labels": Y[:399]}, "400 images but 399 labels"),
+    "unlabelled at the server": ({"labels": np.r_[-1, Y[1:400]]}, "server: every image needs a label"),
+    "classes twice": ({"classes": ["a"] * 10}, "same name"),
+    "wrong shape": ({"images": X[:400, :, 0]}, r"images has shape \(400, 8\)"),
+    "five channels": ({"images": np.zeros((400, 8, 8, 5), np.uint8)}, "images has shape"),
+    "bright floats": ({"images": X[:400].astype(float)}, r"images: .* lie outside 0\.\.1"),
+    "no images": ({"images": X[:0]}, "images: holds no images"),
+    "test size": ({"test_images": X[1500:, :6]}, "test_images are 1x6x8 .* where images are 1x8x8"),
+    "test label": ({"test_labels": np.full(297, -1)}, "every test image needs a label"),
+    "validation size": ({"validation": (X[:9, :6], Y[:9])}, "validation are 1x6x8"),
+    "mean": ({"mean": [0.1, 0.2]}, "mean = .* give 1 finite"),
+    "std": ({"std": [0.0]}, "std = .* above 0"),
+    "augmentation of other size": ({"weak": other_size}, r"weak: .* must return uint8 \[4, 1, 8, 8\]"),
+    "augmentation of other type": ({"strong": lambda x, d: x / 255}, "strong: .* gave torch.float32"),
+    "augmentation that raises": ({"strong": lambda x, d: 1 / 0}, "strong: .* raised ZeroDivisionError"),
+    "augmentation in place": ({"weak": lambda x, d: x.fill_(1)}, "weak: .* work on a copy"),
+    "own randomness": ({"weak": lambda x, d: torch.randint_like(x, 255)}, "weak: .* from its draws"),
+    "others of the batch": ({"weak": lambda x, d: 255 - x.flip(0)}, "weak: .* other images of its batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_line(what: str) -> None:
+    changed, told = BAD[what]
+    given = {"images": X[:400], "labels": Y[:400], "test_images": TEST[0], "test_labels": TEST[1]}
+    given |= {"server": SERVER, "users": USERS} | FIXED | changed
+    with pytest.raises(ConfigError, match=told) as caught:
+        ssfl.Data(**given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (iter([]), "has no length"),
+        ([], "holds no images"),
+        ([{"pixels": X[0]}], "no 'image' or 'img', only 'pixels'"),
+        ([X[0]], "must be a pair"),
+        ([(X[0], 0), (X[0][:4], 1)], r"train\[1\] is 8x4 where train\[0\] is 8x8"),
+        ([(np.zeros(5), 0)], r"train\[0\] has shape \[5\]"),
+        ([(Image.new("I;16", (8, 8)), 0)], "mode I;16"),
+    ],
+)
+def test_bad_data_sets_are_one_clear_line(train: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ssfl.Data.of(train, train)
+
+
+def test_owners_need_data_that_name_them(short: Quick) -> None:
+    with pytest.raises(ConfigError, match=r"split\.scheme = 'given' needs data"):
+        assemble.make(short("split.scheme=given"))
+    with pytest.raises(ConfigError, match=r"participants = 5 is more than split\.users = 3"):
+        assemble.make(short("federation.participants=5"), data())
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/own"))
+    import data as example
+
+    result = example.main(tmp_path / "run", rounds=2)
+    assert json.loads((tmp_path / "run/split.json").read_text())["sizes"] == [100] * 13
+    assert result.accuracy > 0.2
