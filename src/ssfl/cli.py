@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import sys
 import warnings
 from importlib import metadata
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl import verbs
+from ssfl import signals, verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
@@ -312,18 +313,22 @@ def _tell_warnings() -> None:
 
 def main() -> None:
     """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
-    the input, 3 training diverged, 130 stopped by Ctrl-C."""
+    the input, 3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
     # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _tell_warnings()
     try:
-        code = app(prog_name="ssfl", standalone_mode=False)
+        with signals.terminable():
+            code = app(prog_name="ssfl", standalone_mode=False)
     except verbs.UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
             print(error)
         else:
             print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)
             sys.exit(SsflError.exit_code)
+    except signals.Terminated:
+        print("ssfl: stopped", file=sys.stderr)
+        sys.exit(signals.exit_code(signal.SIGTERM))
     except SsflError as error:
         who = f"ssfl (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else "ssfl"
         print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)

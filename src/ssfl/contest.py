@@ -238,7 +238,7 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     try:
         result = progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
     except train.Interrupted as stopped:
-        raise train.SweepInterrupted(stopped.round) from None
+        raise train.SweepInterrupted(stopped.round, stopped.by) from None
     except DivergedError as error:
         tell(f"{one.path.name}: {error}")
         return None
@@ -249,7 +249,7 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
             f"{one.path} is being played by another process; when it is done, the same command goes on"
         ) from error
     if result.stopped is not None:
-        raise train.SweepInterrupted(result.stopped)
+        raise train.SweepInterrupted(result.stopped, result.stopped_by)
     return one.path
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ssfl.config import from_dict, to_toml
-from ssfl.errors import ConfigError, DivergedError, RunError
+from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 from ssfl.settings import Config
 
 Event = dict[str, Any]
@@ -143,12 +143,15 @@ def is_busy(path: Path) -> bool:
 
 @contextmanager
 def told_failures(path: Path) -> Iterator[None]:
-    """Keep the error that ends a training, for those who look at the folder afterwards; Ctrl-C is none."""
+    """Keep the error that ends a training, for those who look at the folder afterwards.
+
+    Ctrl-C and SIGTERM are no errors.
+    """
     (path / FAILURE).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
-        if getattr(error, "exit_code", 0) != 130:
+        if not isinstance(error, Stopped):
             line = " ".join(str(error).split()) or type(error).__name__
             with suppress(RunError):  # a full disk may be the very failure
                 write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))

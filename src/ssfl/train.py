@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -16,12 +17,13 @@ from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
 from ssfl.engines import dist
-from ssfl.errors import ConfigError, RunError, SsflError
+from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.federation import State
 from ssfl.runs import Event
 from ssfl.settings import Config, Data
+from ssfl.signals import interruptible
 from ssfl.simulation import Simulation
-from ssfl.surroundings import enough_memory, interruptible, reproducible
+from ssfl.surroundings import enough_memory, reproducible
 
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
@@ -41,6 +43,8 @@ class Result:
     """The run folder."""
     stopped: int | None = None
     """The last round, where Ctrl-C came in it: the run is finished, but whoever plays several stops here."""
+    stopped_by: int = signal.SIGINT
+    """The signal that came in the last round: Ctrl-C or SIGTERM."""
 
     @property
     def told(self) -> str:
@@ -51,23 +55,19 @@ class Result:
         return f"validation accuracy {100 * found[-1]:.2f} %" if found else "finished"
 
 
-class Interrupted(SsflError):
-    """The run was stopped by Ctrl-C and saved."""
+class Interrupted(Stopped):
+    """The run was stopped by Ctrl-C or SIGTERM and saved."""
 
-    exit_code = 130
-
-    def __init__(self, path: Path, round: int, again: str) -> None:
-        super().__init__(f"stopped after round {round}; go on with `{again}`")
+    def __init__(self, path: Path, round: int, again: str, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round}; go on with `{again}`", by)
         self.path, self.round = path, round
 
 
-class SweepInterrupted(SsflError):
-    """One of many runs was stopped by Ctrl-C and saved."""
+class SweepInterrupted(Stopped):
+    """One of many runs was stopped by Ctrl-C or SIGTERM and saved."""
 
-    exit_code = 130
-
-    def __init__(self, round: int) -> None:
-        super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
+    def __init__(self, round: int, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round} and saved; the same command goes on from here", by)
 
 
 def run(config: Config | str | Path, out: str | Path | None = None, report: Report | None = None) -> Result:
@@ -164,7 +164,8 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
     history = list(runs.read_events(path)) if leads else []
-    stop = False
+    stop = 0  # the signal that asked for it
+    crowded = sim.crowd is not None and sim.crowd.size > 1
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
 
@@ -184,7 +185,7 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
         elif report is not None:
             report(plan)
     try:
-        with interruptible(report is not None) as interrupted:
+        with interruptible(report is not None, crowded) as interrupted:
             while state.round < sim.rounds:
                 began = time.perf_counter()
                 state, events = sim.play(state)
@@ -200,22 +201,23 @@ def _rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | Non
                     for key in totals:
                         totals[key] += event.get(key, 0)
                     tell(event)
-                stop = interrupted.is_set() if sim.crowd is None else sim.crowd.agree(interrupted.is_set())
+                stop = interrupted.by if sim.crowd is None else sim.crowd.agree(interrupted.by)
                 late = time.monotonic() - saved >= SAVED
                 if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
                     began = time.perf_counter()
                     checkpoints.write(path, Checkpoint(state, totals, now))
                     saving, saved = time.perf_counter() - began, time.monotonic()
                 if stop and not last:
-                    raise Interrupted(path, state.round, again)
-            stop = stop or interrupted.is_set()  # it may have come while the last round was saved
+                    raise Interrupted(path, state.round, again, stop)
+            stop = stop or interrupted.by  # it may have come while the last round was saved
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(sim.evaluate(state))  # the last events were lost
         if private and history[-1]["event"] != "privacy":
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
-        return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
+        result = _finish(sim, path, state, totals, history)
+        return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
         raise RunError(f"{error}; then go on with `{again}`") from error
 

@@ -112,7 +112,7 @@ def running(
             yield grid
     finally:
         http_grid.pull_objects = pull_objects  # type: ignore[attr-defined]
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -153,7 +153,7 @@ def _start(
         "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling),
     }  # fmt: skip
     with (folder / "link.log").open("ab") as log:
-        # a session of its own: Ctrl-C is for the centre, which then ends it
+        # a session of its own: Ctrl-C and SIGTERM are for the centre, which ends its round and then this
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=[telling],
@@ -231,6 +231,8 @@ def main() -> None:
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.superlink.main import create_app
 
+    # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # by which the monitor ends this process; a shell has what it starts in the background ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start_parent_process_monitor(int(os.environ["SSFL_LINK_PARENT"]))
