@@ -110,7 +110,7 @@ class Stage:
         """Wait as long as there is progress until a process says something."""
 
         def said() -> bool:
-            over = next((one for one in self.started if self.names[one.pid] == name), None)
+            over = next((one for one in reversed(self.started) if self.names[one.pid] == name), None)
             ended = over is not None and over.poll() is not None
             found = words in self.said(name)
             assert found or not ended, f"{name} ended and never said {words!r} but {self.said(name)!r}"

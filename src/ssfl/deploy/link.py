@@ -46,8 +46,10 @@ from flwr.superlink.grid import HttpGrid, http_grid
 from ssfl.deploy import guard
 from ssfl.errors import SsflError
 
-STARTING = 60.0
-"""Seconds until a SuperLink must answer."""
+STARTING = 300.0
+"""Seconds until a SuperLink must answer; on a busy machine the import alone takes a minute."""
+RETRYING = 60.0
+"""Seconds in which a request to it is tried again."""
 BUNDLE = b"""
 [project]
 name = "ssfl"
@@ -185,7 +187,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 def _grid(address: str, secret: str, more: dict[str, Any]) -> Iterator[HttpGrid]:
     """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
     retry = make_simple_http_retry_invoker()
-    retry.max_time = STARTING
+    retry.max_time = RETRYING
 
     def client(*interceptors: Any) -> RuntimeHttpClient:
         every = [
