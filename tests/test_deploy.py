@@ -168,6 +168,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
         lambda reply: reply_with(reply, row_of(reply) * 0 + np.float32(3e38)),
         "beyond 1e+15",
     ),
+    "loss in the mean": (lambda reply: reply_with(reply, row_of(reply), loss=1e5), "that no training gives"),
     "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "that no training gives"),
     "sure of too much": (
         lambda reply: reply_with(reply, row_of(reply), masked=7.0),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ssfl import assemble, progress, runs, same, train
+from ssfl import assemble, plain_files, progress, runs, same, train
 from ssfl import config as configs
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.methods import METHODS
@@ -210,7 +210,9 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
         raise ConfigError(f"{out} is the folder of a run: choose another --out")
     if file.is_file():
         try:
-            before = {"model.name": network} | dict(json.loads(file.read_text("utf-8"))["settings"])
+            before = {"model.name": network} | dict(
+                plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))["settings"]
+            )
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} cannot be read: choose another --out") from None
         changed = [key for key in sorted(told | before) if told.get(key) != before.get(key)]
@@ -260,7 +262,7 @@ def _validation(path: Path | None) -> float:
 
 def _images(path: Path) -> dict[str, int]:
     """How many a run was judged by."""
-    found = json.loads((path / "split.json").read_text())
+    found = plain_files.parse_json(plain_files.read(path / "split.json"))
     return {"validation_images": found["validation"], "test_images": found["test"]}
 
 

@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ssfl import plain_files
 from ssfl.config import from_dict, to_toml
 from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 from ssfl.settings import Config
@@ -68,7 +68,8 @@ def create(path: Path, config: Config, parts: dict[str, Any]) -> None:
     """Start a run folder; one that is there already is never touched."""
     require_free(path)
     try:
-        (path / "checkpoints").mkdir(parents=True)
+        path.mkdir(mode=0o700, parents=True)  # for its owner's eyes: pictures of a report may be in it
+        (path / "checkpoints").mkdir()
     except OSError as error:
         raise RunError(
             f"cannot make the run folder {path}: {error.strerror}; choose another --out"
@@ -183,11 +184,12 @@ def read_config(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
-        return from_dict(tomllib.loads((path / "config.toml").read_text("utf-8")), resolved=True)
+        content = plain_files.read(path / "config.toml", plain_files.CONFIG)
+        return from_dict(plain_files.parse_toml(content), resolved=True)
     except (OSError, ValueError, ConfigError) as error:
         raise RunError(
-            f"{path / 'config.toml'} cannot be used ({error}): put it back as it was, take the version of "
-            "ssfl that wrote it, or start a new run"
+            f"{path / 'config.toml'} cannot be used ({str(error)[:500]}): put it back as it was, take the "
+            "version of ssfl that wrote it, or start a new run"
         ) from error
 
 
@@ -203,12 +205,14 @@ def append_event(path: Path, event: Event) -> None:
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run, in order; a line torn or damaged by a crash ends them."""
     try:
-        lines = (path / "events.jsonl").read_bytes().split(b"\n")
-    except OSError:
+        lines = plain_files.read(path / "events.jsonl").split(b"\n")
+    except FileNotFoundError:
         raise RunError(f"{path} is not a run folder: it has no events.jsonl") from None
+    except OSError as error:
+        raise RunError(f"{path / 'events.jsonl'} cannot be read: {error.strerror}") from None
     for line in lines[:-1]:
         try:
-            event = json.loads(line)
+            event = plain_files.parse_json(line)
         except ValueError:
             return
         if not isinstance(event, dict) or not isinstance(event.get("round"), int) or "event" not in event:
@@ -239,11 +243,12 @@ def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, An
 def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and the card of a model file."""
     try:
+        plain_files.require_plain(path)
         with safe_open(path, "pt") as opened:
-            card = json.loads((opened.metadata() or {})["card"])
+            card = plain_files.parse_json((opened.metadata() or {})["card"])
             return {name: opened.get_tensor(name) for name in opened.keys()}, card  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RunError(f"{path} is not a readable model: {error}") from error
+        raise RunError(f"{path} is not a readable model: {str(error)[:500]}") from error
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -270,7 +275,7 @@ def broke_down(path: Path) -> str | None:
 def _object(file: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where there is none, or it is broken."""
     try:
-        found = json.loads(file.read_text())
+        found = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,6 +1,5 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
-import json
 import math
 import signal
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, checkpoints, privacy, provenance, runs, same, track
+from ssfl import assemble, checkpoints, plain_files, privacy, provenance, runs, same, track
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
@@ -295,7 +294,7 @@ def device_name(device: torch.device) -> str:
 def check_unchanged(sim: Simulation, path: Path) -> None:
     """A resumed run needs the same images."""
     try:
-        before = json.loads((path / "split.json").read_text())["fingerprint"]
+        before = plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
     if before != inventory.fingerprint(sim.dataset):

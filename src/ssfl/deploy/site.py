@@ -118,9 +118,11 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
         told = json.loads(card)
         network = models.build(told["model"], len(told["classes"]), tuple(told["shape"]), told["norm"])
         layout = layout_of(network)
-        network.load_state_dict(layout.unflatten(wire.unpack(content, layout.length)))
+        tensors = layout.unflatten(wire.unpack(content, layout.length))
+        predict.check_card(told, tensors)
+        network.load_state_dict(tensors)
         model = predict.Classifier(network, told)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
     return predict.write(model, predict.free_files(target)[:2])
 

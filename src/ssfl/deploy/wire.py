@@ -22,6 +22,8 @@ from ssfl.work import TOLD, Trained
 
 OBJECTIVES = ("consistency", "self-training")
 AVERAGES = ("fedavg", "grouping", "weighted")
+LOSS = 1e3
+"""The largest loss that a site may tell: one number that no training gives would be all that a mean shows."""
 LARGEST = 1e15
 """No number of a model or of its loss is larger: a million of them squared are still float32 numbers."""
 MOST_CLASSES = 100_000
@@ -178,7 +180,7 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
         raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
     if not np.isfinite(list(told.values())).all():
         raise DataError("numbers that are not finite")
-    if abs(told["loss"]) > LARGEST or not all(-0.01 < told[name] < 1.01 for name in TOLD if name != "loss"):
+    if abs(told["loss"]) > LOSS or not all(-0.01 < told[name] < 1.01 for name in TOLD if name != "loss"):
         raise DataError(f"numbers that no training gives ({told})"[:120])
     return row, told
 
