@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from ssfl import cli
 from ssfl.config import Config, load_config
 from stage import NAMES, Stage
+from waiting import ended
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -134,7 +134,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
                 process.terminate()
         for process in made.started:
             try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
+                ended(process, quiet=15)
+            except AssertionError:
                 process.kill()
                 process.wait()

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ssfl.data import sources, split
 from ssfl.federation import State
 from ssfl.settings import Config
 from ssfl.surroundings import reproducible
+from waiting import wait_until
 
 NAMES = ("aachen", "bonn", "calais")
 SHORT = ["federation.rounds=3", "federation.period=3", "train.batch_size=16", "train.warmup=0",
@@ -77,6 +77,8 @@ class Stage:
 
     folder: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    """What each process was called, by its number."""
 
     def start(self, name: str, *command: object, **environment: str) -> subprocess.Popen[bytes]:
         source = Path(ssfl.__file__).parents[1]
@@ -87,6 +89,7 @@ class Stage:
                 stderr=log,
             )  # fmt: skip
         self.started.append(process)
+        self.names[process.pid] = name
         return process
 
     def ssfl(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
@@ -103,11 +106,31 @@ class Stage:
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def until(self, name: str, words: str, seconds: float = 200) -> None:
-        end = time.monotonic() + seconds
-        while words not in self.said(name):
-            assert time.monotonic() < end, f"{name} never said {words!r} but {self.said(name)!r}"
-            time.sleep(0.1)
+    def until(self, name: str, words: str, quiet: float = 120) -> None:
+        """Wait as long as there is progress until a process says something."""
+
+        def said() -> bool:
+            over = next((one for one in reversed(self.started) if self.names[one.pid] == name), None)
+            ended = over is not None and over.poll() is not None
+            found = words in self.said(name)
+            assert found or not ended, f"{name} ended and never said {words!r} but {self.said(name)!r}"
+            return found
+
+        wait_until(said, lambda: f"{name} never said {words!r} but {self.said(name)!r}", quiet, self.logs)
+
+    def ended(self, process: "subprocess.Popen[bytes]", quiet: float = 120) -> int:
+        """The exit code of a process, which may take as long as there is progress."""
+        name = self.names[process.pid]
+        wait_until(
+            lambda: process.poll() is not None, lambda: f"{name} goes on: {self.said(name)}", quiet, self.logs
+        )
+        assert process.returncode is not None
+        return int(process.returncode)
+
+    @property
+    def logs(self) -> list[Path]:
+        """What grows while there is progress."""
+        return [*self.folder.glob("*.log"), *self.folder.glob("*/events.jsonl")]
 
 
 def checkpoint(run: Path) -> State:

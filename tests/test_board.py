@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from ssfl import runs
 from ssfl.board import describe, folder, follow
 from ssfl.config import load_config
 from ssfl.errors import SsflError
+from waiting import ended, wait_until
 
 EVIL = "<img src=x onerror=alert(1)>"
 Get = Callable[..., tuple[int, dict[str, str], bytes]]
@@ -46,7 +46,7 @@ def served(root: Path) -> Iterator[int]:
             yield int(line.split("http://127.0.0.1:")[1].split()[0])
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert ended(process) == 0
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def get(root: Path) -> Iterator[Get]:
     with served(root) as port:
 
         def call(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
             try:
                 given = {name.replace("_", "-"): value for name, value in headers.items()}
                 connection.request(method, path, headers=given)
@@ -318,12 +318,7 @@ def test_a_board_that_cannot_be_says_why(ssfl: Call) -> None:
 
 def wait_for(what: Callable[[], Any]) -> Any:
     """What `what` gives once it gives something."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it did not come")
+    return wait_until(what, "it did not come", every=0.1)
 
 
 @pytest.fixture
@@ -435,7 +430,7 @@ def test_a_run_that_goes_on_grows_before_ones_eyes(page: Any, root: Path) -> Non
             assert texts(page, "#about .tile dd")[0] == "running"
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            ended(process)
     wait_for(lambda: texts(page, "#about .tile dd")[0] == "stopped")
     shutil.rmtree(out)
     wait_for(lambda: "live is not there any more." in texts(page, "#about p"))

@@ -168,6 +168,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
         lambda reply: reply_with(reply, row_of(reply) * 0 + np.float32(3e38)),
         "beyond 1e+15",
     ),
+    "loss in the mean": (lambda reply: reply_with(reply, row_of(reply), loss=1e5), "that no training gives"),
     "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "that no training gives"),
     "sure of too much": (
         lambda reply: reply_with(reply, row_of(reply), masked=7.0),
@@ -410,9 +411,9 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
     joins = {
         name: stage.join(name, port, folders, ring, "--keep", f"{name}-model") for name in reversed(NAMES)
     }
-    assert serve.wait(120) == 0, stage.said("serve")
+    assert stage.ended(serve) == 0, stage.said("serve")
     for name, process in joins.items():
-        assert process.wait(30) == 0, stage.said(name)
+        assert stage.ended(process) == 0, stage.said(name)
         assert "all 3 rounds are played" in stage.said(name)
     state = checkpoint(out)
     assert same(state, simulated(config_of(folders, METHODS["grouping"]), folders))

@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ssfl.deploy import connection, keys
 from ssfl.errors import DataError, SsflError
 from ssfl.report import gather
 from stage import NAMES, Stage, checkpoint, config_of, free_port, same, sets, simulated
+from waiting import wait_until
 
 FAULTS = {
     "quirk-a": ("nan", "large", "twice"),
@@ -46,14 +46,15 @@ def refusals(run: Path) -> list[dict[str, Any]]:
 
 def closed(port: int) -> bool:
     """Whether nothing listens on a port (any more)."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
+
+    def refused() -> bool:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:
             return True
-        time.sleep(0.2)
-    return False
+        return False
+
+    return wait_until(refused, f"something still listens on {port}", every=0.2)
 
 
 @pytest.mark.slow
@@ -70,13 +71,16 @@ os._exit(1)
 """
     command = [sys.executable, "-c", script, str(tmp_path), str(free_port())]
     pid = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    end, state = time.monotonic() + 60, "S"
-    while state and state[0] != "Z" and time.monotonic() < end:
-        time.sleep(0.5)
+
+    def over() -> bool:
         state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
-    if state and state[0] != "Z":
-        os.kill(int(pid), signal.SIGKILL)
-        pytest.fail("it goes on, and keeps the port")
+        return not state or state[0] == "Z"
+
+    try:
+        wait_until(over, "it goes on, and keeps the port", every=0.5)
+    finally:
+        if not over():
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_whatever_a_site_does_wrong_is_refused_and_the_others_go_on(folders: Pat
     for name, faults in FAULTS.items():
         place = [f"127.0.0.1:{port}", ring / f"{name}.site", folders / "bonn", ",".join(faults)]
         stage.start(name, sys.executable, script, *place)
-    assert serve.wait(300) == 0, stage.said("serve")
+    assert stage.ended(serve) == 0, stage.said("serve")
     told = refusals(stage.folder / "run")
     for name, faults in FAULTS.items():
         own = [event["reason"] for event in told if event["site"] == name]
@@ -137,12 +141,12 @@ def test_strangers_are_kept_out_and_the_federation_does_not_notice(
         huge = anybody.post(f"https://127.0.0.1:{port}/v1/fleet/activate-node", content=b"x" * 10**6)
         assert huge.status_code == 400
     for process in strangers.values():
-        assert process.wait(90) == 2
+        assert stage.ended(process) == 2
     assert "shows another certificate" in stage.said("other")
     assert "does not know this site's key, or" in stage.said("forged")
     for name in NAMES:
         stage.join(name, port, folders, ring)
-    assert serve.wait(200) == 0, stage.said("serve")
+    assert stage.ended(serve) == 0, stage.said("serve")
     told = refusals(stage.folder / "run")
     assert {event["site"] for event in told} == {None}
     assert {event["from"] for event in told} == {"127.0.0.1"}
@@ -217,7 +221,7 @@ def test_a_killed_centre_goes_on_to_the_same_bytes(folders: Path, ring: Path, st
     header["conditions"] = json.dumps(json.loads(header["conditions"]) | {"torch": "2.0"})
     save_file(tensors, last, header)
     second = stage.ssfl("second", "serve", "--resume", out, "--keys", ring, "--port", port)
-    assert second.wait(200) == 0, stage.said("second")
+    assert stage.ended(second) == 0, stage.said("second")
     assert "warning: torch 2.0 is now" in stage.said("second")
     assert same(checkpoint(out), simulated(config_of(folders, long), folders))
 
@@ -234,7 +238,7 @@ def test_a_killed_site_is_left_out_of_the_round_and_may_come_back(
     joins["bonn"].wait()
     stage.until("serve", "2 of 3 sites")
     stage.join("bonn", port, folders, ring)
-    assert serve.wait(300) == 0, stage.said("serve")
+    assert stage.ended(serve) == 0, stage.said("serve")
     came = [len(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
     assert len(came) == 60
     assert 2 in came
@@ -253,20 +257,20 @@ def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
         stage.join(name, port, folders, ring)
     stage.until("serve", "round 2/8  accuracy")
     serve.send_signal(signal.SIGINT)
-    assert serve.wait(60) == 130, stage.said("serve")
+    assert stage.ended(serve) == 130, stage.said("serve")
     fewer = Path(shutil.copytree(ring, stage.folder / "fewer"))
     for name in NAMES:
         (fewer / f"{name}.pub").rename(fewer / f"other-{name}.pub")
     again = ["serve", "--resume", out, "--port", port, "--keys", fewer]
     other = stage.ssfl("other", *again)
-    assert other.wait(60) == 2
+    assert stage.ended(other) == 2
     assert "was begun with other sites (aachen, bonn, calais)" in stage.said("other")
     for name in ("aachen", "calais"):
         (fewer / f"other-{name}.pub").rename(fewer / f"{name}.pub")
     (fewer / "other-bonn.pub").unlink()
     before = checkpoint(out).round
     second = stage.ssfl("second", *again)
-    assert second.wait(200) == 0, stage.said("second")
+    assert stage.ended(second) == 0, stage.said("second")
     assert "without a key, and kept out: bonn" in stage.said("second")
     rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
     assert [event["returned"] for event in rounds[before:]] == [[0, 2]] * (8 - before)
@@ -285,7 +289,7 @@ def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
         stage.join(name, port, folders, ring)
     stage.until("serve", "round 2/8  accuracy")
     serve.send_signal(signal.SIGINT)
-    assert serve.wait(60) == 130, stage.said("serve")
+    assert stage.ended(serve) == 130, stage.said("serve")
     before = checkpoint(out).round
     (keys / "aachen.later").rename(keys / "aachen.pub")
     second = stage.ssfl("second", "serve", "--resume", out, "--port", port, "--keys", keys)
@@ -293,10 +297,10 @@ def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
     stage.join("aachen", port, folders, ring)
     stage.until("second", f"round {before + 1}/8  accuracy")
     second.send_signal(signal.SIGINT)
-    assert second.wait(60) == 130, stage.said("second")
+    assert stage.ended(second) == 130, stage.said("second")
     assert json.loads((out / "split.json").read_text())["sites"] == ["bonn", "calais", "aachen"]
     third = stage.ssfl("third", "serve", "--resume", out, "--port", port, "--keys", keys)
-    assert third.wait(200) == 0, stage.said("third")
+    assert stage.ended(third) == 0, stage.said("third")
     assert "new since" not in stage.said("third")
     rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
     assert [event["returned"] for event in rounds] == [[0, 1]] * before + [[0, 1, 2]] * (8 - before)
@@ -313,7 +317,7 @@ def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Pa
     for name in ("aachen", "calais"):
         joins[name].send_signal(signal.SIGKILL)
         joins[name].wait()
-    assert serve.wait(120) == 2, stage.said("serve")
+    assert stage.ended(serve) == 2, stage.said("serve")
     there = r"[12] of 3 sites are there, [12] missing \((aachen|calais|aachen, calais)\)"  # one lapses first
     assert re.search(f"waiting: {there}", stage.said("serve"))
     assert re.search(f"{there}, after 5 s", stage.said("serve"))
@@ -325,6 +329,6 @@ def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Pa
     )
     stage.until("again", f"round {before + 2}/40")
     again.send_signal(signal.SIGINT)
-    assert again.wait(60) == 130, stage.said("again")
+    assert stage.ended(again) == 130, stage.said("again")
     assert checkpoint(out).round >= before + 2
     assert closed(port)

@@ -35,7 +35,7 @@ def test_flowers_own_commands_end_with_the_same_bytes(folders: Path, stage: Stag
     asked = f'data="{folders / "labelled"}" out="{out}" sites=3 deadline=300.0 set="{settings}"'
     run = stage.start("run", programs / "flwr", "run", stage.folder / "app", "here", "--stream",
                       "--run-config", asked, **around)  # fmt: skip
-    assert run.wait(500) == 0, stage.said("run")
+    assert stage.ended(run) == 0, stage.said("run")
     assert "round 2/2  3 of 3 sites" in stage.said("run")
     assert same(checkpoint(out), simulated(config_of(folders, ["federation.rounds=2"]), folders))
     assert len(predict(out, [folders / "bonn"])) == len(files(folders, "bonn"))

@@ -64,9 +64,9 @@ def test_no_image_label_or_path_ever_travels(folders: Path, stage: Stage) -> Non
                        f"site-{number}", "--device", "cpu", "--threads", 1, "--keep", f"kept-{number}")
             for number, name in enumerate(NAMES)
         ]  # fmt: skip
-        assert serve.wait(200) == 0, stage.said("serve")
+        assert stage.ended(serve) == 0, stage.said("serve")
         for process in joins:
-            assert process.wait(60) == 0
+            assert stage.ended(process) == 0
     up, down = (b"\n".join(heard[way]) for way in ("up", "down"))
     # the record is of what travelled: the first model went down, and the last one came as it was averaged
     config = config_of(folders, [])

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from ssfl import runs
 from ssfl.config import load_config
 from ssfl.errors import ConfigError
+from waiting import finished, wait_until
 
 SETTINGS = [
     "run.device=cpu", "train.precision=float64", "federation.rounds=5", "federation.period=2",
@@ -76,11 +76,9 @@ def test_a_lost_rank_stops_the_run_with_a_good_checkpoint_and_another_number_goe
     process = subprocess.Popen(
         torchrun(3, "run", *shared, "--quiet", "--out", str(broken)), stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 120
-    while not list(broken.glob("checkpoints/*")) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: list(broken.glob("checkpoints/*")), "no checkpoint was written")
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
-    _, told = process.communicate(timeout=120)
+    _, told = finished(process)
     assert process.returncode != 0
     assert "another rank was lost; then go on with `ssfl resume" in told
     assert runs.read_summary(broken) is None

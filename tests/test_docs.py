@@ -19,6 +19,7 @@ from ssfl import config as configs
 from ssfl.methods import METHODS
 from ssfl.settings import SECTIONS
 from stage import Stage
+from waiting import ended
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -162,7 +163,7 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         if target is not None:
             Path(target).write_text(out, "utf-8")
     for command, process in zip(waiting, stage.started, strict=True):
-        assert process.wait(300) == 0, f"{command}: {stage.said(str(command.line))}"
+        assert stage.ended(process) == 0, f"{command}: {stage.said(str(command.line))}"
 
 
 def opened(words: list[str]) -> None:
@@ -179,7 +180,7 @@ def opened(words: list[str]) -> None:
         if "http://127.0.0.1:" in line:
             break
     process.terminate()
-    process.wait(60)
+    ended(process)
     process.stdout.close()
     assert "http://127.0.0.1:" in said, said
 

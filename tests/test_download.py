@@ -119,6 +119,21 @@ def test_download_with_a_wrong_checksum(
     failed_download(tmp_path, remote, "md5", "removed", "try again")
 
 
+def test_what_has_no_https_is_checked_by_sha256(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with the right MD5 and another SHA-256 is what somebody on the way could make."""
+    remote = move(monkeypatch, f"{address}/good", sha256="0" * 64)
+    refusal(lambda: load("svhn", root=tmp_path, download=True), remote.url, f"sha256 {'0' * 64}", "removed")
+    assert list((tmp_path / "svhn").iterdir()) == []
+
+
+def test_every_official_address_has_https_or_a_sha256() -> None:
+    for official in OFFICIAL.values():
+        for remote in official.remotes:
+            assert remote.url.startswith("https://") or len(remote.sha256) == 64
+
+
 @pytest.mark.parametrize("behaviour", ["short", "stall", "good/absent", "nowhere"])
 def test_download_that_fails(
     tmp_path: Path, address: str, behaviour: str, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ssfl.paper import results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row
 from ssfl.simulation import Simulation
+from waiting import wait_until
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
 
@@ -305,9 +305,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> Non
     subprocess.run([*words, "--out", str(whole)], check=True, capture_output=True)
     process = subprocess.Popen([*words, "--out", str(broken)], stdout=subprocess.PIPE)
     second = "*-grouping-*/checkpoints/*"
-    until = time.monotonic() + 120
-    while not list(broken.glob(second)) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: list(broken.glob(second)), "no checkpoint was written")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not list(broken.glob("*-grouping-*/result.json"))

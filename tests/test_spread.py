@@ -18,6 +18,7 @@ from ssfl import assemble, runs
 from ssfl.engines.spread import Spread
 from ssfl.errors import RunError
 from ssfl.settings import Config
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 Make = Callable[..., Config]
@@ -58,7 +59,7 @@ def test_a_run_inside_a_daemonic_process_is_not_spread(quick: Make, tmp_path: Pa
     context = multiprocessing.get_context("spawn")
     worker = context.Process(target=ssfl.run, args=(config, tmp_path / "run"), daemon=True)
     worker.start()
-    worker.join(120)
+    wait_until(lambda: worker.exitcode is not None, "the run goes on")
     assert worker.exitcode == 0
     assert (tmp_path / "run" / "summary.json").is_file()
 
@@ -98,17 +99,13 @@ def test_nobody_is_left_behind_when_the_run_is_killed(tmp_path: Path) -> None:
          "--set", "run.checkpoint_every=1", "--out", str(tmp_path / "run")],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    for _ in range(600):
-        time.sleep(0.1)
-        if list((tmp_path / "run" / "checkpoints").glob("*")):
-            break
+    wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("*")), "no checkpoint was written")
     workers = children(run.pid)
     run.kill()
     run.wait()
     assert len(workers) == 2
-    for _ in range(100):
-        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("processes of a killed run are still there after ten seconds")
+    wait_until(
+        lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers),
+        "processes of a killed run are still there",
+        quiet=10,
+    )

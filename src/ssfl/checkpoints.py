@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ssfl import runs
+from ssfl import plain_files, runs
 from ssfl.errors import RunError
 from ssfl.federation import State
 
@@ -90,6 +90,7 @@ def require_memory(path: Path, state: State, begun: State) -> None:
 
 
 def _read(file: Path, device: torch.device) -> Checkpoint:
+    plain_files.require_plain(file)
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
         names = set(opened.keys())
@@ -108,17 +109,19 @@ def _read(file: Path, device: torch.device) -> Checkpoint:
         )
     if header["sha256"] != _hash(tensors):
         raise ValueError("its checksum does not match")
+    if not all(bool(tensors[name].isfinite().all()) for name in ("streams", "average", "momentum")):
+        raise ValueError("it holds numbers that are not finite")
     streams, average, momentum = (tensors[name].to(device) for name in ("streams", "average", "momentum"))
     memory = {n.removeprefix(MEMORY): t.to(device) for n, t in tensors.items() if n.startswith(MEMORY)}
     state = State(int(header["round"]), streams, average, momentum, memory=memory)
     if "strikes" in tensors:
         state = replace(state, strikes=tensors["strikes"])
-    return Checkpoint(state, json.loads(header["totals"]), json.loads(header["conditions"]))
+    return Checkpoint(state, *(plain_files.parse_json(header[name]) for name in ("totals", "conditions")))
 
 
 def _digest(path: Path) -> str:
     """A checksum of a run's config, without the lines that say how it is carried out."""
-    lines = (path / "config.toml").read_text("utf-8").splitlines()
+    lines = plain_files.read(path / "config.toml", plain_files.CONFIG).decode("utf-8").splitlines()
     kept = [line for line in lines if line.split(" = ")[0] not in (*runs.CONDITIONS, "track")]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl import verbs
+from ssfl import signals, verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
+from ssfl.text import printable
 from ssfl.verbs import With
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ ConfigName = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+LINE = 4000
+"""Letters that a line of an error may have: a crafted file may put anything into one."""
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
 ]
@@ -118,7 +122,7 @@ def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: J
     outside.supply(code or [])
 
     def warn(message: str) -> None:
-        print(f"ssfl: warning: {message}", file=sys.stderr)
+        print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)
 
     if not json_only and not quiet and train.finished(run):
         print(f"{run} is finished: all its rounds are played")
@@ -140,7 +144,8 @@ def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = 
     dataset = load_data(loaded)
     resolved = resolve(loaded, dataset)
     described = describe_split(dataset, *make_parts(resolved, dataset))
-    print(json.dumps(described) if json_only else text.split(resolved, described))
+    told = text.split(resolved, described)
+    print(json.dumps(described) if json_only else "\n".join(map(printable, told.splitlines())))
 
 
 @app.command()
@@ -163,7 +168,7 @@ def predict(
         print(json.dumps(told))
     else:
         for row in told:
-            print(f"{row['file']}\t{row['class']}\t{row['confidence']:.3f}")
+            print(printable(row["file"]), printable(row["class"]), f"{row['confidence']:.3f}", sep="\t")
     if broken:  # after what could be said of the others
         more = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
         raise DataError("; ".join(broken[:20]) + more)
@@ -183,7 +188,7 @@ def export(
 
     outside.supply(code or [])
     for path in exported(run, file):
-        print(path)
+        print(printable(str(path)))
 
 
 @app.command()
@@ -194,10 +199,10 @@ def compare(first: RunFolder, second: RunFolder) -> None:
     from ssfl import compare as comparison
 
     for line in comparison.settings(first, second):
-        print(f"config  {line}")
+        print(f"config  {printable(line)}"[:LINE])
     difference = comparison.first_difference(first, second)
     if difference is not None:
-        print(f"first difference  {difference}")
+        print(f"first difference  {printable(difference)}"[:LINE])
         raise typer.Exit(1)
     print("the same events in every round")
 
@@ -316,7 +321,7 @@ def _tell_warnings() -> None:
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, SsflWarning):
-            print(f"ssfl: warning: {message}", file=sys.stderr)
+            print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)
         else:
             shown(message, category, *where, **more)
 
@@ -325,24 +330,31 @@ def _tell_warnings() -> None:
 
 def main() -> None:
     """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
-    the input, 3 training diverged, 130 stopped by Ctrl-C."""
+    the input, 3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
     # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _tell_warnings()
     try:
-        code = app(prog_name="ssfl", standalone_mode=False)
+        with signals.terminable():
+            code = app(prog_name="ssfl", standalone_mode=False)
     except verbs.UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
             print(error)
         else:
             print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)
             sys.exit(SsflError.exit_code)
+    except signals.Terminated:
+        print("ssfl: stopped", file=sys.stderr)
+        sys.exit(signals.exit_code(signal.SIGTERM))
     except SsflError as error:
         who = f"ssfl (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else "ssfl"
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{who}: {printable(' '.join(str(error).split()))}"[:LINE], file=sys.stderr)
         sys.exit(error.exit_code)
+    except RecursionError:
+        print("ssfl: a file is nested too deeply to be one that ssfl wrote", file=sys.stderr)
+        sys.exit(SsflError.exit_code)
     except OSError as error:
-        print(f"ssfl: {error.strerror}: {str(error.filename)[:200]}", file=sys.stderr)
+        print(f"ssfl: {printable(f'{error.strerror}: {str(error.filename)[:200]}')}", file=sys.stderr)
         sys.exit(SsflError.exit_code)
     else:
         sys.exit(code if isinstance(code, int) else 0)

@@ -40,11 +40,13 @@ def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
     """The first place inside a quantity that differs: a user where it is told by user."""
     x, y = a.get(key), b.get(key)
     if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
-        place = next(i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1])
+        place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)
         if key.startswith("user_"):
-            return f"user {a['returned'][place]}, {key[5:]}: {x[place]} | {y[place]}"
+            users = a.get("returned")
+            user = users[place] if isinstance(users, list) and place < len(users) else place
+            return f"user {user}, {key[5:]}: {x[place]} | {y[place]}"
         return f"{key}[{place}]: {x[place]} | {y[place]}"
     if isinstance(x, dict) and isinstance(y, dict):
-        inner = next(k for k in [*x, *y] if x.get(k) != y.get(k))
+        inner = next((k for k in [*x, *y] if x.get(k) != y.get(k) or (k in x) != (k in y)), "")
         return f"{key}.{inner}: {x.get(inner)} | {y.get(inner)}"
     return f"{key}: {x} | {y}"

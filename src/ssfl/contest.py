@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from ssfl import assemble, methods, progress, runs, same, train
+from ssfl import assemble, methods, plain_files, progress, runs, same, train
 from ssfl import config as configs
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.schedule import head_start
@@ -202,7 +202,9 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
         raise ConfigError(f"{out} is the folder of a run: choose another --out")
     if file.is_file():
         try:
-            before = {"model.name": network} | dict(json.loads(file.read_text("utf-8"))["settings"])
+            before = {"model.name": network} | dict(
+                plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))["settings"]
+            )
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} cannot be read: choose another --out") from None
         changed = [key for key in sorted(told | before) if told.get(key) != before.get(key)]
@@ -230,7 +232,7 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
     try:
         result = progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
     except train.Interrupted as stopped:
-        raise train.SweepInterrupted(stopped.round) from None
+        raise train.SweepInterrupted(stopped.round, stopped.by) from None
     except DivergedError as error:
         tell(f"{one.path.name}: {error}")
         return None
@@ -241,7 +243,7 @@ def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
             f"{one.path} is being played by another process; when it is done, the same command goes on"
         ) from error
     if result.stopped is not None:
-        raise train.SweepInterrupted(result.stopped)
+        raise train.SweepInterrupted(result.stopped, result.stopped_by)
     return one.path
 
 
@@ -252,7 +254,7 @@ def _validation(path: Path | None) -> float:
 
 def _images(path: Path) -> dict[str, int]:
     """How many a run was judged by."""
-    found = json.loads((path / "split.json").read_text())
+    found = plain_files.parse_json(plain_files.read(path / "split.json"))
     return {"validation_images": found["validation"], "test_images": found["test"]}
 
 

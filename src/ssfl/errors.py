@@ -1,6 +1,9 @@
 """What can go wrong through somebody's input: one line that says what to do, and an exit code."""
 
+import signal
 from typing import Any
+
+from ssfl.signals import exit_code
 
 
 class SsflError(Exception):
@@ -34,6 +37,14 @@ class DataError(SsflError):
 
 class RunError(SsflError):
     """A run folder or checkpoint that is missing, broken, or does not belong to this config."""
+
+
+class Stopped(SsflError):
+    """Stopped by Ctrl-C or SIGTERM with everything saved, which is no failure."""
+
+    def __init__(self, message: str, by: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.by, self.exit_code = by, exit_code(by)
 
 
 class SsflWarning(UserWarning):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from ssfl import external, models, outside, rows, runs
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
+from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError
 
+LONGEST = 1000
+"""Letters that the name of a class may have."""
 SLACK = 1e-3
 """How far beyond 0 and 1 floats may be: resizing leaves a little."""
 
@@ -68,6 +72,29 @@ class Classifier(nn.Module):
         return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
 
 
+def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError for a card that no run writes, before anything as large as it says is built."""
+    if not isinstance(card, dict) or not isinstance(card.get("model"), str):
+        raise ValueError("its card names no network")
+    classes, shape = card.get("classes"), card.get("shape")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError("its card lists no classes")
+    if not any(tensor.dim() and len(classes) == len(tensor) for tensor in tensors.values()):
+        raise ValueError(f"its card lists {len(classes):,} classes, which no layer has")
+    if any(len(name) > LONGEST for name in classes):
+        raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
+    sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
+    if len(sides) != 3 or sides[0] not in (1, 3) or not all(1 <= side <= LARGEST for side in sides[1:]):
+        raise ValueError(f"its card says that images are {str(shape)[:100]}")
+    for key in ("mean", "std"):
+        numbers = card.get(key)
+        right = isinstance(numbers, list) and len(numbers) == sides[0]
+        if not right or not all(isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()):
+            raise ValueError(f"its card has no {key} for each channel")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError("it holds numbers that are not finite")
+
+
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
     """The averaged model of a finished run, in eval mode, with `.classes`.
 
@@ -82,8 +109,12 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         raise RunError(f"{path} has no model yet: finish it with `{runs.again(path)}`")
     tensors, card = runs.read_model(file)
     try:
+        check_card(card, tensors)
+    except ValueError as error:
+        raise RunError(f"{file} cannot be used: {error}: export or train it again") from error
+    try:
         return classifier(tensors, card, path, None if isinstance(model, str) else model)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise RunError(
             f"{file} does not fit the network that its card names: export or train it again"
         ) from error

@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -21,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ssfl import first_release, outside
+from ssfl import first_release, outside, plain_files
 from ssfl.config import from_dict, to_toml
-from ssfl.errors import ConfigError, DivergedError, RunError
+from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 from ssfl.settings import Config
 
 Event = dict[str, Any]
@@ -73,7 +72,8 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
     """
     require_free(path)
     try:
-        (path / "checkpoints").mkdir(parents=True)
+        path.mkdir(mode=0o700, parents=True)  # for its owner's eyes: pictures of a report may be in it
+        (path / "checkpoints").mkdir()
     except OSError as error:
         raise RunError(
             f"cannot make the run folder {path}: {error.strerror}; choose another --out"
@@ -179,12 +179,15 @@ def is_busy(path: Path) -> bool:
 
 @contextmanager
 def told_failures(path: Path) -> Iterator[None]:
-    """Keep the error that ends a training, for those who look at the folder afterwards; Ctrl-C is none."""
+    """Keep the error that ends a training, for those who look at the folder afterwards.
+
+    Ctrl-C and SIGTERM are no errors.
+    """
     (path / FAILURE).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
-        if getattr(error, "exit_code", 0) != 130:
+        if not isinstance(error, Stopped):
             line = " ".join(str(error).split()) or type(error).__name__
             with suppress(RunError):  # a full disk may be the very failure
                 write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))
@@ -216,20 +219,25 @@ def read_config(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
-        given = tomllib.loads((path / "config.toml").read_text("utf-8"))
+        given = _given(path)
         return from_dict(
             first_release.translated(given) if first_release.is_old(given) else given, resolved=True
         )
     except (OSError, ValueError, ConfigError) as error:
         raise RunError(
-            f"{path / 'config.toml'} cannot be used ({error}): put it back as it was, take the version of "
-            "ssfl that wrote it, or start a new run"
+            f"{path / 'config.toml'} cannot be used ({str(error)[:500]}): put it back as it was, take the "
+            "version of ssfl that wrote it, or start a new run"
         ) from error
+
+
+def _given(path: Path) -> dict[str, Any]:
+    """What config.toml of a run says."""
+    return plain_files.parse_toml(plain_files.read(path / "config.toml", plain_files.CONFIG))
 
 
 def require_resumable(path: Path) -> None:
     """Refuse a run that the first release began: its method may have followed other rules."""
-    if first_release.is_old(tomllib.loads((path / "config.toml").read_text("utf-8"))):
+    if first_release.is_old(_given(path)):
         raise RunError(f"{path} was begun with ssfl 0.1: finish it with that version, or start a new run")
 
 
@@ -245,12 +253,14 @@ def append_event(path: Path, event: Event) -> None:
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run, in order; a line torn or damaged by a crash ends them."""
     try:
-        lines = (path / "events.jsonl").read_bytes().split(b"\n")
-    except OSError:
+        lines = plain_files.read(path / "events.jsonl").split(b"\n")
+    except FileNotFoundError:
         raise RunError(f"{path} is not a run folder: it has no events.jsonl") from None
+    except OSError as error:
+        raise RunError(f"{path / 'events.jsonl'} cannot be read: {error.strerror}") from None
     for line in lines[:-1]:
         try:
-            event = json.loads(line)
+            event = plain_files.parse_json(line)
         except ValueError:
             return
         if not isinstance(event, dict) or not isinstance(event.get("round"), int) or "event" not in event:
@@ -281,11 +291,12 @@ def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, An
 def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and the card of a model file."""
     try:
+        plain_files.require_plain(path)
         with safe_open(path, "pt") as opened:
-            card = json.loads((opened.metadata() or {})["card"])
+            card = plain_files.parse_json((opened.metadata() or {})["card"])
             return {name: opened.get_tensor(name) for name in opened.keys()}, card  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RunError(f"{path} is not a readable model: {error}") from error
+        raise RunError(f"{path} is not a readable model: {str(error)[:500]}") from error
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -312,7 +323,7 @@ def broke_down(path: Path) -> str | None:
 def _object(file: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where there is none, or it is broken."""
     try:
-        found = json.loads(file.read_text())
+        found = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event as Flag
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from ssfl.external import Factory
 from ssfl.federation import Method, State
 from ssfl.runs import Event
 from ssfl.settings import Config
-from ssfl.surroundings import enough_memory, interruptible, reproducible
+from ssfl.signals import Stop, interruptible
+from ssfl.surroundings import enough_memory, reproducible
 from ssfl.train import Done, Result
 
 Metric = Callable[[predict.Classifier], float]
@@ -56,7 +56,7 @@ class Federation:
                 raise ConfigError(f"metrics: {name!r} is in every evaluation already: choose another name")
         self.result: Result | None = None
         """What the run gave, after the last round."""
-        self._asked = Flag()
+        self._asked = Stop()
         self._open = ExitStack()
         with reproducible(), enough_memory():
             try:
@@ -85,7 +85,7 @@ class Federation:
         self.state: State = start.state
         """What passes to the next round: streams, average, memory."""
         self._left: train.Playing | None = train.playing(
-            self._sim, self.path, start, None, lambda: self._asked.is_set(), self._evaluate
+            self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate
         )
         summary = runs.read_summary(self.path)
         if there and summary is not None and train.finished(self.path):

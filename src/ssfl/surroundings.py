@@ -1,8 +1,6 @@
-"""What surrounds a run: the same bits again, a clear word where memory ends, and Ctrl-C."""
+"""What surrounds a run: the same bits again, and a clear word where memory ends."""
 
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,32 +46,3 @@ def reproducible() -> Iterator[None]:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
         torch.backends.cuda.matmul.allow_tf32 = products
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def interruptible(loud: bool) -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM is noted, so that the round ends and is saved; a second stops at once."""
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # what containers and schedulers send
-        before[signal.SIGTERM] = signal.SIG_DFL
-
-    def restore() -> None:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-    def note(*_: object) -> None:
-        noted.set()
-        if loud:  # a plain write: whatever the signal interrupted may hold the stream
-            os.write(2, b"\nfinishing the round, then saving; Ctrl-C again stops at once\n")
-        restore()
-
-    for kind in before:
-        signal.signal(kind, note)
-    try:
-        yield noted
-    finally:
-        restore()

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ssfl import plain_files
 from ssfl.config import as_dict, to_toml
 from ssfl.errors import ConfigError, SsflWarning
 from ssfl.runs import Event, read_events
@@ -95,7 +96,7 @@ class Memory:
         self.told: dict[str, int] = {}
         self.id: str | None = None
         try:
-            kept = json.loads(file.read_text())
+            kept = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
             if kept["tracker"] == tracker:
                 self.told, self.id = dict(kept["told"]), str(kept["id"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
-import json
 import math
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from ssfl import assemble, checkpoints, outside, privacy, provenance, runs, same, track
+from ssfl import assemble, checkpoints, outside, plain_files, privacy, provenance, runs, same, track
 from ssfl.checkpoints import Checkpoint
 from ssfl.config import load_config
 from ssfl.data import inventory
 from ssfl.data.arrays import Data
 from ssfl.engines import dist
-from ssfl.errors import ConfigError, RunError, SsflError
+from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.external import Factory
 from ssfl.federation import Method, State
 from ssfl.outside import IN_MEMORY
 from ssfl.runs import Event
 from ssfl.settings import Config
 from ssfl.settings import Data as DataSettings
+from ssfl.signals import interruptible
 from ssfl.simulation import Simulation
-from ssfl.surroundings import enough_memory, interruptible, reproducible
+from ssfl.surroundings import enough_memory, reproducible
 
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
@@ -45,6 +46,8 @@ class Result:
     """The run folder."""
     stopped: int | None = None
     """The last round, where Ctrl-C came in it: the run is finished, but whoever plays several stops here."""
+    stopped_by: int = signal.SIGINT
+    """The signal that came in the last round: Ctrl-C or SIGTERM."""
 
     @property
     def told(self) -> str:
@@ -70,23 +73,19 @@ class Done:
 Playing = Generator[Done, None, "Result"]
 
 
-class Interrupted(SsflError):
-    """The run was stopped by Ctrl-C and saved."""
+class Interrupted(Stopped):
+    """The run was stopped by Ctrl-C or SIGTERM and saved."""
 
-    exit_code = 130
-
-    def __init__(self, path: Path, round: int, again: str) -> None:
-        super().__init__(f"stopped after round {round}; go on with `{again}`")
+    def __init__(self, path: Path, round: int, again: str, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round}; go on with `{again}`", by)
         self.path, self.round = path, round
 
 
-class SweepInterrupted(SsflError):
-    """One of many runs was stopped by Ctrl-C and saved."""
+class SweepInterrupted(Stopped):
+    """One of many runs was stopped by Ctrl-C or SIGTERM and saved."""
 
-    exit_code = 130
-
-    def __init__(self, round: int) -> None:
-        super().__init__(f"stopped after round {round} and saved; the same command goes on from here")
+    def __init__(self, round: int, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round} and saved; the same command goes on from here", by)
 
 
 def run(
@@ -256,14 +255,16 @@ def changes(before: dict[str, str], now: dict[str, str]) -> str:
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     """Play what is left of the rounds, into the run folder."""
-    with interruptible(report is not None) as interrupted:
-        left = playing(sim, path, start, report, interrupted.is_set, sim.evaluate)
+    crowded = sim.crowd is not None and sim.crowd.size > 1
+    with interruptible(report is not None, crowded) as interrupted:
+        left = playing(sim, path, start, report, lambda: interrupted.by, sim.evaluate)
         while True:
             try:
                 next(left)
             except StopIteration as end:
                 result: Result = end.value
-                return replace(result, stopped=sim.rounds) if interrupted.is_set() else result
+                by = interrupted.by or (result.stopped_by if result.stopped else 0)
+                return replace(result, stopped=sim.rounds, stopped_by=by) if by else result
 
 
 def playing(
@@ -271,7 +272,7 @@ def playing(
     path: Path,
     start: Checkpoint,
     report: Report | None,
-    interrupted: Callable[[], bool],
+    interrupted: Callable[[], int],
     evaluate: Callable[[State], Event],
 ) -> Playing:
     """What is left of the rounds, one at a time, into the run folder; a failure is kept there too.
@@ -290,7 +291,7 @@ def _playing(
     path: Path,
     start: Checkpoint,
     report: Report | None,
-    interrupted: Callable[[], bool],
+    interrupted: Callable[[], int],
     evaluate: Callable[[State], Event],
     tracked: Report,
 ) -> Playing:
@@ -300,7 +301,7 @@ def _playing(
     saving, saved = 0.0, time.monotonic()  # seconds of checkpoints that no event has told yet
     kept = state.round  # the last round that was saved
     history = list(runs.read_events(path)) if leads else []
-    stop = False
+    stop = 0  # the signal that asked for it
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds})
 
@@ -346,7 +347,7 @@ def _playing(
             if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
                 save()
             if stop and not last:
-                raise Interrupted(path, state.round, line)
+                raise Interrupted(path, state.round, line, stop)
             try:
                 yield Done(state.round, events, state)
             except GeneratorExit:
@@ -359,7 +360,8 @@ def _playing(
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
-        return replace(_finish(sim, path, state, totals, history), stopped=state.round if stop else None)
+        result = _finish(sim, path, state, totals, history)
+        return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
         raise RunError(f"{error}; then go on with `{line}`") from error
 
@@ -438,7 +440,7 @@ def device_name(device: torch.device) -> str:
 def check_unchanged(sim: Simulation, path: Path) -> None:
     """A resumed run needs the same images."""
     try:
-        before = json.loads((path / "split.json").read_text())["fingerprint"]
+        before = plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
     if before != inventory.fingerprint(sim.dataset):

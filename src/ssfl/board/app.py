@@ -17,6 +17,7 @@ from ssfl.board import describe, folder
 from ssfl.board.follow import Followers
 from ssfl.errors import SsflError
 from ssfl.report import page
+from ssfl.signals import Terminated
 
 try:
     import uvicorn
@@ -173,5 +174,5 @@ def serve(root: Path, port: int) -> None:
         raise SsflError(f"cannot listen on port {port} ({error.strerror}): choose another --port") from None
     server = uvicorn.Server(uvicorn.Config(make_app(root.resolve()), log_level="warning", ws="none"))
     print(f"the runs in {root}: http://127.0.0.1:{listener.getsockname()[1]}   (Ctrl-C ends it)", flush=True)
-    with suppress(KeyboardInterrupt), listener:
+    with suppress(KeyboardInterrupt, Terminated), listener:
         server.run(sockets=[listener])

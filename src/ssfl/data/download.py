@@ -23,6 +23,13 @@ class Remote:
     url: str
     md5: str
     size: int  # bytes
+    sha256: str = ""
+    """Where the address has no HTTPS: as TensorFlow Datasets publishes it (url_checksums)."""
+
+    @property
+    def checksum(self) -> str:
+        """The checksum that a download must have, and its kind: SHA-256 where one is published."""
+        return f"sha256 {self.sha256}" if self.sha256 else f"md5 {self.md5}"
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,14 @@ OFFICIAL: dict[str, Official] = {
                 "http://ufldl.stanford.edu/housenumbers/train_32x32.mat",
                 "e26dedcc434d2e4c54c9b2d4a06d8373",
                 182_040_794,
+                "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
             ),
             Remote(
                 "test_32x32.mat",
                 "http://ufldl.stanford.edu/housenumbers/test_32x32.mat",
                 "eb5a983be6a315427106f1b164d9cef3",
                 64_275_384,
+                "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
             ),
         ),
     ),
@@ -88,6 +97,7 @@ OFFICIAL: dict[str, Official] = {
                 "http://ai.stanford.edu/~acoates/stl10/stl10_binary.tar.gz",
                 "91f7769df0f17e558f3565bffb0c7dfb",
                 2_640_397_119,
+                "f31fd99273a1acb8609c8db427cebb1de3f71de77758cdc0e22956e1289b9866",
             ),
         ),
         folder="stl10_binary",
@@ -119,7 +129,7 @@ def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> P
     target = folders[-1] / remote.file
     if not download:
         raise DataError(
-            f"{target}: this file is missing; fetch {remote.url} (md5 {remote.md5}) into "
+            f"{target}: this file is missing; fetch {remote.url} ({remote.checksum}) into "
             f"{target.parent}, or let --set data.download=true fetch it"
         )
     fetch(remote, target)
@@ -128,14 +138,14 @@ def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> P
 
 def fetch(remote: Remote, target: Path) -> None:
     """Download to a temporary file beside the target, renamed only once its checksum is right."""
-    by_hand = f"fetch it by hand (md5 {remote.md5}) and put {target.name} into {target.parent}"
+    by_hand = f"fetch it by hand ({remote.checksum}) and put {target.name} into {target.parent}"
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         digest = _stream(remote, part)
-        if digest != remote.md5:
+        if digest != remote.checksum:
             raise DataError(
-                f"{remote.url}: the download has md5 {digest} instead of {remote.md5} and was "
+                f"{remote.url}: the download has {digest} instead of {remote.checksum} and was "
                 f"removed; try again, or {by_hand}"
             )
         part.replace(target)
@@ -148,13 +158,14 @@ def fetch(remote: Remote, target: Path) -> None:
 
 
 def _stream(remote: Remote, part: Path) -> str:
-    """Write the body of the answer to `part`, with a progress bar on stderr; return its md5."""
+    """Write the body of the answer to `part`, with a progress bar on stderr; return its checksum."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     request = urllib.request.Request(remote.url, headers={"User-Agent": "ssfl"})
-    digest = hashlib.md5(usedforsecurity=False)
+    kind = "sha256" if remote.sha256 else "md5"
+    digest = hashlib.new(kind, usedforsecurity=bool(remote.sha256))
     received = 0
     with (
         urllib.request.urlopen(request, timeout=TIMEOUT) as answer,
@@ -171,4 +182,4 @@ def _stream(remote: Remote, part: Path) -> str:
             progress.update(bar, completed=received)
     if total is not None and received < total:
         raise ConnectionError(f"it ended after {received} of {total} bytes")
-    return digest.hexdigest()
+    return f"{kind} {digest.hexdigest()}"

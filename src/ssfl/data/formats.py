@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ssfl.errors import DataError
+from ssfl.plain_files import open_plain
 
 SMALLEST, LARGEST = 4, 1024  # pixels on a side
 _BATCH = 2_000  # images that are handled at once where a copy is needed
@@ -74,7 +75,7 @@ def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
             for name in wanted:
                 for path in (source / name, source / f"{name}.gz"):
                     if path.exists():
-                        with reading(path), path.open("rb") as stream:
+                        with reading(path), open_plain(path) as stream:
                             yield Member(name, str(path), path.stat().st_size, stream)
                         break
         elif source.suffix == ".zip":

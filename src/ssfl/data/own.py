@@ -15,6 +15,7 @@ from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.data.hands import Hands
 from ssfl.errors import DataError
+from ssfl.plain_files import open_plain
 
 UNLABELLED = ("unlabelled", "unlabeled")  # both spellings, of folders and after "x_" in .npz files
 BATCH = 2_000  # images that are converted at once
@@ -31,7 +32,7 @@ def load_npz(path: Path, size: int | None) -> Dataset:
     needed = ("x_train", "y_train", "x_test", "y_test")
     extra = tuple(f"x_{spelling}" for spelling in UNLABELLED)
     with reading(path):
-        stream = path.open("rb")
+        stream = open_plain(path)
     with stream:
         with reading(path):
             content = np.load(stream, allow_pickle=False)

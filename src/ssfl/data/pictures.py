@@ -14,6 +14,7 @@ from torch import Tensor
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import check_side, reading
 from ssfl.errors import DataError
+from ssfl.plain_files import require_plain
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,6 +56,14 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
     return sorted(found)
 
 
+def _opened(path: Path) -> "Image.Image":
+    """An image file; what is no plain file, such as a FIFO, would block for ever."""
+    from PIL import Image
+
+    require_plain(path)
+    return Image.open(path)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without Pillow's warnings, which would stand beside the one line on a damaged file."""
@@ -65,9 +74,7 @@ def _quiet() -> Iterator[None]:
 
 def header(path: Path) -> tuple[int, int, bool]:
     """Width and height of an image file, upright, and whether it has no colours."""
-    from PIL import Image
-
-    with reading(path), _quiet(), Image.open(path) as image:
+    with reading(path), _quiet(), _opened(path) as image:
         width, height = image.size
         turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
         return *((height, width) if turned else (width, height)), image.mode in _GREY_MODES
@@ -75,9 +82,7 @@ def header(path: Path) -> tuple[int, int, bool]:
 
 def survey(path: Path) -> tuple[bool, int]:
     """Whether an image file has no colours, and its largest value where it has more than 8 bits (or 0)."""
-    from PIL import Image
-
-    with reading(path), _quiet(), Image.open(path) as image:
+    with reading(path), _quiet(), _opened(path) as image:
         grey = image.mode in _GREY_MODES
         return grey, int(_deep(image).max()) if image.mode.startswith("I") else 0
 
@@ -100,7 +105,7 @@ def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white
     """
     from PIL import Image, ImageOps
 
-    with reading(path), _quiet(), Image.open(path) as opened:
+    with reading(path), _quiet(), _opened(path) as opened:
         image: Image.Image = ImageOps.exif_transpose(opened)
         if image.mode == "F":
             raise DataError(f"{path}: has floating-point pixels; save it with 8 bits per channel")

@@ -1,13 +1,15 @@
 """`ssfl keys`, `ssfl serve` and `ssfl join`."""
 
 import ipaddress
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ssfl.deploy import require_flower
-from ssfl.errors import ConfigError, SsflError
+from ssfl.errors import ConfigError, Stopped
+from ssfl.signals import Terminated
 from ssfl.verbs import Sets, Verbs, With
 
 app = typer.Typer()
@@ -140,14 +142,9 @@ def join(
     files = site.usable(sources.image_files([data]), tell)
     try:
         site.join(address, site.Site(called, files, device, threads, tell, keep), opened, patience)
-    except KeyboardInterrupt:
-        raise Left("left; the federation goes on without this site") from None
-
-
-class Left(SsflError):
-    """Ctrl-C at a site."""
-
-    exit_code = 130
+    except (KeyboardInterrupt, Terminated) as stop:
+        by = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        raise Stopped("left; the federation goes on without this site", by) from None
 
 
 def tell(line: str) -> None:

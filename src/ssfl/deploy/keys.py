@@ -126,7 +126,7 @@ def read_site(file: Path) -> SiteKey:
         name, authority = str(told["name"]), str(told["authority"]).strip().encode()
         if isinstance(key, ec.EllipticCurvePrivateKey) and NAME.fullmatch(name):
             return SiteKey(name, key, authority)
-    except (ValueError, KeyError, TypeError, AttributeError, UnsupportedAlgorithm):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm):
         pass
     raise SsflError(f"{file} is no site file of `ssfl keys add`: ask the centre's keeper for it again")
 

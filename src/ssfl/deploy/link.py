@@ -46,8 +46,10 @@ from flwr.superlink.grid import HttpGrid, http_grid
 from ssfl.deploy import guard
 from ssfl.errors import SsflError
 
-STARTING = 60.0
-"""Seconds until a SuperLink must answer."""
+STARTING = 300.0
+"""Seconds until a SuperLink must answer; on a busy machine the import alone takes a minute."""
+RETRYING = 60.0
+"""Seconds in which a request to it is tried again."""
 BUNDLE = b"""
 [project]
 name = "ssfl"
@@ -112,7 +114,7 @@ def running(
             yield grid
     finally:
         http_grid.pull_objects = pull_objects  # type: ignore[attr-defined]
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -153,7 +155,7 @@ def _start(
         "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling),
     }  # fmt: skip
     with (folder / "link.log").open("ab") as log:
-        # a session of its own: Ctrl-C is for the centre, which then ends it
+        # a session of its own: Ctrl-C and SIGTERM are for the centre, which ends its round and then this
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=[telling],
@@ -185,7 +187,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 def _grid(address: str, secret: str, more: dict[str, Any]) -> Iterator[HttpGrid]:
     """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
     retry = make_simple_http_retry_invoker()
-    retry.max_time = STARTING
+    retry.max_time = RETRYING
 
     def client(*interceptors: Any) -> RuntimeHttpClient:
         every = [
@@ -231,6 +233,8 @@ def main() -> None:
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.superlink.main import create_app
 
+    # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # by which the monitor ends this process; a shell has what it starts in the background ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start_parent_process_monitor(int(os.environ["SSFL_LINK_PARENT"]))

@@ -1,12 +1,12 @@
 """The sites of a run that goes on: those it was begun with, and those that have got a key since."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch.nn import functional as F
 
+from ssfl import plain_files
 from ssfl.errors import RunError
 from ssfl.federation import State
 from ssfl.settings import Config
@@ -15,7 +15,7 @@ from ssfl.settings import Config
 def begun_with(path: Path) -> list[str]:
     """The sites of a run that was stopped, in the order of their numbers; none where they had no keys."""
     try:
-        return [str(name) for name in json.loads((path / "split.json").read_text())["sites"]]
+        return [str(name) for name in plain_files.parse_json(plain_files.read(path / "split.json"))["sites"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path / 'split.json'} cannot be read: put it back, or start a new run") from None
 

@@ -134,8 +134,10 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
         told = json.loads(card)
         network = predict.network_of(told, target)
         layout = layout_of(network)
-        model = predict.classifier_of(network, layout.unflatten(wire.unpack(content, layout.length)), told)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        tensors = layout.unflatten(wire.unpack(content, layout.length))
+        predict.check_card(told, tensors)
+        model = predict.classifier_of(network, tensors, told)
+    except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
     return predict.write(model, predict.free_files(target)[:2])
 

@@ -23,6 +23,8 @@ from ssfl.errors import ConfigError, DataError
 from ssfl.federation import METRICS
 from ssfl.settings import Config, Data, Run
 
+LOSS = 1e3
+"""The largest loss that a site may tell: a single huge number would be all that a mean shows."""
 LARGEST = 1e15
 """No number of a model or of its loss is larger: a million of them squared are still float32 numbers."""
 MOST_CLASSES = 100_000
@@ -42,7 +44,7 @@ class Terms:
     std: tuple[float, ...]
     white: int
     outside: dict[str, str] = field(default_factory=dict)
-    """Of a network and a method from outside: the digest of the text, and the fingerprint of what is frozen."""
+    """Of a network and a method from outside: digests of the text, and the fingerprint of what is frozen."""
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
@@ -189,9 +191,7 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
         raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
     if not np.isfinite(list(told.values())).all():
         raise DataError("numbers that are not finite")
-    if abs(told["loss"]) > LARGEST or not all(
-        -0.01 < told[name] < 1.01 for name in METRICS if name != "loss"
-    ):
+    if abs(told["loss"]) > LOSS or not all(-0.01 < told[name] < 1.01 for name in METRICS if name != "loss"):
         raise DataError(f"numbers that no training gives ({told})"[:120])
     return row, told
 

@@ -6,10 +6,8 @@ ranks, so that all hold the same bits. The server trains on every rank alike, wh
 """
 
 import os
-import signal
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -58,8 +56,6 @@ class Dist:
         if self.size > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, timeout=PATIENCE)
-            # torchrun ends everybody when one is lost: say so
-            self._before = signal.signal(signal.SIGTERM, _ended)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """As the engine does, here."""
@@ -85,7 +81,6 @@ class Dist:
         """Leave the group."""
         self.engine.close()
         if self.size > 1 and distributed.is_initialized():
-            signal.signal(signal.SIGTERM, self._before)
             distributed.destroy_process_group()
 
     def share(self, count: int, which: int | None = None) -> slice:
@@ -131,8 +126,8 @@ class Dist:
         """Everybody's rows of a cohort, in its order."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
-    def agree(self, stop: bool) -> bool:
-        """Whether any rank was asked to stop."""
+    def agree(self, stop: int) -> int:
+        """Returns the signal by which any rank was asked to stop, or 0."""
         if self.size == 1:
             return stop
         asked = torch.tensor(float(stop))
@@ -142,8 +137,4 @@ class Dist:
             distributed.all_reduce(asked, distributed.ReduceOp.MAX)
         except RuntimeError as error:
             raise RunError(_LOST) from error
-        return bool(asked > 0)
-
-
-def _ended(*_: object) -> NoReturn:
-    raise RunError(_LOST)
+        return int(asked)

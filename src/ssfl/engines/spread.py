@@ -113,18 +113,22 @@ class Spread:
 
 
 def _begin(parent: int) -> None:
-    """A process begins: one thread, gone soon after its parent, or with the second Ctrl-C, as its parent."""
+    """A process begins: one thread, gone soon after its parent, or with the second Ctrl-C, as its parent.
+
+    A terminal, systemd or Slurm signals every process of a group. The parent answers by ending the round, for
+    which it needs this process; only what the parent sends ends it.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below takes them
     _one_thread()
 
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(1))
-
-    signal.signal(signal.SIGINT, first)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's ends the round first
-
     def watch() -> None:
+        pressed = 0
         while os.getppid() == parent:
-            time.sleep(0.2)
+            told = signal.sigtimedwait(signals, 0.2)
+            pressed += told is not None and told.si_signo == signal.SIGINT
+            if pressed > 1 or (told is not None and told.si_pid == parent):
+                break
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

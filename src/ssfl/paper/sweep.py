@@ -87,7 +87,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         try:
             found = progress.watched(partial(train.begin_or_resume, configs[path], path), quiet)
         except train.Interrupted as stopped:
-            raise train.SweepInterrupted(stopped.round) from None
+            raise train.SweepInterrupted(stopped.round, stopped.by) from None
         except DivergedError as error:  # a result as well: the others go on
             failed = error
             results.write(path, run, told | {"diverged": str(error)})
@@ -105,7 +105,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         images = f" on {Path(options.data).stem}" if options.data else ""
         tell(f"{here}: {100 * found.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
         if found.stopped is not None:
-            raise train.SweepInterrupted(found.stopped)
+            raise train.SweepInterrupted(found.stopped, found.stopped_by)
     if failed is not None:
         raise failed
     return list(wanted)

@@ -4,7 +4,6 @@ Old folders lack what newer runs record, and a damaged or hostile one may hold a
 checked to be one, and what is missing is left out.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ssfl import runs
+from ssfl import plain_files, runs
 from ssfl.config import as_dict
 from ssfl.deploy import roster
 from ssfl.errors import RunError
@@ -184,7 +183,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = plain_files.parse_json(plain_files.read(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,0 +1,56 @@
+"""Reading files that nobody vouches for: plain files alone, of a bounded size, without deep nesting.
+
+A FIFO would block its reader for ever, and a deeply nested file would exhaust the parser's stack.
+"""
+
+import errno
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+CONFIG = 16 << 20
+"""Bytes that a config may have."""
+LARGEST = 2 << 30
+"""Bytes that the events or the split of a run may have: far more than real ones have."""
+
+
+def require_plain(path: Path) -> None:
+    """Raises OSError for what is there but is no plain file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Returns a plain file, open for reading; raises OSError for anything else, such as a FIFO."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return file
+
+
+def read(path: Path, most: int = LARGEST) -> bytes:
+    """Returns what a plain file holds; raises OSError for anything else, and for too large a file."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+        return file.read(most)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Returns what JSON says; raises ValueError for everything that cannot be read."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Returns what TOML says; raises ValueError for everything that cannot be read."""
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

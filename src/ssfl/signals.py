@@ -1,0 +1,112 @@
+"""Ctrl-C and SIGTERM: the round ends and is saved, and the exit code tells which of the two it was.
+
+SIGTERM is what systemd, Slurm, containers and `timeout` send, often to every process of a group at once.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SETTLE = 0.5
+"""Seconds in which a further SIGTERM counts as the first: `timeout` sends one to the process it started and
+another one to the whole group."""
+
+
+class Terminated(BaseException):
+    """SIGTERM where no round is being played. No KeyboardInterrupt: typer would exit with 130 for it."""
+
+
+@dataclass
+class Stop:
+    """The signal that asked this process to stop; 0 while none did."""
+
+    by: int = 0
+
+    def is_set(self) -> bool:
+        return self.by != 0
+
+
+def exit_code(by: int) -> int:
+    """Returns what a shell shows for a process that a signal stopped: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + (by or signal.SIGINT)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated, so that everything opened is closed; a later SIGTERM ends the process."""
+    if not _ours(signal.SIGTERM):
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    first = 0.0
+
+    def stop(*_: object) -> None:
+        nonlocal first
+        if first and time.monotonic() - first < SETTLE:
+            return
+        if first:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        first = time.monotonic()
+        raise Terminated
+
+    stop.of_ssfl = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
+    """The first Ctrl-C or SIGTERM is noted, so that the round ends and is saved; a second stops at once.
+
+    `supervised` is for the processes of torchrun, which passes on a SIGTERM that they had already, and ends
+    those that take too long by itself.
+    """
+    noted = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    kinds = [signal.SIGINT, *([signal.SIGTERM] if _ours(signal.SIGTERM) else [])]
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+    settling = False
+
+    def note(kind: int, *_: object) -> None:
+        nonlocal settling
+        if settling and kind == signal.SIGTERM:
+            return
+        if not settling:
+            noted.by = kind
+            if loud:  # a plain write: whatever the signal interrupted may hold the stream
+                os.write(2, b"\nfinishing the round, then saving; a second Ctrl-C or SIGTERM stops at once\n")
+            settling = True
+            if kind == signal.SIGTERM:
+                time.sleep(SETTLE)
+        # from here on Python is not needed to end the process: it may be busy in a long computation
+        if signal.SIGTERM in before:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if supervised else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if noted.by != kind:
+            signal.raise_signal(kind)
+
+    for kind in kinds:
+        signal.signal(kind, note)
+    try:
+        yield noted
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _ours(kind: signal.Signals) -> bool:
+    """Whether nobody but ssfl has a handler: a program that embeds ssfl keeps its own."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(kind)
+    return handler == signal.SIG_DFL or hasattr(handler, "of_ssfl")

@@ -1,0 +1,227 @@
+"""Folders, models and images that somebody made to do harm: one clear line each, soon, in little memory."""
+
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import ssfl as library
+from conftest import Call
+from ssfl import checkpoints, runs
+from ssfl.config import load_config
+from ssfl.errors import RunError
+from waiting import finished
+
+DEEP = 100_000
+ESCAPE = "\x1b]0;owned\x07\x1b[31mred"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    short = ["federation.rounds=2", "federation.period=2", "train.batch_size=8", "run.threads=1",
+             "run.device=cpu", "split.users=3"]  # fmt: skip
+    path = tmp_path_factory.mktemp("crafted") / "good"
+    library.run(load_config("quickstart", short), path)
+    return path
+
+
+@pytest.fixture
+def run(good: Path, tmp_path: Path) -> Path:
+    """A copy that may be spoiled."""
+    return Path(shutil.copytree(good, tmp_path / "run"))
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    Image.new("L", (8, 8), 100).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
+
+
+def one_line(code: int, err: str) -> str:
+    """What was said, if it was one line and no traceback."""
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert err.count("\n") == 1, err
+    assert err.isprintable() or err[:-1].isprintable()
+    assert len(err) < 5000
+    return err
+
+
+def with_card(run: Path, **changes: Any) -> None:
+    """Put a changed card into a run's model."""
+    tensors, card = runs.read_model(run / "model.safetensors")
+    save_file(tensors, run / "model.safetensors", {"card": json.dumps(card | changes)})
+
+
+def commands(run: Path, image: Path, good: Path) -> dict[str, list[str]]:
+    return {
+        "predict": ["predict", str(run), str(image)],
+        "export": ["export", str(run), str(run.parent / "exported")],
+        "resume": ["resume", str(run)],
+        "compare": ["compare", str(good), str(run)],
+        "report": ["report", str(run)],
+    }
+
+
+@pytest.mark.parametrize("verb", ["resume", "compare", "report"])
+@pytest.mark.parametrize("what", ["arrays", "tables"])
+def test_a_config_that_is_nested_too_deeply(
+    verb: str, what: str, run: Path, good: Path, image: Path, ssfl: Call
+) -> None:
+    deep = "[" * DEEP + "]" * DEEP if what == "arrays" else "{a=" * DEEP + "1" + "}" * DEEP
+    (run / "config.toml").write_text(f"[run]\nseed = {deep}\n")
+    code, _, err = ssfl(*commands(run, image, good)[verb])
+    assert "config.toml cannot be used" in one_line(code, err)
+
+
+@pytest.mark.parametrize("file", ["events.jsonl", "summary.json", "split.json", "failed.json"])
+def test_json_that_is_nested_too_deeply(file: str, run: Path, good: Path, image: Path, ssfl: Call) -> None:
+    (run / file).write_text("[" * DEEP + "]" * DEEP + "\n")
+    for verb in ("compare", "resume", "report", "predict"):
+        code, _, err = ssfl(*commands(run, image, good)[verb])
+        assert "Traceback" not in err
+        assert code in (0, 1) or one_line(code, err)
+
+
+@pytest.mark.parametrize("verb", ["predict", "export"])
+def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, image: Path, ssfl: Call) -> None:
+    tensors, _ = runs.read_model(run / "model.safetensors")
+    save_file(tensors, run / "model.safetensors", {"card": "[" * DEEP + "]" * DEEP})
+    code, _, err = ssfl(*commands(run, image, good)[verb])
+    assert "nested too deeply" in one_line(code, err)
+
+
+@pytest.mark.parametrize("verb", ["predict", "export"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"classes": [""] * 3_000_000}, "3,000,000 classes, which no layer has"),
+        ({"classes": 7}, "lists no classes"),
+        ({"classes": [{}] * 10}, "lists no classes"),
+        ({"classes": ["x" * 10_000, *"123456789"]}, "a name of more than 1,000 letters"),
+        ({"shape": [1, 10**9, 10**9]}, "says that images are"),
+        ({"shape": [10**6, 8, 8]}, "says that images are"),
+        ({"shape": "huge"}, "says that images are"),
+        ({"mean": [float("nan")]}, "has no mean for each channel"),
+        ({"std": []}, "has no std for each channel"),
+        ({"model": ["small"]}, "names no network"),
+        ({"model": "nobody's"}, "does not fit the network"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_card_that_no_run_writes(
+    verb: str, changes: dict[str, Any], said: str, run: Path, good: Path, image: Path, ssfl: Call
+) -> None:
+    with_card(run, **changes)
+    code, _, err = ssfl(*commands(run, image, good)[verb])
+    assert said in one_line(code, err)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("verb", ["predict", "export"])
+def test_a_model_that_is_not_finite_says_nothing_about_images(
+    verb: str, bad: float, run: Path, good: Path, image: Path, ssfl: Call
+) -> None:
+    tensors, card = runs.read_model(run / "model.safetensors")
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = bad
+    save_file(tensors, run / "model.safetensors", {"card": json.dumps(card)})
+    code, out, err = ssfl(*commands(run, image, good)[verb])
+    assert "holds numbers that are not finite" in one_line(code, err)
+    assert out == ""
+    assert not list(run.parent.glob("exported*"))
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(run: Path) -> None:
+    saved = checkpoints.newest(run, torch.device("cpu"))
+    assert saved is not None
+    saved.state.average.fill_(float("nan"))
+    for old in (run / "checkpoints").iterdir():
+        old.unlink()
+    checkpoints.write(run, saved)
+    with pytest.raises(RunError, match="not finite"):
+        checkpoints.newest(run, torch.device("cpu"))
+
+
+def test_names_reach_the_terminal_without_orders_to_it(
+    run: Path, good: Path, image: Path, ssfl: Call
+) -> None:
+    with_card(run, classes=[f"{ESCAPE}{number}" for number in range(10)])
+    file = image.rename(image.with_name(f"{ESCAPE}.png"))
+    code, out, _ = ssfl("predict", str(run), str(file))
+    assert code == 0
+    assert "\x1b" not in out
+    assert "red" in out
+    missing = image.with_name(f"{ESCAPE}-missing.png")
+    assert "\x1b" not in one_line(*ssfl("predict", str(run), str(missing))[::2])
+    events = (run / "events.jsonl").read_text().splitlines()
+    changed = json.dumps(json.loads(events[0]) | {"loss": ESCAPE + "x" * 10**6})
+    (run / "events.jsonl").write_text("\n".join([changed, *events[1:]]) + "\n")
+    code, out, _ = ssfl("compare", str(good), str(run))
+    assert code == 1
+    assert "\x1b" not in out
+    assert len(out) < 10_000
+
+
+def test_a_run_folder_is_for_its_owner_alone(good: Path) -> None:
+    assert stat.S_IMODE(good.stat().st_mode) == 0o700
+
+
+def limited() -> None:
+    """As little memory as predict needs, torch included."""
+    resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, 6 << 30))
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Commands in processes of their own, which end with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*words: object) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "ssfl", *map(str, words)]
+        processes.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_a_fifo_instead_of_a_file_does_not_block(
+    run: Path, good: Path, tmp_path: Path, started: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """In processes of their own: what blocks would block the test as well."""
+    (tmp_path / "pictures").mkdir()
+    os.mkfifo(tmp_path / "pictures" / "scan.png")
+    waiting = {"predict": started("predict", run, tmp_path / "pictures")}
+    for file in ("events.jsonl", "summary.json", "split.json"):
+        other = Path(shutil.copytree(good, tmp_path / file.replace(".", "-")))
+        (other / file).unlink()
+        os.mkfifo(other / file)
+        waiting[file] = (
+            started("compare", good, other) if file == "events.jsonl" else started("resume", other)
+        )
+    said = {name: finished(process)[1] for name, process in waiting.items()}
+    assert not any("Traceback" in err for err in said.values()), said
+    for name, file in (("predict", "scan.png"), ("events.jsonl", "events.jsonl")):
+        assert file in one_line(waiting[name].returncode, said[name])
+        assert "it is no plain file" in said[name]
+    assert waiting["split.json"].returncode == 0  # it is finished, and its split is not needed
