@@ -1,0 +1,139 @@
+"""`ssfl check`: the package's methods keep the laws, and methods that break one are told which."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ssfl import laws, losses
+from ssfl.errors import MethodError
+from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
+from ssfl.losses import Losses
+from ssfl.methods import METHODS, parts
+
+ENGINES, AT_ONCE, RESUMED, REPLAYED = (
+    "loop equals vmap",
+    "one user at a time equals all at once",
+    "a resumed run equals an uninterrupted one",
+    "a recorded step can be replayed in another round",
+)
+
+
+def broken(method: Method) -> set[str]:
+    """The laws that a method breaks."""
+    return {law.name for law in laws.check(method) if not law.holds}
+
+
+@pytest.mark.parametrize("name", ["anchored", "grouping", "fedmatch", "easgd"])
+def test_methods_of_the_package_keep_every_law(name: str) -> None:
+    assert [law for law in laws.check(name) if not law.holds] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"fixmatch"}))
+def test_every_method_keeps_every_law(name: str) -> None:
+    assert [law for law in laws.check(name) if not law.holds] == []
+
+
+@dataclass(frozen=True)
+class Plain(Method):
+    """A method that keeps the laws."""
+
+    threshold: float = 0.2
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold)
+
+
+@dataclass(frozen=True)
+class Mixes(Method):
+    """Each user's loss depends on the other users' images."""
+
+    threshold: float = 0.2
+
+    def user_loss(self, step: Step) -> Losses:
+        found = parts.consistency(step, self.threshold)
+        return found._replace(loss=found.loss * (1 + found.mask.mean()))
+
+
+class Counting:
+    """Something that a process forgets when it ends."""
+
+    rounds = 0
+
+
+@dataclass(frozen=True)
+class Remembers(Method):
+    """What it knows is not in the state: it counts the rounds of its simulation."""
+
+    threshold: float = 0.2
+
+    def initial(self, state: State, fed: Fed) -> dict[str, torch.Tensor]:
+        Counting.rounds = 0
+        return {}
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.threshold)
+
+    def round(self, state: State, fed: Fed) -> State:
+        Counting.rounds += 1
+        users = fed.train_users(state.streams, server=state.average)
+        return state.next(users.means * (1 + 0.01 * Counting.rounds))
+
+
+CALLS = [0]
+
+
+@dataclass(frozen=True)
+class Schedules(Method):
+    """A Python number that changes from step to step is frozen into a recorded one."""
+
+    threshold: float = 0.2
+
+    def label(self, look: Look) -> Labels:
+        CALLS[0] += 1
+        return parts.labelled(look, parts.confident(look, self.threshold))
+
+    def user_loss(self, step: Step) -> Losses:
+        found = losses.labelled(step.forward(step.strong), step.given["labels"], step.given["mask"])
+        return found._replace(loss=found.loss * CALLS[0])
+
+
+def test_a_plain_method_keeps_the_laws() -> None:
+    assert broken(Plain()) == set()
+
+
+def test_users_that_touch_each_other_are_noticed() -> None:
+    assert {ENGINES, AT_ONCE} <= broken(Mixes())
+
+
+def test_memory_outside_of_the_state_is_noticed() -> None:
+    assert RESUMED in broken(Remembers())
+
+
+def test_a_number_frozen_into_a_step_is_noticed() -> None:
+    assert REPLAYED in broken(Schedules())
+
+
+def test_what_a_method_uses_without_declaring_it_is_told() -> None:
+    @dataclass(frozen=True)
+    class Undeclared(Plain):
+        def round(self, state: State, fed: Fed) -> State:
+            users: Users = fed.train_users(state.streams)
+            return state.next(users.rows.mean(0)[None])
+
+    with pytest.raises(MethodError, match="models"):
+        laws.check(Undeclared())
+
+
+def test_labels_of_users_are_hidden_unless_declared() -> None:
+    seen = []
+
+    @dataclass(frozen=True)
+    class Peeks(Plain):
+        def user_loss(self, step: Step) -> Losses:
+            seen.append(step.labels)
+            return super().user_loss(step)
+
+    laws.check(Peeks())
+    assert all(bool((labels == -1).all()) for labels in seen if type(labels) is torch.Tensor)
