@@ -51,12 +51,12 @@ class Adding:
         metrics = dict.fromkeys(METRICS, rows.new_zeros(len(rows)))
         weight = None if self.weight is None else torch.tensor(self.weight).to(rows)[part]
         report = {name: tensor[part] for name, tensor in self.report.items()}
-        return Returned(rows + column(*self.users)[part], momentum, metrics, weight, report)
+        return Returned(rows + column(*self.users)[part].to(rows), momentum, metrics, weight, report)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
         self.served.append(rows.flatten().tolist())
         metrics = dict.fromkeys(METRICS, rows.new_zeros(len(rows)))
-        return TrainedRows(rows + column(*self.server), momentum, metrics)
+        return TrainedRows(rows + column(*self.server).to(rows), momentum, metrics)
 
 
 def toy(method: str, *sets: str, server: bool = False) -> Simulation:

@@ -19,7 +19,7 @@ from ssfl.config import from_dict
 from ssfl.engines import local
 from ssfl.errors import ConfigError
 from ssfl.federation import Labels, Look, State
-from ssfl.methods import find, fl2, parts
+from ssfl.methods import METHODS, find, fl2, parts
 from ssfl.methods.anchored import paces
 from ssfl.methods.rscfed import RscFed
 from ssfl.rows import write_row
@@ -642,3 +642,27 @@ def test_a_head_start_needs_a_server(quick: Make, nobody: str) -> None:
         quick("method.name=alternate", "federation.head_start=0.1", nobody)
     assert caught.value.key == "federation.head_start"
     assert caught.value.fix == "federation.head_start=0"
+
+
+@pytest.mark.parametrize("name", ["data-sharing", "easgd", "overlap-sgd"])
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("federation.head_start=0.1", "federation.head_start=0"),
+        ("model.norm_statistics=server", "model.norm_statistics=average"),
+    ],
+)
+def test_a_server_that_is_never_trained_has_no_head_start_and_no_statistics(
+    quick: Make, name: str, setting: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quick(f"method.name={name}", setting)
+    assert (caught.value.key, caught.value.fix) == (setting.partition("=")[0], fix)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_who_trains_the_server_says_so(quick: Make, name: str) -> None:
+    alone = ["split.users=1", "split.labels_at=both"] if name == "fixmatch" else []
+    sim = assemble.make(quick(f"method.name={name}", "federation.head_start=0", *alone))
+    assert sim.has_server
+    assert ("server_loss" in sim.play(sim.initial())[1][0]) == sim.method.trains_server
