@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from ssfl import checkpoints, contest, models, runs, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
-from ssfl.methods import METHODS
+from ssfl.methods import METHODS, alternate
 from ssfl.schedule import head_start
 from ssfl.simulation import Simulation
 from ssfl.standings import Standing, draw, table, write
@@ -63,8 +63,9 @@ def test_the_configs_own_method_does_not_count() -> None:
     assert entry("grouping", "federation.groups=3").config.federation.groups == 3
     alone = entry("fixmatch", "split.users=1", "split.labels_at=users", "federation.participants=1")
     assert alone.config.split.labels_at == "users"
-    with pytest.raises(ConfigError, match=r"crl-gn cannot be played under this protocol: federation.groups"):
-        entry("crl-gn", "federation.groups=3")
+    assert entry("crl-gn", "federation.groups=3").config.federation.groups == 3
+    with pytest.raises(ConfigError, match=r"easgd cannot be played under this protocol: federation.groups"):
+        entry("easgd", "federation.groups=3")
     with pytest.raises(ConfigError, match=r"^unknown key split.user"):
         entry("grouping", "split.user=3")
 
@@ -153,8 +154,12 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_contests
     played(tmp_path, "alternate", seeds=1)
     if not ended:
         (tmp_path / "alternate-seed1" / "summary.json").unlink()
-    row = METHODS["alternate"]
-    monkeypatch.setitem(METHODS, "alternate", row | {"method": row["method"] | {"threshold": 0.5}})
+
+    @dataclass(frozen=True)
+    class Changed(alternate.Alternate):
+        threshold: float = 0.5
+
+    monkeypatch.setattr(alternate, "Alternate", Changed)
     with pytest.raises(
         ConfigError, match=r"alternate-seed1 was played with method\.threshold = .*, which is 0\.5 now"
     ):
@@ -266,7 +271,7 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
 @pytest.mark.parametrize(
     ("methods", "sets", "choose", "says"),
     [
-        (["semifi"], [], [], "no method 'semifi'"),
+        (["semifi"], [], [], "'semifi': no such method; did you mean semifl"),
         (["semifl"], ["method.threshold=0.5"], [], "try values with --choose"),
         (["semifl"], ["run.test=every"], [], "test images in the last round alone"),
         (["semifl"], [], ["threshold"], "write section.key=one,two"),
@@ -287,16 +292,17 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
             "data-sharing cannot be played under this protocol: .* needs a server that trains",
         ),
         (
-            ["data-sharing", "supervised"],
+            ["supervised", "server-only"],
             ["split.server_labels=0"],
             [],
-            "supervised cannot be played under this protocol: split.server_labels = 0 leaves",
+            "server-only cannot be played under this protocol: .* needs labels at the server",
         ),
+        (["semifl"], [], ["method.treshold=0.5,0.9"], "--choose method.treshold: no method has this setting"),
         (
-            ["data-sharing"],
-            ["split.server_labels=0"],
+            ["semifl"],
+            [],
             ["method.server=none,parallel"],
-            "data-sharing cannot be played under this protocol: split.server_labels = 0 leaves",
+            "--choose method.server: no method has this setting",
         ),
     ],
 )
@@ -349,7 +355,7 @@ def test_a_head_start_comes_on_top_of_what_users_do(tmp_path: Path, whole: int) 
     for name in ("anchored", "semifl", "fl2", "rscfed", "cbafed"):
         config = contest.entry("quickstart", name, 1, [f"federation.rounds={whole}"], (), tmp_path).config
         assert config.federation.rounds is not None
-        head = head_start(config.method.head_start, config.federation.rounds)
+        head = head_start(config.federation.head_start, config.federation.rounds)
         theirs = config.federation.rounds - head
         assert theirs == round(whole / contest.passes(config))
         assert (head > 0) == (name in ("fl2", "rscfed", "cbafed")) or theirs < 9

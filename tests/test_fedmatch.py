@@ -11,14 +11,20 @@ from torch import Tensor
 from torch.func import functional_call
 
 import ssfl
-from ssfl import assemble, fedmatch, memory, models, runs
+from hand_rounds import Adding
+from ssfl import assemble, draws, memory, models, runs
+from ssfl.cohort import Cohort
+from ssfl.config import GONE
 from ssfl.data import sources
-from ssfl.engines import spread
+from ssfl.engines import loop, make, spread
+from ssfl.engines.contract import Engine
+from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError
-from ssfl.federation import play_round
+from ssfl.methods import fedmatch
+from ssfl.rounds import Round
 from ssfl.rows import layout_of, row_of
 from ssfl.settings import Config
-from ssfl.work import Objective, Optimizer, Pool, Work, make_batch, round_keys
+from ssfl.work import Optimizer, Pool, Work, make_batch, round_keys
 
 Make = Callable[..., Config]
 Named = dict[str, Tensor]
@@ -69,14 +75,17 @@ def stepped(weights: Named, loss: Callable[[Named], Tensor]) -> Named:
     return {n: w - RATE * (slopes[n] + DECAY * w) for n, w in weights.items()}  # type: ignore[operator]
 
 
-def work(name: str, labelled: bool = False, helpers: Tensor | None = None, threshold: float = 0.0) -> Work:
+def work(role: str = "user", labelled: bool = False, helpers: Tensor | None = None) -> Work:
     keys = round_keys(1, 0, torch.tensor([4]))
     images, marked = torch.arange(12).reshape(1, 1, 12), torch.arange(20, 32).reshape(1, 1, 12)
-    return Work(Objective(name, threshold), keys, images, marked if labelled else None, (RATE,), 1, helpers)
+    views = ("weak",) if role == "server" else ("weak", "strong")
+    sent = {} if helpers is None else {"helpers": helpers}
+    return Work(role, views, keys, images, marked if labelled else None, (RATE,), sent=sent)
 
 
-def engine(labels_at: str = "server") -> fedmatch.FedMatch:
-    return fedmatch.FedMatch(fedmatch.Decomposed(NETWORK), POOL, Optimizer(0.0, False, DECAY), labels_at)
+def engine(threshold: float = 0.0, name: str = "loop") -> Engine:
+    model, method = fedmatch.Decomposed(NETWORK), fedmatch.FedMatch(threshold=threshold)
+    return make(name, model, layout_of(model), POOL, Optimizer(0.0, False, DECAY), method, False)
 
 
 def supervised_loss(sigma: Named, psi: Named, images: Tensor, labels: Tensor) -> Tensor:
@@ -118,27 +127,35 @@ def between(confidences: Tensor) -> float:
     return float(confidences.sort().values[3:5].mean())
 
 
-def test_the_servers_step_moves_sigma_alone() -> None:
-    given = work("supervised")
+ENGINES = pytest.mark.parametrize("name", ["loop", "vmap"])
+
+
+@ENGINES
+def test_the_servers_step_moves_sigma_alone(name: str) -> None:
+    given = work("server")
     kept = torch.zeros(1, 2 * len(flat(SIGMA)), dtype=torch.float64)
-    trained = engine().train(flat(SIGMA, PSI)[None], kept, given)
+    trained = engine(name=name).train(flat(SIGMA, PSI)[None], kept, given)
     batch = make_batch(POOL, given, 0)
-    expected = stepped(SIGMA, lambda sigma: supervised_loss(sigma, PSI, batch.weak[0], batch.labels[0]))
+    assert batch.weak is not None
+    weak = batch.weak[0]
+    expected = stepped(SIGMA, lambda sigma: supervised_loss(sigma, PSI, weak, batch.labels[0]))
     torch.testing.assert_close(trained.rows[0], flat(expected, PSI), rtol=1e-10, atol=1e-13)
     assert torch.equal(trained.rows[0].chunk(2)[1], flat(PSI))
     assert torch.equal(trained.momentum, kept)
-    told = {name: float(value) for name, value in trained.stats.items()}
-    told_loss = float(supervised_loss(SIGMA, PSI, batch.weak[0], batch.labels[0]))
+    told = {name: float(value) for name, value in trained.metrics.items()}
+    told_loss = float(supervised_loss(SIGMA, PSI, weak, batch.labels[0]))
     assert told["loss"] == pytest.approx(told_loss)
-    assert (told["masked"], told["told"], told["right"]) == (1, 1, 1)
+    assert (told["mask_rate"], told["known_rate"], told["correct_rate"]) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("labels_at", ["server", "users"])
-def test_a_users_step_by_hand(count: int, labels_at: str) -> None:
+@ENGINES
+def test_a_users_step_by_hand(count: int, labels_at: str, name: str) -> None:
     helpers, labelled = [random_weights(10 + seed) for seed in range(count)], labels_at == "users"
     rows = [flat(helper) for helper in helpers] + [torch.zeros(len(flat(SIGMA)))] * (2 - count)
-    batch, sigma, first = make_batch(POOL, work("fedmatch", labelled), 0), SIGMA, torch.zeros(())
+    batch, sigma, first = make_batch(POOL, work(labelled=labelled), 0), SIGMA, torch.zeros(())
+    assert batch.weak is not None
     assert batch.strong is not None
     if batch.own is not None and batch.own_labels is not None:
         marked = (PSI, batch.own[0], batch.own_labels[0])
@@ -146,41 +163,60 @@ def test_a_users_step_by_hand(count: int, labels_at: str) -> None:
         # the helpers keep the σ that was received; shift their ψ, as the formula adds the present σ
         helpers = [{n: h[n] + SIGMA[n] - sigma[n] for n in NAMES} for h in helpers]
     threshold = between(answers(sigma, PSI, batch.weak[0]).max(-1).values)
-    given = work("fedmatch", labelled, torch.stack(rows)[None] if count else None, threshold)
-    trained = engine(labels_at).train(flat(SIGMA, PSI)[None], torch.zeros(1), given)
+    given = work(labelled=labelled, helpers=torch.stack(rows)[None] if count else None)
+    kept = torch.zeros(1, 2 * len(flat(SIGMA)), dtype=torch.float64)
+    trained = engine(threshold, name).train(flat(SIGMA, PSI)[None], kept, given)
     views = (batch.weak[0], batch.strong[0], threshold, 1e-4 if labels_at == "users" else 1e-5)
     expected = stepped(PSI, lambda psi: unlabelled_loss(sigma, psi, helpers, *views)[0])
     torch.testing.assert_close(trained.rows[0], flat(sigma, expected), rtol=1e-10, atol=1e-13)
     if labels_at == "server":
         assert torch.equal(trained.rows[0].chunk(2)[0], flat(SIGMA))
-    # what the user sends is kept in place of momentum
-    assert torch.equal(trained.momentum, trained.rows)
+    assert torch.equal(trained.momentum, kept)
     loss, sure, voted = unlabelled_loss(sigma, PSI, helpers, *views)
     assert 0 < len(sure) < 12
     right = sum(int(batch.labels[0, i]) == label for i, label in zip(sure, voted, strict=True))
-    assert float(trained.stats["loss"]) == pytest.approx(float(first + loss))
-    assert float(trained.stats["masked"]) == float(trained.stats["told"]) == pytest.approx(len(sure) / 12)
-    assert float(trained.stats["right"]) == pytest.approx(right / 12)
+    told = {name: float(value) for name, value in trained.metrics.items()}
+    assert told["loss"] == pytest.approx(float(first + loss))
+    assert told["mask_rate"] == told["known_rate"] == pytest.approx(len(sure) / 12)
+    assert told["correct_rate"] == pytest.approx(right / 12)
 
 
 def test_the_label_is_voted_for_and_helpers_pull_the_answer() -> None:
     sure = 9.0 * torch.eye(3, dtype=torch.float64)
     own, strong = sure[[0, 0, 2, 0]].requires_grad_(), sure[[0, 0, 0, 0]]
     own_sure = torch.tensor([[1.0], [1.0], [1.0], [0.01]])
-    found = fedmatch.unlabelled(own * own_sure, strong, [sure[[1, 0, 1, 1]], sure[[1, 2, 0, 1]]], 0.9)
-    assert found.label.tolist() == [1, 0, 0, 1]  # two against one, two for it, all different, two against one
-    assert found.mask.tolist() == [1, 1, 1, 0]
+    helpers, there = [sure[None, [1, 0, 1, 1]], sure[None, [1, 2, 0, 1]]], torch.tensor([True])
+    method = fedmatch.FedMatch(threshold=0.9)
+    found = method.unlabelled((own * own_sure)[None], strong[None], helpers, [there, there])
+    # two against one, two for it, all different, two against one
+    assert found.label.tolist() == [[1, 0, 0, 1]]
+    assert found.mask.tolist() == [[1, 1, 1, 0]]
     (slope,) = torch.autograd.grad(found.loss.sum(), own)
     assert slope[0, 1] < 0 < slope[0, 0]
     assert not slope[3].any()
 
 
-def test_a_user_without_labels_leaves_sigma_alone() -> None:
-    given = work("fedmatch", labelled=True)
+def test_a_helper_that_does_not_exist_has_no_vote_and_no_pull() -> None:
+    logits = torch.randn(1, 4, 3, dtype=torch.float64)
+    strong, first, second = torch.randn(3, 1, 4, 3, dtype=torch.float64)
+    method, yes, no = fedmatch.FedMatch(threshold=0.0), torch.tensor([True]), torch.tensor([False])
+    for helpers, exist, without in [
+        ([first, second], [yes, no], [first]),
+        ([first, second], [no, yes], [second]),
+        ([first, second], [no, no], []),
+    ]:
+        found = method.unlabelled(logits, strong, helpers, exist)
+        expected = method.unlabelled(logits, strong, without, [yes] * len(without))
+        assert torch.equal(found.label, expected.label)
+        torch.testing.assert_close(found.loss, expected.loss)
+
+
+@ENGINES
+def test_a_user_without_labels_leaves_sigma_alone(name: str) -> None:
+    given = work(labelled=True)
     assert given.labelled is not None
-    alone = engine("users").train(
-        flat(SIGMA, PSI)[None], torch.zeros(1), replace(given, labelled=given.labelled * 0 - 1)
-    )
+    row = flat(SIGMA, PSI)[None]
+    alone = engine(name=name).train(row, row * 0, replace(given, labelled=given.labelled * 0 - 1))
     assert torch.equal(alone.rows[0].chunk(2)[0], flat(SIGMA))
 
 
@@ -202,95 +238,148 @@ def test_any_network_takes_a_step(name: str) -> None:
     pool = Pool(images, torch.arange(8) % 3, torch.tensor([0.5]), torch.tensor([0.3]), False, torch.float32)
     model = fedmatch.Decomposed(models.build(name, 3, (1, 16, 16), "none"))
     row = row_of(model, layout_of(model))[None]
-    given = Work(Objective("fedmatch", 0.0), round_keys(1, 0, torch.tensor([4])), torch.arange(2)[None, None],
+    given = Work("user", ("weak", "strong"), round_keys(1, 0, torch.tensor([4])), torch.arange(2)[None, None],
                  torch.arange(2, 4)[None, None], (0.001,))  # fmt: skip
-    trained = fedmatch.FedMatch(model, pool, Optimizer(0.0, False, 1e-4), "users").train(row, row, given)
+    method, optimizer = fedmatch.FedMatch(threshold=0.0), Optimizer(0.0, False, 1e-4)
+    trained = loop.Loop(model, layout_of(model), pool, optimizer, method).train(row, row * 0, given)
     assert trained.rows.isfinite().all()
     assert all((new != old).any() for new, old in zip(trained.rows[0].chunk(2), row[0].chunk(2), strict=True))
 
 
-def test_users_with_labels_at_the_server_move_psi_and_the_mean_leaves_sigma(quick: Make) -> None:
-    sim = assemble.make(quick("method.name=fedmatch"))
-    state, (cohort, users, _) = sim.initial(), sim.plan.prepare(0)
-    ended = []
+def test_users_with_labels_at_the_server_move_psi_and_the_mean_leaves_sigma(
+    quick: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = assemble.make(quick("method.name=fedmatch", "federation.participants=6"))
+    state, (cohort, *_) = sim.initial(), sim.plan.prepare(0)
+    ended, served, train_server = [], [], Round.train_server
 
-    def train(rows: Tensor, kept: Tensor, part: slice) -> ssfl.work.Trained:
-        ended.append(sim.engine.train(rows, kept, users.of(part)))
+    def averaged(self: Round, *parts: object) -> object:
+        ended.append(usual(self, *parts))  # type: ignore[arg-type]
         return ended[-1]
 
-    new, _ = play_round(
-        state, cohort, train_users=train, train_server=train, server="none", slots=cohort.users
-    )
+    def started(self: Round, row: Tensor) -> object:
+        served.append(row)
+        return train_server(self, row)
+
+    usual = Round._averaged
+    monkeypatch.setattr(Round, "_averaged", averaged)
+    monkeypatch.setattr(Round, "train_server", started)
+    new, _ = sim.play(state)
     half = sim.layout.weights // 2
-    before, after = state.average[:half], ended[0].rows[:, :half]
+    rows = ended[0].rows  # type: ignore[attr-defined]
+    before, after = state.average[:half], rows[:, :half]
     assert torch.equal(after, before.expand_as(after))
-    torch.testing.assert_close(new.average[:half], before, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(new.average[half:], ended[0].rows[:, half:].mean(0), rtol=1e-5, atol=1e-7)
-    assert torch.equal(new.momentum[:-1], ended[0].rows)
-    assert not new.momentum[-1].any()
+    # the server starts from the users' mean
+    torch.testing.assert_close(served[0][:half], before, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(served[0][half:], rows[:, half:].mean(0), rtol=1e-5, atol=1e-7)
+    assert torch.equal(new.average[half:], served[0][half:])
+    assert not torch.equal(new.average[:half], before)
+    # what a user sent is kept, and nothing of who was not there
+    assert torch.equal(new.memory["last"][list(cohort.users)], rows)
+    absent = [user for user in range(10) if user not in cohort.users]
+    assert len(absent) == 4
+    assert not new.memory["last"][absent].any()
 
 
 def test_helpers_are_the_nearest_of_those_seen() -> None:
     answers = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.85, 0.15], [0.1, 0.9], [0.6, 0.4]])
     seen = torch.tensor([1, 4, 5, 7, 9])
-    near = fedmatch.nearest(answers, seen, [1, 2, 7, 9])
+    near = fedmatch.nearest(answers, seen, [1, 2, 7, 9], 2)
     assert near.tolist() == [[5, 9], [-1, -1], [4, 9], [4, 5]]
-    assert fedmatch.nearest(answers[:2], seen[:2], [1, 3]).tolist() == [[4, -1], [-1, -1]]
-    assert fedmatch.nearest(answers[:1], seen[:1], [1]).tolist() == [[-1, -1]]
-    assert fedmatch.nearest(answers[:0], seen[:0], [0]).tolist() == [[-1, -1]]
+    assert fedmatch.nearest(answers, seen, [1, 2], 3).tolist() == [[5, 9, 4], [-1, -1, -1]]
+    assert fedmatch.nearest(answers[:2], seen[:2], [1, 3], 2).tolist() == [[4, -1], [-1, -1]]
+    assert fedmatch.nearest(answers[:1], seen[:1], [1], 2).tolist() == [[-1, -1]]
+    assert fedmatch.nearest(answers[:0], seen[:0], [0], 2).tolist() == [[-1, -1]]
 
 
-def test_nearness_is_of_answers_to_noise() -> None:
-    model = fedmatch.Decomposed(NETWORK)
-    halves = {user: (random_weights(user), random_weights(user + 50)) for user in (0, 1, 3, 4, 5)}
-    kept = torch.zeros(8, 2 * len(flat(SIGMA)), dtype=torch.float64)
-    for user, pair in halves.items():
-        kept[user] = flat(*pair)
-    noise = fedmatch.noise(7, (1, 8, 8))
-    image = ((noise.double() / 255) - 0.5) / 0.3
-    vectors = {user: answers(*pair, image)[0] for user, pair in halves.items()}
+def test_nearness_is_of_answers_to_noise(quick: Make) -> None:
+    sim = assemble.make(quick("method.name=fedmatch", "split.users=8", "train.precision=float64"))
+    method, half = sim.method, sim.layout.weights // 2
+    assert isinstance(method, fedmatch.FedMatch)
+    state = sim.initial()
+    cohort = Cohort((0, 3, 5, 6), (0, 3, 5, 6), ((0, 1, 2, 3),), (0,) * 4, (0, 1, 2, 3))
+    fed = Round(sim, state, cohort, Adding(), keep=False)
+    last = torch.zeros(8, sim.layout.length, dtype=torch.float64)
+    for user in (0, 1, 3, 4, 5):
+        generator = torch.Generator().manual_seed(user)
+        shift = torch.randn(len(state.average), generator=generator, dtype=torch.float64)
+        last[user] = state.average + 0.05 * shift
+    noise = fedmatch.noise(torch.tensor(draws.key(sim.config.run.seed, "noise")), (1, 8, 8))
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (sim.dataset.mean, sim.dataset.std))
+    image = (noise.double() / 255 - mean) / std
+    network = models.build("small", 10, (1, 8, 8), "none").double()
+    names = [name for name, _ in network.named_parameters()]
+    vectors = {}
+    for user in (0, 1, 3, 4, 5):
+        whole = last[user, :half] + last[user, half:]
+        pieces = whole.split([weight.numel() for weight in network.parameters()])
+        shapes = [weight.shape for weight in network.parameters()]
+        weights = {n: p.reshape(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
+        vectors[user] = functional_call(network, weights, (image,)).softmax(-1)[0]
     expected = [
-        sorted((u for u in halves if u != user), key=lambda u: float((vectors[u] - vectors[user]).norm()))[:2]
+        sorted((u for u in vectors if u != user), key=lambda u: float((vectors[u] - vectors[user]).norm()))[
+            :2
+        ]
         for user in (0, 3, 5)
     ]
-    assert fedmatch.helpers_of(model, POOL, kept, [0, 3, 5, 6], 7).tolist() == [*expected, [-1, -1]]
+    assert method.helpers_of(last, fed).tolist() == [*expected, [-1, -1]]
 
 
 def test_the_noise_is_gaussian_cut_and_named() -> None:
-    noise = fedmatch.noise(1, (3, 64, 64))
+    one, two = (torch.tensor(draws.key(seed, "noise")) for seed in (1, 2))
+    noise = fedmatch.noise(one, (3, 64, 64))
     assert noise.dtype == torch.uint8
     assert noise.shape == (1, 3, 64, 64)
     # a normal of mean and deviation 125, cut at one deviation either side
     assert abs(float(noise.double().mean()) - 126.5) < 2.5
     assert abs(float(noise.double().std()) - 68) < 2.5
-    assert torch.equal(noise, fedmatch.noise(1, (3, 64, 64)))
-    assert not torch.equal(noise, fedmatch.noise(2, (3, 64, 64)))
+    assert torch.equal(noise, fedmatch.noise(one, (3, 64, 64)))
+    assert not torch.equal(noise, fedmatch.noise(two, (3, 64, 64)))
+
+
+class Standing(Adding):
+    """Workers that leave every row as it is."""
+
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: fedmatch.Named) -> Returned:
+        self.users = [0.0] * len(rows)
+        return super().train(rows, momentum, slice(None), given)
 
 
 def test_only_every_tenth_round_has_helpers(quick: Make) -> None:
-    sim = assemble.make(quick("method.name=fedmatch", "federation.participants=4"))
+    sim = assemble.make(quick("method.name=fedmatch", "federation.participants=4", "federation.rounds=40"))
     state, (cohort, *_) = sim.initial(), sim.plan.prepare(0)
-    kept = state.momentum.clone()
-    kept[list(cohort.users[:3])] = state.average * torch.tensor([[1.0], [1.1], [1.5]])
-    state = replace(state, momentum=kept)
-    with_helpers = [r for r in range(40) if sim._helpers(replace(state, round=r), cohort) is not None]
-    assert with_helpers == [9, 19, 29, 39]
-    found = sim._helpers(replace(state, round=9), cohort)
-    assert found is not None
-    assert sorted(found[0].tolist()) == list(cohort.users[1:3])
-    assert found[3].tolist() == [-1, -1]
+    last, half = state.memory["last"].clone(), sim.layout.weights // 2
+    last[list(cohort.users[:3])] = state.average * torch.tensor([[1.0], [1.1], [1.5]])
+    state = replace(state, memory={"last": last})
+    sent = []
+    for number in range(40):
+        now, workers = replace(state, round=number), Standing(server=[0.0])
+        sim.method.round(now, Round(sim, now, cohort, workers, keep=False))
+        sent.append(workers.given[0])
+    assert [number for number in range(40) if sent[number]] == [9, 19, 29, 39]
+    psi = sent[9]["helpers"]
+    assert psi.shape == (4, 2, half)
+    others = {tuple(last[user, half : half + 50].tolist()) for user in cohort.users[1:3]}
+    assert {tuple(one[:50].tolist()) for one in psi[0]} == others
+    assert not psi[3].any()  # who was never seen has nobody
     state, (cohort, *_) = replace(state, round=9), sim.plan.prepare(9)
-    helped = sim._helpers(state, cohort)
-    assert helped is not None
-    count = int((helped >= 0).sum())
-    assert count > 0
+    assert isinstance(sim.method, fedmatch.FedMatch)
+    fed = Round(sim, state, cohort, Adding(), keep=False)
+    assert int((sim.method.helpers_of(last, fed) >= 0).sum()) > 0
     down = sim.play(state)[1][0]["bytes_down"]
-    assert down == sim.message_bytes() * (4 + count / 2)  # a helper is half a row
+    assert down == sim.message_bytes() * (4 + 4 * 2 / 2)  # a helper is half a row
+
+
+@pytest.mark.parametrize("change", ["method.helpers=0", "method.interval=20"])
+def test_helpers_are_as_many_and_as_often_as_said(quick: Make, change: str) -> None:
+    sim = assemble.make(quick("method.name=fedmatch", "federation.participants=4", change))
+    start = replace(sim.initial(), round=9)
+    assert sim.play(start)[1][0]["bytes_down"] == 4 * sim.message_bytes()
 
 
 SCENARIOS = {
     "server": [],
-    "users": ["split.labels_at=users", "method.server=none", "split.user_labels=200"],
+    "users": ["split.labels_at=users", "split.user_labels=200"],
 }
 
 
@@ -302,7 +391,7 @@ def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
     config = quick("method.name=fedmatch", *SCENARIOS[labels_at], "federation.rounds=11", "run.eval_every=5",
                    "federation.participants=6", "run.checkpoint_every=9", "run.engine=vmap")  # fmt: skip
     path = ssfl.run(config, tmp_path / "run").path
-    assert runs.read_config(path).run.engine == "loop"
+    assert runs.read_config(path).run.engine == "vmap"
     events = [{k: v for k, v in e.items() if k not in runs.WALL_CLOCK} for e in runs.read_events(path)]
     rounds = [event for event in events if event["event"] == "round"]
     key = "server_loss" if labels_at == "server" else "loss"
@@ -332,7 +421,7 @@ def test_processes_train_the_same(quick: Make) -> None:
     state, (cohort, users, _) = sim.initial(), sim.plan.prepare(0)
     rows, half = state.streams.repeat(4, 1), sim.layout.weights // 2
     helpers = torch.stack([state.average[half:] * scale for scale in (1.1, 0.9)]).repeat(4, 1, 1)
-    given = replace(users, helpers=helpers)
+    given = replace(users, sent={"helpers": helpers})
     alone = sim.engine.train(rows, rows * 0, given)
     many = spread.Spread(sim.engine, 2)
     try:
@@ -345,22 +434,27 @@ def test_processes_train_the_same(quick: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "fix"),
     [
-        ("model.norm=batch", "model.norm = 'batch': set model.norm=none"),
-        ("method.averaging=grouping", "set method.averaging=fedavg"),
-        ("method.views=joint", "set method.views=separate"),
-        ("train.momentum=0.9", "set train.momentum=0"),
-        ("train.lr=0.1", "set train.lr below 0.1"),
-        ("run.diversity_every=5", "set run.diversity_every=0"),
-        ("method.server=parallel", "set method.server=alternate"),
-        ("method.server=none", "method.server=none and split.labels_at=users"),
-        ("split.labels_at=users", "add method.server = 'none'"),
+        ("model.norm=batch", "model.norm=none"),
+        ("federation.groups=2", "federation.groups=1"),
+        ("train.momentum=0.9", "train.momentum=0"),
+        ("train.clip=1", "train.clip=0"),
+        ("train.lr=0.1", "train.lr=0.001"),
+        ("run.diversity_every=5", "run.diversity_every=0"),
+        ("federation.combine=median", "federation.combine=mean"),
+        ("federation.check=true", "federation.check=false"),
+        ("run.engine=dist", "run.engine=auto"),
+        ("method.views=joint", None),
+        ("method.server=none", GONE["method.server"]),
+        ("method.averaging=grouping", GONE["method.averaging"]),
     ],
 )
-def test_what_makes_no_sense_is_named(quick: Make, override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_what_makes_no_sense_is_named(quick: Make, override: str, fix: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
         quick("method.name=fedmatch", override)
+    assert caught.value.key == override.partition("=")[0]
+    assert caught.value.fix == fix
     assert "\n" not in str(caught.value)
 
 

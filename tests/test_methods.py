@@ -1,7 +1,7 @@
 """The rivals, each rule by numbers computed by hand."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ssfl import assemble, averaging, labelling, schedule, sending
+from hand_rounds import Adding, column, played, toy
+from hand_rounds import start as starting
+from ssfl import assemble, schedule, thresholds
 from ssfl.cohort import Cohort
 from ssfl.config import from_dict
+from ssfl.engines import local
 from ssfl.errors import ConfigError
-from ssfl.federation import State, play_round
-from ssfl.methods import METHODS
+from ssfl.federation import Labels, Look, State
+from ssfl.methods import METHODS, find, fl2, parts
+from ssfl.methods.anchored import paces
+from ssfl.methods.rscfed import RscFed
 from ssfl.rows import write_row
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
-from ssfl.work import Objective, Trained, Work, make_batch
+from ssfl.work import Work, make_batch
 
 Make = Callable[..., Config]
-ALONE = ["split.users=1", "split.server_labels=0", "method.server=none", "train.precision=float64",
-         "run.engine=loop", "train.momentum=0", "train.nesterov=false", "train.weight_decay=0",
-         "method.threshold=0.105", "method.head_start=0"]  # fmt: skip
+ALONE = ["split.users=1", "split.server_labels=0", "train.precision=float64", "run.engine=loop",
+         "train.momentum=0", "train.nesterov=false", "train.weight_decay=0",
+         "federation.head_start=0"]  # fmt: skip
+LOW = "method.threshold=0.105"
 
 
 def answers(*rows: list[list[float]]) -> torch.Tensor:
@@ -37,90 +43,98 @@ SAID = answers([[0.9, 0.1, 0.0], [0.7, 0.2, 0.1], [0.2, 0.6, 0.2], [0.8, 0.1, 0.
 
 def test_free_thresholds_follow_confidence_and_expectation() -> None:
     # mean confidence (.9 + .7 + .6 + .8) / 4 = .75; expected classes .65, .25, .1
-    found = labelling.class_thresholds("free", SAID, 0.95)
+    found = thresholds.free(SAID)
     assert found[0].tolist() == pytest.approx([0.75, 0.75 * 0.25 / 0.65, 0.75 * 0.1 / 0.65])
 
 
 def test_flex_thresholds_fall_for_classes_that_lag() -> None:
     # at τ = .6 three images are sure of class 0 and one of class 1: β = 1, 1/3, 0
-    found = labelling.class_thresholds("flex", SAID, 0.6)
+    found = thresholds.flexible(SAID, 0.6)
     assert found[0].tolist() == pytest.approx([0.6, 0.6 * (1 / 3) / (2 - 1 / 3), 0])
     # at τ = .85 one is sure and three are not: warm up, β = 1/3, 0, 0
-    found = labelling.class_thresholds("flex", SAID, 0.85)
+    found = thresholds.flexible(SAID, 0.85)
     assert found[0].tolist() == pytest.approx([0.85 * (1 / 3) / (2 - 1 / 3), 0, 0])
 
 
 def test_balanced_thresholds_rise_with_a_classs_share() -> None:
-    shares = torch.tensor([6.0, 3.0, 1.0], dtype=torch.float64)
+    counts = torch.tensor([[6.0, 3.0, 1.0]], dtype=torch.float64)
     part = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64) * 3 / 10  # three classes, as if of ten
-    found = labelling.class_thresholds("balanced", SAID, 0.84, shares)
+    found = thresholds.balanced(SAID, 0.84, counts, 0.95)
     assert found[0].tolist() == pytest.approx((part + 0.84 - part.std()).tolist())
-    assert labelling.class_thresholds("balanced", SAID, 0.94, shares)[0, 0] == 0.95
+    assert thresholds.balanced(SAID, 0.94, counts, 0.95)[0, 0] == 0.95
+    assert thresholds.balanced(SAID, 0.94, counts, 0.9)[0, 0] == 0.9
     many = torch.full((1, 1, 47), 1 / 47, dtype=torch.float64)
-    even = labelling.class_thresholds("balanced", many, 0.84, torch.ones(47))
+    even = thresholds.balanced(many, 0.84, torch.ones(1, 47), 0.95)
     assert even.tolist() == [pytest.approx([0.94] * 47)]
-    fixed = labelling.class_thresholds("fixed", SAID, 0.84)
-    assert torch.equal(labelling.class_thresholds("balanced", SAID, 0.84, shares * 0), fixed)
+    fixed = thresholds.fixed(SAID, 0.84)
+    assert torch.equal(thresholds.balanced(SAID, 0.84, counts * 0, 0.95), fixed)
 
 
-def work(objective: Objective, users: int = 1) -> Work:
-    batches = torch.arange(100, 100 + 4 * users).reshape(users, 2, 2)
-    return Work(objective, torch.arange(4 * users).reshape(4, users), batches, None, (0.1, 0.1))
+def look(said: torch.Tensor, images: torch.Tensor | None = None) -> Look:
+    users = len(said)
+    if images is None:
+        images = torch.arange(100, 100 + 4 * users).reshape(users, 2, 2)
+    return Look(said, images, torch.arange(users), {}, False)
 
 
 def test_given_labels_are_those_of_the_received_model() -> None:
-    thresholds = torch.full((1, 3), 0.75, dtype=torch.float64)
-    made, sure = labelling.labelled(work(Objective("consistency")), SAID, thresholds)
-    assert made.given is not None
-    assert made.given.labels.tolist() == [[[0, 0], [1, 0]]]
-    assert made.given.mask.tolist() == [[[1, 0], [0, 1]]]
+    sure = parts.confident(look(SAID), torch.full((1, 3), 0.75, dtype=torch.float64))
+    made = parts.labelled(look(SAID), sure)
+    assert made.given["labels"].tolist() == [[[0, 0], [1, 0]]]
+    assert made.given["mask"].tolist() == [[[1, 0], [0, 1]]]
     assert sure.tolist() == [[True, False, False, True]]
-    assert made.batches.tolist() == [[[100, 101], [102, 103]]]
+    assert torch.equal(sure, parts.confident(look(SAID), 0.75))
+    assert made.images.tolist() == [[[100, 101], [102, 103]]]
+    assert (made.weight, made.pace, made.reach, made.report, made.metrics) == (None, None, None, {}, {})
 
 
 def test_an_image_that_got_a_label_twice_counts_once() -> None:
     images = torch.tensor([[7, 7, 8, 9], [3, 4, 5, 6]])
     sure = torch.tensor([[True, True, True, False], [True, True, True, True]])
-    assert labelling.distinct(images, sure).tolist() == [2, 4]
+    assert parts.distinct(images, sure).tolist() == [2, 4]
 
 
 def test_full_batches_hold_sure_images_alone_over_again() -> None:
-    said = torch.cat([SAID, SAID * 0.5])
-    thresholds = torch.full((2, 3), 0.75, dtype=torch.float64)
-    made, sure = labelling.labelled(work(Objective("consistency"), 2), said, thresholds, fill=True)
-    assert made.given is not None
-    assert made.batches[0].tolist() == [[100, 103], [100, 103]]
-    assert made.given.labels[0].tolist() == [[0, 0], [0, 0]]
-    assert made.given.mask[0].tolist() == [[1, 1], [1, 1]]
-    assert not made.given.mask[1].any()  # the other user is sure of nothing
+    seen = look(torch.cat([SAID, SAID * 0.5]))
+    sure = parts.confident(seen, 0.75)
+    numbers = torch.arange(8).reshape(2, 4)
+    made = parts.labelled(seen, sure, fill=True, number=numbers)
+    assert made.images[0].tolist() == [[100, 103], [100, 103]]
+    assert made.given["labels"][0].tolist() == [[0, 0], [0, 0]]
+    assert made.given["mask"][0].tolist() == [[1, 1], [1, 1]]
+    assert made.given["number"][0].tolist() == [[0, 3], [0, 3]]  # what belongs to an image goes with it
+    assert not made.given["mask"][1].any()  # the other user is sure of nothing
     assert sure.any(1).tolist() == [True, False]
+    assert made.weight is not None
+    assert made.weight.tolist() == [1, 0]
+    assert made.metrics["mask_rate"].tolist() == [0.5, 0]
 
 
 def test_mixtures_take_any_image_with_its_own_label() -> None:
     many = torch.rand(3, 40, 5, dtype=torch.float64).softmax(-1)
     batches = torch.arange(120).reshape(3, 4, 10)
-    given = Work(Objective("consistency", mix=1.0), torch.arange(12).reshape(4, 3), batches, None, (0.1,) * 4)
-    made = labelling.labelled(given, many, torch.full((3, 5), 0.9, dtype=torch.float64))[0].given
-    assert made is not None
-    assert made.partners is not None
-    assert made.partner_labels is not None
-    assert made.shares is not None
+    seen = look(many, batches)
+    made = parts.mixed(parts.labelled(seen, parts.confident(seen, 0.9)), seen, 0.75)
     label = dict(zip(batches.flatten().tolist(), many.argmax(-1).flatten().tolist(), strict=True))
     for user in range(3):
         for image, said in zip(
-            made.partners[user].flatten(), made.partner_labels[user].flatten(), strict=True
+            made.more["partner"][user].flatten(), made.given["partner_labels"][user].flatten(), strict=True
         ):
             assert 40 * user <= int(image) < 40 * (user + 1)
             assert label[int(image)] == int(said)
-    assert made.shares.shape == (3, 4)
-    assert len(set(made.shares.flatten().tolist())) > 8
+    assert made.given["share"].shape == (3, 4)
+    assert len(set(made.given["share"].flatten().tolist())) > 8
 
 
 def test_mixing_shares_are_of_the_beta_distribution() -> None:
-    table = torch.from_numpy(labelling._quantiles())
+    table = torch.from_numpy(parts._quantiles(0.75))
     # Beta(a, a) has mean 1/2 and variance 1 / (4 (2a + 1))
     assert table.mean().item() == pytest.approx(0.5)
     assert table.var().item() == pytest.approx(1 / (4 * 2.5), rel=1e-2)
+
+
+def labels_of(sim: Simulation, rows: torch.Tensor, work: Work) -> Labels:
+    return local.made_labels(sim.engine, sim.method, rows, work)
 
 
 def one_step(quick: Make, *more: str) -> tuple[Simulation, State, State, Work]:
@@ -128,9 +142,10 @@ def one_step(quick: Make, *more: str) -> tuple[Simulation, State, State, Work]:
     sim = assemble.make(quick(*ALONE, *more))
     start = sim.initial()
     new, _ = sim.play(start)
-    plain = sim.plan.users_work(0, sim.plan.cohort(0))
-    looked = labelling.looked(sim.engine, sim.config.method, start.average[None], plain)
-    return sim, start, new, looked.work
+    work = sim.plan.users_work(0, sim.plan.cohort(0))
+    if sim.method.label is not None:
+        work = work.with_labels(labels_of(sim, start.average[None], work))
+    return sim, start, new, work
 
 
 def moved(sim: Simulation, start: State, rate: float) -> torch.Tensor:
@@ -147,17 +162,14 @@ def cut(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_semifl_step(quick: Make) -> None:
-    sim, start, new, looked = one_step(quick, "method.name=semifl", "federation.period=1")
+    sim, start, new, looked = one_step(quick, "method.name=semifl", LOW, "federation.period=1")
     batch = make_batch(sim.pool, looked, 0)
+    assert batch.weak is not None
     assert batch.strong is not None
-    assert batch.partner is not None
-    assert batch.given is not None
-    assert batch.given.shares is not None
-    assert batch.given.partner_labels is not None
     write_row(sim.model, sim.layout, start.average)
-    model, share = sim.model.train(), float(batch.given.shares[0])
-    label, other = batch.given.labels[0], batch.given.partner_labels[0]
-    mixed = model(share * batch.weak[0] + (1 - share) * batch.partner[0])
+    model, share = sim.model.train(), float(batch.given["share"][0])
+    label, other = batch.given["labels"][0], batch.given["partner_labels"][0]
+    mixed = model(share * batch.weak[0] + (1 - share) * batch.given["partner"][0])
     loss = functional.cross_entropy(model(batch.strong[0]), label)
     loss = loss + share * functional.cross_entropy(mixed, label)
     loss = loss + (1 - share) * functional.cross_entropy(mixed, other)
@@ -170,13 +182,11 @@ def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     name = ["method.name=fl2", "federation.period=1"]
     sim, start, _, looked = one_step(quick, *name)
     said = sim.engine.answers(start.average[None], looked)
-    monkeypatch.setattr(labelling, "CERTAIN", said.amax(-1).median().item())
+    monkeypatch.setattr(fl2, "CERTAIN", said.amax(-1).median().item())
     sim, start, new, looked = one_step(quick, *name)
     batch = make_batch(sim.pool, looked, 0)
     assert batch.strong is not None
-    assert batch.given is not None
-    assert batch.given.certain is not None
-    label, sure = batch.given.labels[0], batch.given.certain[0]
+    label, sure = batch.given["labels"][0], batch.given["certain"][0]
     assert 0 < sure.sum() < len(sure)
     write_row(sim.model, sim.layout, start.average)
     model = sim.model.train()
@@ -200,8 +210,21 @@ def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(new.average[: sim.layout.weights], expected, atol=1e-12)
 
 
+def test_looking_around_the_weights_leaves_running_statistics_alone(
+    quick: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fl2, "CERTAIN", 0.0)
+    name = ["method.name=fl2", "federation.period=1", "model.norm=batch"]
+    sim, start, new, _ = one_step(quick, *name)
+    flat = one_step(quick, *name, "method.sharpness=0")[2]
+    count = sim.layout.weights
+    assert not torch.equal(new.average[:count], flat.average[:count])
+    assert not torch.equal(new.average[count:], start.average[count:])
+    assert torch.equal(new.average[count:], flat.average[count:])
+
+
 def test_fedprox_step(quick: Make) -> None:
-    name = ["method.name=fedprox", "method.proximal=2", "federation.period=2"]
+    name = ["method.name=fedprox", LOW, "method.proximal=2", "federation.period=2"]
     sim, start, new, _ = one_step(quick, *name)
     free, _, other, _ = one_step(quick, *name, "method.proximal=0")
     assert not torch.equal(new.average, other.average)
@@ -220,57 +243,55 @@ def test_distance_reweighted_average_by_hand() -> None:
     counts = torch.tensor([100, 100, 200])
     small, large = (n * torch.tensor(-1e4 * 0.004 / n).exp().item() for n in (100, 200))
     expected = large * 0.004 / (2 * small + large)
-    assert averaging.by_distance(rows, counts, [1, 1]).tolist() == pytest.approx([expected] * 2)
+    assert RscFed().by_distance(rows, counts, [1, 1]).tolist() == pytest.approx([expected] * 2)
 
 
 def test_sub_consensus_is_a_mean_of_halves() -> None:
     rows = torch.rand(10, 6, dtype=torch.float64)
     counts = torch.full((10,), 10**9)  # so many images that distance does not count: plain means of five
-    found = averaging.sub_consensus(rows, counts, [2, 4], torch.tensor(5))
+    found = RscFed().sub_consensus(rows, counts, [2, 4], torch.tensor(5))
     assert rows.min() < found.min()
     assert not torch.allclose(found, rows.mean(0))
-    shares = averaging.sub_consensus(torch.eye(10).double(), counts, [10], torch.tensor(5))
+    shares = RscFed().sub_consensus(torch.eye(10).double(), counts, [10], torch.tensor(5))
     drawn = (15 * shares).round()  # three times five of ten
     assert torch.allclose(15 * shares, drawn)
     assert drawn.sum() == 15
     assert drawn.max() <= 3
-    assert torch.allclose(averaging.sub_consensus(rows[:1], counts[:1], [6], torch.tensor(5)), rows[0])
-
-
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+    assert torch.allclose(RscFed().sub_consensus(rows[:1], counts[:1], [6], torch.tensor(5)), rows[0])
 
 
 PAIR = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0), (0, 1))
 
 
-def going(*amounts: float, weights: tuple[float, ...] = ()):  # type: ignore[no-untyped-def]
-    """Users that add to what they received."""
-
-    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
-        stats = {"loss": column(*amounts)[part, 0]}
-        if weights:
-            stats["weight"] = torch.tensor(weights, dtype=torch.float64)[part]
-        return Trained(rows + column(*amounts)[part], momentum, stats)
-
-    return train
-
-
-def test_server_momentum_goes_on() -> None:
-    memory = {"velocity": column(0)}
-    start = State(0, column(10), column(10)[0], torch.zeros(0, 1), memory=memory)
-    common = {"train_server": going(0), "server": "none", "server_momentum": 0.5}
-    one, _ = play_round(start, PAIR, train_users=going(1, 3), **common)
-    two, _ = play_round(one, PAIR, train_users=going(4, 4), **common)
+@pytest.mark.parametrize("name", ["anchored", "semifl", "fl2"])
+def test_server_momentum_goes_on(name: str) -> None:
+    sim = toy(name, "method.momentum=0.5", "split.server_labels=0", "split.users=2")
+    state = starting([10], velocity=column(0), best=torch.zeros(1))
+    one, _ = played(sim, state, PAIR, Adding([1, 3]))
+    two, _ = played(sim, one, PAIR, Adding([4, 4]))
     # moves by 2, then by 4 and half of the 2
     assert [one.average.item(), two.average.item()] == [12, 17]
     assert two.memory["velocity"].item() == 5
 
 
+RIVALS = ["semifl", "fl2", "rscfed", "cbafed", "fedprox", "flexmatch", "freematch"]
+
+
+@pytest.mark.parametrize("name", [*RIVALS, "alternate", "fedmatch"])
+def test_the_server_has_the_last_word(name: str) -> None:
+    sim = toy(name, "split.users=2", server=True)
+    memory = {"velocity": column(0), "counts": torch.ones(2), "stored": torch.zeros(0), "last": column(0, 0)}
+    workers = Adding([2, 2], [30], report={"counts": torch.ones(2, 2)})
+    new, _ = played(sim, starting([10], **memory), PAIR, workers)
+    assert workers.served == [[12]]
+    assert new.average.tolist() == [42]
+    assert new.streams.tolist() == [[42]]
+
+
 def test_stretching_moves_weights_further_and_leaves_statistics() -> None:
     sent, rows = torch.tensor([[1.0, 2.0, 7.0]]), torch.tensor([[1.5, 1.0, 9.0]])
-    assert sending.stretched(sent, rows, 2, torch.tensor([4.0])).tolist() == [[3.0, -2.0, 9.0]]
-    assert sending.stretched(sent, rows, 2, None) is rows
+    assert local.scaled(sent, rows, 2, torch.tensor([4.0])).tolist() == [[3.0, -2.0, 9.0]]
+    assert local.scaled(sent, rows, 2, None) is rows
 
 
 def test_who_has_few_classes_takes_short_steps() -> None:
@@ -278,17 +299,15 @@ def test_who_has_few_classes_takes_short_steps() -> None:
     images = torch.tensor([50, 14, 9, 0, 4, 3])
     mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
     expected = [1, 0.2**1.5, (1 / 9) ** 1.5, 1, (mixed / 4) ** 1.5, 1]  # four images could be of four classes
-    assert labelling.paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(
-        expected, abs=1 / 8192
-    )
-    one = labelling.paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
+    assert paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected, abs=1 / 8192)
+    one = paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
     assert one.item() == pytest.approx(1 / 30, abs=1 / 8192)
 
 
 def test_different_images_are_counted_once() -> None:
     images = torch.tensor([[4, 0, 4, 9, 0], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7], [0, 0, 1, 1, 2]])
     chosen = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1]]) > 0
-    assert labelling.distinct(images, chosen).tolist() == [2, 0, 1, 3]
+    assert parts.distinct(images, chosen).tolist() == [2, 0, 1, 3]
 
 
 def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> None:
@@ -298,14 +317,14 @@ def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> No
             "federation.participants=1"]  # fmt: skip
     moved = {}
     for pace in ("full", "classes"):
-        sim = assemble.make(quick(*sets, "method.server=none", "split.server_labels=0", "method.guard=false",
-                                  "method.server_momentum=0", f"method.pace={pace}"))  # fmt: skip
+        sim = assemble.make(quick(*sets, "split.server_labels=0", "method.guard=false",
+                                  "method.momentum=0", f"method.pace={pace}"))  # fmt: skip
         start = sim.initial()
         moved[pace] = sim.play(start)[0].average - start.average
-    looked = labelling.looked(sim.engine, sim.config.method, start.average[None], sim.plan.prepare(0)[1])
-    assert looked.work.pace is not None
+    looked = labels_of(sim, start.average[None], sim.plan.prepare(0)[1])
+    assert looked.pace is not None
     assert looked.reach is not None
-    share = float(looked.work.pace)
+    share = float(looked.pace)
     assert 1 / 30 <= share < 0.5
     reach = float(looked.reach)
     assert reach == pytest.approx(share ** (-2 / 3), abs=1 / 8192)
@@ -318,37 +337,30 @@ def test_a_users_pace_does_not_depend_on_who_else_trains(quick: Make) -> None:
     sim = assemble.make(quick("split.users=20", "federation.participants=20", "method.threshold=0.11"))
     rows = sim.initial().average.expand(20, -1)
     work = sim.plan.prepare(0)[1]
-    together = labelling.looked(sim.engine, sim.config.method, rows, work)
-    assert together.work.pace is not None
+    together = labels_of(sim, rows, work)
+    assert together.pace is not None
     assert together.reach is not None
-    assert len(together.work.pace.unique()) > 5
+    assert len(together.pace.unique()) > 5
     for user in range(20):
         own = slice(user, user + 1)
-        alone = labelling.looked(sim.engine, sim.config.method, rows[own], work.of(own))
-        assert torch.equal(alone.work.pace, together.work.pace[own])  # type: ignore[arg-type]
+        alone = labels_of(sim, rows[own], work.of(own))
+        assert torch.equal(alone.pace, together.pace[own])  # type: ignore[arg-type]
         assert torch.equal(alone.reach, together.reach[own])  # type: ignore[arg-type]
 
 
 def test_users_with_labels_of_their_own_keep_their_pace(quick: Make) -> None:
     sim = assemble.make(quick("split.labels_at=both", "split.user_labels=50", "method.threshold=0.11"))
-    looked = labelling.looked(sim.engine, sim.config.method, sim.initial().average.expand(10, -1),
-                              sim.plan.prepare(0)[1])  # fmt: skip
-    assert looked.work.pace is None
+    looked = labels_of(sim, sim.initial().average.expand(10, -1), sim.plan.prepare(0)[1])
+    assert looked.pace is None
     assert looked.reach is None
 
 
-def test_users_weigh_what_they_are_told() -> None:
-    start = State(0, column(10), column(10)[0], torch.zeros(0, 1))
-
-    def combine(rows: torch.Tensor, users: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        return averaging.combined("mean", rows, weights)
+@pytest.mark.parametrize("name", ["semifl", "fl2"])
+def test_users_weigh_what_they_are_told(name: str) -> None:
+    sim = toy(name, "method.momentum=0", "split.server_labels=0", "split.users=2")
 
     def after(*weights: float) -> float:
-        users = going(1, 5, weights=weights)
-        new, _ = play_round(
-            start, PAIR, train_users=users, train_server=going(0), server="none", combine=combine
-        )
-        return new.average.item()
+        return played(sim, starting([10]), PAIR, Adding([1, 5], weight=weights))[0].average.item()
 
     assert after(1, 3) == 14
     assert after(0, 2) == 15
@@ -358,18 +370,17 @@ def test_users_weigh_what_they_are_told() -> None:
 def test_where_batches_are_filled_the_mask_rate_is_still_the_share_of_images(quick: Make) -> None:
     sim = assemble.make(quick("method.name=semifl", "method.threshold=0.13"))
     state = sim.initial()
-    method, work = replace(sim.config.method, fill=False), sim.plan.prepare(0)[1]
+    work = sim.plan.prepare(0)[1]
     rows = state.streams[:1].expand(len(work.batches), -1)
-    told = labelling.looked(sim.engine, method, rows, work).work.given
-    assert told is not None
+    sure = sim.engine.answers(rows, work).amax(-1) >= 0.13
     event = sim.play(state)[1][0]
-    assert event["user_mask_rate"] == pytest.approx(told.mask.flatten(1).mean(1).tolist())
+    assert event["user_mask_rate"] == pytest.approx(sure.to(rows.dtype).mean(1).tolist())
     assert 0 < event["mask_rate"] < 1
 
 
 def test_where_no_user_is_sure_of_an_image_the_server_trains_as_if_none_had_come(quick: Make) -> None:
     settings = ("method.name=semifl", "method.threshold=1.0", "federation.rounds=20")
-    sim, alone = (assemble.make(quick(*settings, *more)) for more in ((), ("method.head_start=0.1",)))
+    sim, alone = (assemble.make(quick(*settings, *more)) for more in ((), ("federation.head_start=0.1",)))
     state = sim.initial()
     for _ in range(2):
         new, events = sim.play(state)
@@ -383,53 +394,80 @@ def test_where_no_user_is_sure_of_an_image_the_server_trains_as_if_none_had_come
 
 @pytest.mark.parametrize("policy", ["user", "slot"])
 def test_who_is_sure_of_no_image_leaves_no_trace_in_momentum_or_residual(quick: Make, policy: str) -> None:
-    settings = ("method.name=cbafed", "method.threshold=1.0", "method.thresholds=fixed", "method.residual=2",
-                "method.head_start=0", f"train.momentum_policy={policy}")  # fmt: skip
+    settings = ("method.name=cbafed", "method.threshold=1.0", "method.highest=1.0", "method.residual=2",
+                "federation.head_start=0", f"train.momentum_policy={policy}")  # fmt: skip
     sim = assemble.make(quick(*settings))
     state = sim.initial()
     for _ in range(4):
         state, _ = sim.play(state)
-    assert "stored" not in state.memory
+    assert not len(state.memory["stored"])
     assert not state.momentum[:-1].any()
     assert state.momentum[-1].any()
 
 
 def test_doubtful_users_weigh_more() -> None:
     said = torch.cat([SAID, torch.full_like(SAID, 1 / 3)])
-    assert labelling.doubt(said).tolist() == pytest.approx([0.25, 2 / 3])
+    weight = fl2.Fl2().label(look(said)).weight
+    assert weight is not None
+    assert weight.tolist() == pytest.approx([0.25, 2 / 3])
+
+
+def test_users_weigh_by_the_different_images_that_they_labelled() -> None:
+    images = torch.tensor([[[7, 7], [8, 9]], [[3, 4], [5, 6]]])
+    said = torch.cat([SAID, SAID * 0.5])
+    made = find("cbafed")(threshold=0.75).label(look(said, images))  # type: ignore[call-arg]
+    assert made.weight.tolist() == [2, 0]  # sure of the first and the last
+    assert made.report["counts"].tolist() == [[2, 0, 0], [0, 0, 0]]
 
 
 def test_averages_over_rounds(quick: Make) -> None:
-    sim = assemble.make(quick("method.residual=2", "method.slow=0.9", "run.engine=loop"))
+    settings = ["method.name=cbafed", "method.threshold=0.11", "method.highest=0.11", "run.engine=loop",
+                "federation.head_start=0"]  # fmt: skip
+    sim = assemble.make(quick(*settings, "method.residual=2", "federation.slow_average=0.9"))
     states = [sim.initial()]
     for _ in range(4):
         states.append(sim.play(states[-1])[0])
     # a new model every round; in every second it is kept, and halved with the one kept before, if any
-    plain = assemble.make(quick("run.engine=loop"))
+    plain = assemble.make(quick(*settings, "method.residual=0"))
     assert torch.equal(states[2].average, plain.play(states[1])[0].average)
     assert torch.equal(states[3].memory["stored"], states[2].average)
     unmixed = plain.play(states[3])[0].average
     assert torch.allclose(states[4].average, (unmixed + states[2].average) / 2, atol=1e-7)
+    assert torch.equal(states[4].memory["stored"], states[4].average)
+    check_slow(sim, states)
+
+
+@pytest.mark.parametrize("name", ["anchored", "grouping", "easgd", "fedmatch", "server-only"])
+def test_any_method_may_have_a_slow_average(quick: Make, name: str) -> None:
+    sim = assemble.make(quick(f"method.name={name}", "federation.slow_average=0.9", "run.engine=loop"))
+    states = [sim.initial()]
+    for _ in range(4):
+        states.append(sim.play(states[-1])[0])
+    check_slow(sim, states)
+
+
+def check_slow(sim: Simulation, states: list[State]) -> None:
     slow = states[0].average
     for number, state in enumerate(states[1:], 1):
         stays = min(0.9, number / (number + 9))
         slow = stays * slow + (1 - stays) * state.average
-    assert torch.allclose(states[4].memory["slow"], slow, atol=1e-7)
-    assert torch.equal(sim.final_row(states[4]), states[4].memory["slow"])
+    assert torch.allclose(states[-1].memory["slow"], slow, atol=1e-7)
+    assert torch.equal(sim.final_row(states[-1]), states[-1].memory["slow"])
+    assert not torch.equal(states[-1].memory["slow"], states[-1].average)
 
 
 def test_class_counts_are_of_the_labels_given(quick: Make) -> None:
     sim = assemble.make(quick("method.name=cbafed", "method.threshold=0.3"))
     state = sim.initial()
-    own = state.memory["shares"]
+    own = state.memory["counts"]
     assert own.sum() == sim.config.split.server_labels
     for _ in range(6):
         state, events = sim.play(state)
-    assert state.memory["shares"].sum() > own.sum()
+    assert state.memory["counts"].sum() > own.sum()
     assert events[0]["mask_rate"] > 0.25
 
 
-@pytest.mark.parametrize("name", ["semifl", "fl2", "rscfed", "cbafed", "fedprox", "flexmatch", "freematch"])
+@pytest.mark.parametrize("name", RIVALS)
 def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
     bare: dict[str, dict[str, Any]] = {
         "method": {"name": name},
@@ -437,30 +475,29 @@ def test_every_rival_is_a_row_of_ordinary_settings(name: str) -> None:
         "federation": {"rounds": 1},
     }
     config = from_dict(bare)
-    for section, values in METHODS[name].items():
+    for section, values in find(name).defaults.items():
         for key, value in values.items():
             assert getattr(getattr(config, section), key) == value
+    for field in fields(find(name)):
+        assert getattr(config.method, field.name) == field.default
 
 
-ONCE = {"method.labels": "round", "method.server": "alternate", "method.averaging": "fedavg"}
-CUT = {"train.weight_decay": 5e-4, "train.clip": 1.0, "method.server_momentum": 0.5, "method.fill": True}
+CUT = {"train.weight_decay": 5e-4, "train.clip": 1.0, "method.momentum": 0.5}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "semifl": ONCE | CUT | {"method.threshold": 0.95, "method.thresholds": "fixed", "method.mix": 1.0},
-    "fl2": ONCE
-    | CUT
-    | {"method.thresholds": "free", "method.sharpness": 0.1, "method.weighting": "doubt"}
-    | {"method.head_start": 0.1},
-    "rscfed": {"method.combine": "distance", "train.weight_decay": 5e-4, "train.clip": 5.0}
-    | {"method.head_start": 0.1},
-    "cbafed": ONCE
-    | {"method.head_start": 0.1}
-    | {"method.thresholds": "balanced", "method.threshold": 0.84, "method.fill": True}
-    | {"method.weighting": "labelled", "method.residual": 5, "train.weight_decay": 5e-4, "train.clip": 5.0},
-    "fedprox": {"method.proximal": 0.01, "method.server": "alternate"},
-    "flexmatch": ONCE | {"method.thresholds": "flex", "method.threshold": 0.95},
-    "freematch": ONCE | {"method.thresholds": "free"},
-    "fedmatch": {"method.threshold": 0.75, "train.lr": 0.001, "train.momentum": 0.0},
+    "semifl": CUT | {"method.threshold": 0.95, "method.mix": 1.0, "method.alpha": 0.75},
+    "fl2": CUT | {"method.sharpness": 0.1, "federation.head_start": 0.1},
+    "rscfed": {"method.consensus": 3, "method.scale": 1e4, "train.weight_decay": 5e-4, "train.clip": 5.0}
+    | {"federation.head_start": 0.1},
+    "cbafed": {"method.threshold": 0.84, "method.highest": 0.95, "method.residual": 5}
+    | {"train.weight_decay": 5e-4, "train.clip": 5.0, "federation.head_start": 0.1},
+    "fedprox": {"method.proximal": 0.01},
+    "flexmatch": {"method.threshold": 0.95},
+    "freematch": {},
+    "fedmatch": {"method.threshold": 0.75, "train.lr": 0.001, "train.momentum": 0.0, "method.helpers": 2}
+    | {"method.interval": 10, "method.supervised": 10.0, "method.consistency": 0.01}
+    | {"method.agreement": 0.01, "method.l2": 10.0},
 }
+ONCE = ("semifl", "fl2", "cbafed", "flexmatch", "freematch")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -469,52 +506,81 @@ def test_a_rival_has_the_settings_that_were_published(name: str) -> None:
     for key, value in PUBLISHED[name].items():
         section, _, field = key.partition(".")
         assert getattr(getattr(config, section), field) == value, key
-    assert (averaging.CONSENSUS, averaging.SCALE) == (3, 1e4)
+    assert (config.method.label is not None) == (name in ONCE)
+    assert not config.method.grouped
+
+
+def test_the_thresholds_of_flexmatch_freematch_and_fl2_are_theirs() -> None:
+    said = torch.rand(3, 4, 3, dtype=torch.float64).softmax(-1)
+    confidence, label = said.max(-1)
+    rules = {"flexmatch": thresholds.flexible(said, 0.95), "freematch": thresholds.free(said),
+             "fl2": thresholds.free(said)}  # fmt: skip
+    for name, by_class in rules.items():
+        made = find(name)().label(look(said))
+        sure = confidence >= by_class.gather(1, label)
+        if name == "fl2":  # filled
+            assert torch.equal(made.metrics["mask_rate"], sure.double().mean(1))
+        else:
+            assert torch.equal(made.given["mask"].flatten(1) > 0, sure)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "key", "fix"),
     [
-        (["method.mix=1"], "method.mix = 1.0 needs method.labels = 'round'"),
-        (["method.name=semifl", "method.labels=step"], "set that, or method.fill=false"),
-        (["method.thresholds=free"], "needs method.labels = 'round'"),
-        (["method.labels=round", "method.objective=self-training"], "needs method.objective = 'consistency'"),
-        (["method.name=grouping", "method.server_momentum=0.5"], "method.server_momentum needs"),
-        (["method.name=fl2", "model.norm=batch"], "method.sharpness needs model.norm"),
-        (["method.name=alternate", "method.pace=classes"], "method.pace = 'classes' needs method.labels"),
-        (["method.name=anchored", "method.labels=step"], "set that, or method.pace=full"),
+        (["method.mix=1"], "method.mix", None),
         (
-            [
-                "method.name=overlap-sgd",
-                "method.objective=consistency",
-                "split.server_labels=0",
-                "method.labels=round",
-                "method.pace=classes",
-            ],
-            "method.pace = 'classes' does not go with method.averaging = 'overlap'",
+            ["method.thresholds=free"],
+            "method.thresholds",
+            "choose method.name=flexmatch, freematch, fl2 or cbafed",
         ),
-        (["method.name=cbafed", "method.combine=median"], "needs method.combine = 'mean'"),
-        (["method.name=semifl", "method.combine=median"], "method.fill needs method.combine = 'mean'"),
+        (["method.name=semifl", "method.fill=false"], "method.fill", "choose method.name=semifl"),
+        (["method.objective=self-training"], "method.objective", "choose another method.name"),
         (
-            ["method.name=grouping", "federation.groups=6", "federation.group_sizes=filled"],
-            "leaves one of 6 groups without users: set federation.groups=5",
+            ["method.name=semifl", "method.server_momentum=0.3"],
+            "method.server_momentum",
+            "method.momentum=0.3",
         ),
-        (["method.name=easgd", "split.server_labels=0", "method.slow=0.9"], "set method.slow=0"),
-        (["method.name=fedmatch", "method.proximal=1"], "set method.proximal=0"),
+        (["method.name=grouping", "method.momentum=0.5"], "method.momentum", "train.momentum=0.5"),
+        (["method.name=alternate", "method.pace=classes"], "method.pace", None),
+        (["method.name=overlap-sgd", "method.pace=classes"], "method.pace", None),
+        (
+            ["method.name=cbafed", "federation.combine=median"],
+            "federation.combine",
+            "federation.combine=mean",
+        ),
+        (
+            ["method.name=semifl", "federation.combine=median"],
+            "federation.combine",
+            "federation.combine=mean",
+        ),
+        (["method.name=rscfed", "federation.check=true"], "federation.check", "federation.check=false"),
+        (["method.name=easgd", "federation.groups=2"], "federation.groups", "federation.groups=1"),
+        (["method.name=easgd", "federation.gate=true"], "federation.gate", "federation.gate=false"),
+        (["method.name=fedmatch", "method.proximal=1"], "method.proximal", None),
     ],
 )
-def test_what_does_not_go_together(quick: Make, changes: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_does_not_go_together(quick: Make, changes: list[str], key: str, fix: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
         assemble.make(quick("method.name=alternate", *changes))
+    assert (caught.value.key, caught.value.fix) == (key, fix)
+    assert key in str(caught.value)
+
+
+def test_no_group_is_left_without_users(quick: Make) -> None:
+    sets = ["method.name=grouping", "federation.groups=6", "federation.group_sizes=filled"]
+    with pytest.raises(ConfigError, match=r"leaves one of 6 groups without users: set federation.groups=5"):
+        assemble.make(quick(*sets))
 
 
 def test_strong_views_at_the_server_where_images_are_large_enough(quick: Make, patterns: Path) -> None:
     small, large = (assemble.make(quick(*more)) for more in ([], [f"data.path={patterns}"]))
-    assert (small.config.method.server_views, large.config.method.server_views) == ("weak", "both")
+    assert (small.config.train.server_views, large.config.train.server_views) == ("weak", "both")
     work = large.plan.server_work(0)
     seen = make_batch(large.pool, work, 1).weak
-    weak = make_batch(large.pool, replace(work, objective=Objective("supervised")), 1).weak
-    strong = make_batch(large.pool, replace(work, objective=Objective("consistency")), 1).strong
+    weak = make_batch(large.pool, replace(work, views=("weak",)), 1).weak
+    strong = make_batch(large.pool, replace(work, views=("strong",)), 1).strong
+    assert seen is not None
+    assert weak is not None
     assert strong is not None
     assert torch.equal(seen[:, ::2], weak[:, ::2])
     assert torch.equal(seen[:, 1::2], strong[:, 1::2])
@@ -522,7 +588,7 @@ def test_strong_views_at_the_server_where_images_are_large_enough(quick: Make, p
 
 
 def test_a_head_start_is_the_servers_alone(quick: Make) -> None:
-    sim = assemble.make(quick("method.name=alternate", "method.head_start=0.5", "federation.rounds=4"))
+    sim = assemble.make(quick("method.name=alternate", "federation.head_start=0.5", "federation.rounds=4"))
     alone = assemble.make(quick("method.name=server-only", "federation.rounds=4"))
     state, other = sim.initial(), alone.initial()
     for _ in range(2):
@@ -537,7 +603,7 @@ def test_a_head_start_is_the_servers_alone(quick: Make) -> None:
 
 @pytest.mark.parametrize("name", ["anchored", "grouping", "semifl", "fl2", "rscfed", "cbafed", "fedmatch"])
 def test_every_method_bears_a_head_start(quick: Make, name: str) -> None:
-    sim = assemble.make(quick(f"method.name={name}", "method.head_start=0.4", "federation.rounds=3"))
+    sim = assemble.make(quick(f"method.name={name}", "federation.head_start=0.4", "federation.rounds=3"))
     state = sim.initial()
     for _ in range(3):
         state, (event, *_) = sim.play(state)
@@ -546,12 +612,20 @@ def test_every_method_bears_a_head_start(quick: Make, name: str) -> None:
 
 
 def test_a_kept_model_is_one_that_users_had_a_part_in(quick: Make) -> None:
-    sim = assemble.make(quick("method.residual=1", "method.head_start=0.5", "federation.rounds=4"))
+    sim = assemble.make(
+        quick(
+            "method.name=cbafed",
+            "method.residual=1",
+            "method.threshold=0.3",
+            "federation.head_start=0.5",
+            "federation.rounds=4",
+        )
+    )
     state = sim.initial()
     kept = []
     for _ in range(3):
         state, _ = sim.play(state)
-        kept.append("stored" in state.memory)
+        kept.append(len(state.memory["stored"]) > 0)
     assert kept == [False, False, True]
 
 
@@ -562,12 +636,33 @@ def test_a_head_start_leaves_rounds_for_users(share: float, rounds: int) -> None
     assert abs(head - share * rounds) <= 1
 
 
-def test_a_head_start_needs_a_server() -> None:
-    given: dict[str, dict[str, Any]] = {
-        "data": {"name": "digits"},
-        "federation": {"rounds": 4},
-        "split": {"labels_at": "users"},
-        "method": {"name": "alternate", "server": "none", "head_start": 0.1},
-    }
-    with pytest.raises(ConfigError, match="head_start needs a server that trains"):
-        from_dict(given)
+@pytest.mark.parametrize("nobody", ["split.labels_at=users", "split.server_labels=0"])
+def test_a_head_start_needs_a_server(quick: Make, nobody: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quick("method.name=alternate", "federation.head_start=0.1", nobody)
+    assert caught.value.key == "federation.head_start"
+    assert caught.value.fix == "federation.head_start=0"
+
+
+@pytest.mark.parametrize("name", ["data-sharing", "easgd", "overlap-sgd"])
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("federation.head_start=0.1", "federation.head_start=0"),
+        ("model.norm_statistics=server", "model.norm_statistics=average"),
+    ],
+)
+def test_a_server_that_is_never_trained_has_no_head_start_and_no_statistics(
+    quick: Make, name: str, setting: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quick(f"method.name={name}", setting)
+    assert (caught.value.key, caught.value.fix) == (setting.partition("=")[0], fix)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_who_trains_the_server_says_so(quick: Make, name: str) -> None:
+    alone = ["split.users=1", "split.labels_at=both"] if name == "fixmatch" else []
+    sim = assemble.make(quick(f"method.name={name}", "federation.head_start=0", *alone))
+    assert sim.has_server
+    assert ("server_loss" in sim.play(sim.initial())[1][0]) == sim.method.trains_server

@@ -7,80 +7,71 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ssfl import assemble, averaging, draws
+from hand_rounds import Adding, played, start, toy
+from ssfl import assemble, draws
 from ssfl.cohort import Cohort, draw_cohort
 from ssfl.data import split
-from ssfl.federation import State, play_own_streams, play_round
 from ssfl.rows import write_row
 from ssfl.settings import Config
-from ssfl.work import Trained, make_batch
+from ssfl.work import make_batch
 
 Make = Callable[..., Config]
-
-
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
-
-
-def add(*amounts: float):  # type: ignore[no-untyped-def]
-    """A trainer that adds to each row."""
-
-    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
-        return Trained(rows + column(*amounts)[part], momentum, {"loss": column(*amounts)[part, 0]})
-
-    return train
-
-
 EVERYBODY = Cohort((0, 1), (0, 1), ((0,), (1,)), (0, 1), (0, 1))
 
 
 def test_easgd_users_and_centre_give_way_to_each_other() -> None:
     # x = (10, 20) train to (11, 22); z = 14, a = 0.25
-    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
-    new, outcome = play_own_streams(start, EVERYBODY, train_users=add(1, 2), rule="elastic", elasticity=0.25)
+    sim = toy("easgd", "method.elasticity=0.25", "split.users=2")
+    new, fed = played(sim, start([10, 20], 14), EVERYBODY, Adding([1, 2]))
     assert new.streams.flatten().tolist() == [11 - 0.25 * (11 - 14), 22 - 0.25 * (22 - 14)]
     assert new.average.item() == 14 + 0.25 * (11 - 14) + 0.25 * (22 - 14)
-    assert outcome.users is not None
-    assert outcome.users.norms.tolist() == [1, 2]
+    assert fed.log.users is not None
+    assert fed.log.users.norms.tolist() == [1, 2]
 
 
 def test_overlap_sgd_pulls_to_the_mean_of_the_round_before() -> None:
-    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
-    new, _ = play_own_streams(start, EVERYBODY, train_users=add(1, 2), rule="overlap", elasticity=0.6)
+    sim = toy("overlap-sgd", "method.elasticity=0.6", "split.users=2")
+    new, _ = played(sim, start([10, 20], 14), EVERYBODY, Adding([1, 2]))
     # the anchor 14 is old; the new one is the mean after the pull, and is used in the next round
     assert new.streams.flatten().tolist() == pytest.approx([0.4 * 11 + 0.6 * 14, 0.4 * 22 + 0.6 * 14])
     assert new.average.item() == pytest.approx((12.8 + 17.2) / 2)
-    later, _ = play_own_streams(new, EVERYBODY, train_users=add(0, 0), rule="overlap", elasticity=0.6)
+    later, _ = played(sim, new, EVERYBODY, Adding([0, 0]))
     assert later.streams[0].item() == pytest.approx(0.4 * 12.8 + 0.6 * 15.0)
 
 
-def test_who_did_not_take_part_keeps_their_model() -> None:
-    start = State(0, column(10, 20), column(14)[0], torch.zeros(0, 1))
+@pytest.mark.parametrize("method", ["easgd", "overlap-sgd"])
+def test_who_did_not_take_part_keeps_their_model(method: str) -> None:
+    sim = toy(method, "method.elasticity=0.5", "split.users=2")
     alone = Cohort((1,), (1,), ((), (0,)), (1,), (0,))
-    new, _ = play_own_streams(start, alone, train_users=add(2), rule="elastic", elasticity=0.5)
+    new, _ = played(sim, start([10, 20], 14), alone, Adding([2]))
     assert new.streams.flatten().tolist() == [10, 18]
     nobody = Cohort((1,), (), ((), ()), (), ())
-    same, _ = play_own_streams(start, nobody, train_users=add(2), rule="elastic", elasticity=0.5)
+    same, _ = played(sim, start([10, 20], 14), nobody, Adding([2]))
     assert same.streams.flatten().tolist() == [10, 20]
+    assert (same.average.item(), same.round) == (14, 1)
 
 
-@pytest.mark.parametrize("rule", ["elastic", "overlap"])
-def test_models_that_agree_stay_where_they_are(rule: str) -> None:
-    users, centre = averaging.drawn_together(rule, column(3)[0], column(3, 3, 3), 0.3)
-    assert users.flatten().tolist() == pytest.approx([3, 3, 3])
-    assert centre.item() == pytest.approx(3)
+@pytest.mark.parametrize("method", ["easgd", "overlap-sgd"])
+def test_models_that_agree_stay_where_they_are(method: str) -> None:
+    sim = toy(method, "method.elasticity=0.3", "split.users=3")
+    cohort = Cohort((0, 1, 2), (0, 1, 2), ((0,), (1,), (2,)), (0, 1, 2), (0, 1, 2))
+    new, _ = played(sim, start([3, 3, 3]), cohort, Adding([0, 0, 0]))
+    assert new.streams.flatten().tolist() == pytest.approx([3, 3, 3])
+    assert new.average.item() == pytest.approx(3)
 
 
 @pytest.mark.parametrize(("method", "elasticity"), [("easgd", 0.9 / 10), ("overlap-sgd", 0.6)])
 def test_a_run_with_models_of_their_own_goes_on_from_them(
     quick: Make, method: str, elasticity: float
 ) -> None:
-    changes = ["method.server=none", "split.server_labels=0", "model.norm=group", "run.engine=loop"]
-    sim = assemble.make(quick(f"method.name={method}", *changes))
-    assert sim.config.method.elasticity == pytest.approx(elasticity)
+    changes = [f"method.name={method}", "split.server_labels=0", "model.norm=group", "run.engine=loop"]
+    sim = assemble.make(quick(*changes))
+    said = assemble.make(quick(*changes, f"method.elasticity={elasticity}"))
     state, _ = sim.play(sim.initial())
     assert len(state.streams) == 10
     assert len({tuple(row[:50].tolist()) for row in state.streams}) == 10
+    # the elasticity that was left out is the one that was said
+    assert torch.equal(state.streams, said.play(said.initial())[0].streams)
     state, events = sim.play(state)
     assert "server_loss" not in events[0]
 
@@ -110,6 +101,7 @@ def test_fixmatch_is_one_model_with_both_losses_in_every_step(quick: Make) -> No
     # by hand: the mean over all of CE(strong, argmax weak) where sure, plus CE of labelled images
     work = sim.plan.users_work(0, sim.plan.cohort(0))
     batch = make_batch(sim.pool, work, 0)
+    assert batch.weak is not None
     assert batch.strong is not None
     assert batch.own is not None
     assert batch.own_labels is not None
@@ -138,19 +130,16 @@ def test_fixmatch_is_one_model_with_both_losses_in_every_step(quick: Make) -> No
 
 def test_each_group_may_have_a_server_of_its_own() -> None:
     cohort = Cohort((0, 1), (0, 1), ((0,), (1,)), (0, 1))
-    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1))
-    new, outcome = play_round(
-        start, cohort, train_users=add(1, 2), train_server=add(30, 50), server="parallel", replicas=2
-    )
+    sim = toy("grouping", "federation.groups=2", "method.server_replicas=true", server=True)
+    state = start([10, 20], 15)
+    new, fed = played(sim, state, cohort, Adding([1, 2], [30, 50]))
     # replicas start from w_avg = 15: 45 and 65; group 1 = (45 + 11) / 2, group 2 = (65 + 22) / 2
     assert new.streams.flatten().tolist() == [28, 43.5]
     assert new.average.item() == 35.75
-    assert outcome.server is not None
-    assert outcome.server.norms.tolist() == [30, 50]
+    assert fed.log.server is not None
+    assert fed.log.server.norms.tolist() == [30, 50]
     nobody = Cohort((0, 1), (), ((), ()), ())
-    new, _ = play_round(
-        start, nobody, train_users=add(), train_server=add(30, 50), server="parallel", replicas=2
-    )
+    new, _ = played(sim, state, nobody, Adding([], [30, 50]))
     assert new.streams.flatten().tolist() == [45, 65]
 
 

@@ -83,10 +83,17 @@ def _check_labels(config: Config) -> None:
             "split.labels_at=server",
         )  # fmt: skip
     no_server = split.labels_at == "users" or split.server_labels == 0
-    if federation.head_start and no_server:
+    idle = f"method.name = {method.name!r} does not train it"
+    if federation.head_start and (no_server or not method.trains_server):
+        why = "it has none" if no_server else idle
         raise _error(
             "federation.head_start", federation.head_start,
-            "needs a server with labelled images, and it has none: set it to 0", "federation.head_start=0",
+            f"needs a server with labelled images, and {why}: set it to 0", "federation.head_start=0",
+        )  # fmt: skip
+    if config.model.norm_statistics == "server" and not method.trains_server:
+        raise _error(
+            "model.norm_statistics", "server", f"needs a server that trains, and {idle}: use 'average'",
+            "model.norm_statistics=average",
         )  # fmt: skip
     if federation.check and no_server:
         raise _error(

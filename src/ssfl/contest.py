@@ -104,6 +104,12 @@ def play(
     twice = [key for number, key in enumerate(keys) if key in keys[:number]]
     if twice:
         raise ConfigError(f"--choose {twice[0]} is there twice: put all its values into one")
+    known = {
+        f"method.{field.name}" for name in {*methods.METHODS, *names} for field in fields(methods.find(name))
+    }
+    strange = [key for key in keys if key.startswith("method.") and key not in known]
+    if strange:
+        raise ConfigError(f"--choose {strange[0]}: no method has this setting", key=strange[0])
     wanted = {method: _tries(source, method, sets, grid, out) for method in dict.fromkeys(names)}
     playing = [one for mine in wanted.values() if len(mine) > 1 for one in mine]
     for seed, mine in itertools.product(range(1, seeds + 1), wanted.values()):

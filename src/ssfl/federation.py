@@ -452,6 +452,8 @@ class Method:
     label: ClassVar[Any] = None
     """`label(self, look: Look) -> Labels`: pseudo-labels made once a round; None makes none."""
     trains_users: ClassVar[bool] = True
+    trains_server: ClassVar[bool] = True
+    """Whether its round trains the server, where that has labelled images."""
 
     @property
     def name(self) -> str:

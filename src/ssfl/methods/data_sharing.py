@@ -13,6 +13,7 @@ class DataSharing(Method):
     """The server's labelled images are given to every user, and the users are averaged."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
+    trains_server: ClassVar = False
     note: ClassVar = "users know the labels of their images, and are sent labelled ones"
 
     def needs(self) -> tuple[str, ...]:

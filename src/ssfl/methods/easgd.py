@@ -19,6 +19,7 @@ class Easgd(Method):
     """α: how far models are drawn to each other; default: 0.9/C."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
+    trains_server: ClassVar = False
     start: ClassVar = "user"
 
     def needs(self) -> tuple[str, ...]:

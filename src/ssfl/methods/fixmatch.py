@@ -26,6 +26,7 @@ class FixMatch(Method):
         "split": {"users": 1, "labels_at": "users"},
         "train": {"momentum_policy": "slot"},
     }
+    trains_server: ClassVar = False
     note: ClassVar = "one model sees every image: no federation"
 
     def check(self, config: Any) -> None:

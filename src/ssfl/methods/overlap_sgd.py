@@ -18,6 +18,7 @@ class OverlapSgd(Method):
     """α: how far models are pulled."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
+    trains_server: ClassVar = False
     start: ClassVar = "user"
 
     def needs(self) -> tuple[str, ...]:
