@@ -83,7 +83,6 @@ CASES = {
     "FedProx": ["method.name=fedprox", "method.proximal=0.5"],
     "RSCFed": ["method.name=rscfed", "federation.slow_average=0.5"],
     "CBAFed": ["method.name=cbafed", "method.residual=2", "method.threshold=0.6"],
-    "FedMatch": ["method.name=fedmatch", "train.lr=0.1", "method.threshold=0.5"],
     "anchored": ["method.name=anchored", "method.threshold=0.6"],
     "few classes": ["method.name=anchored", "method.threshold=0.6", "split.skew=1"],
     "gradients cut": ["method.name=fedprox", "train.clip=0.5", "method.proximal=0.5"],
