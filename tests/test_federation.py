@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from by_hand import play
 from ssfl.cohort import Cohort, draw_cohort
-from ssfl.federation import State, play_round
-from ssfl.work import Trained
+from ssfl.federation import Method, State
+from ssfl.methods.alternate import Alternate
+from ssfl.methods.anchored import Anchored
+from ssfl.methods.grouping import Grouping
+from ssfl.scoring import Score
+from ssfl.work import TrainedRows
 
 
 def state(streams: list[float], momentum: int = 0) -> State:
@@ -18,27 +23,32 @@ def state(streams: list[float], momentum: int = 0) -> State:
 def add(amounts: list[float], sent: list[float] | None = None):  # type: ignore[no-untyped-def]
     """A trainer that adds to each row and notes what it was sent; momentum counts the visits."""
 
-    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+    def train(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> TrainedRows:
         if sent is not None:
             sent.extend(rows.flatten().tolist())
         more = torch.tensor(amounts, dtype=torch.float64)[part, None]
-        return Trained(rows + more, momentum + 1, {"loss": more.flatten()})
+        return TrainedRows(rows + more, momentum + 1, {"loss": more.flatten()})
 
     return train
 
 
-GROUPED = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1))
+GROUPED = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1), (3, 2, 1, 0))
+PAIR = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0), (0, 1))
+SERVERS: dict[str, tuple[Method, bool]] = {
+    "parallel": (Grouping(), True),
+    "alternate": (Alternate(), True),
+    "none": (Grouping(), False),
+    "alternate, none": (Alternate(), False),
+}
+"""When the server trains: the method, and whether it has labels."""
 
 
 def test_users_start_from_their_groups_stream_and_the_server_from_the_mean() -> None:
     sent: list[float] = []
-    users = add([1, 2, 3, 4], sent)
-    new, outcome = play_round(
-        state([10, 20]), GROUPED, train_users=users, train_server=add([30]), server="parallel"
-    )
+    new, fed = play(Grouping(), state([10, 20]), GROUPED, add([1, 2, 3, 4], sent), add([30]))
     assert sent == [10, 20, 10, 20]
-    assert outcome.server_sent is not None
-    assert outcome.server_sent.item() == 15
+    assert fed.log.server_sent is not None
+    assert fed.log.server_sent.item() == 15
     # w_s = 45; stream 1 = (45 + 11 + 13) / 3; stream 2 = (45 + 22 + 24) / 3
     assert new.streams.flatten().tolist() == pytest.approx([23, 91 / 3])
     assert new.average.item() == pytest.approx((23 + 91 / 3) / 2)
@@ -48,39 +58,36 @@ def test_users_start_from_their_groups_stream_and_the_server_from_the_mean() -> 
 def test_a_groups_members_are_whoever_is_dealt_there() -> None:
     moved = Cohort((0, 1), (0, 1), ((1,), (0,)), (1, 0))
     sent: list[float] = []
-    play_round(
-        state([10, 20]), moved, train_users=add([0, 0], sent), train_server=add([0]), server="parallel"
-    )
+    play(Grouping(), state([10, 20]), moved, add([0, 0], sent), add([0]))
     assert sent == [20, 10]
 
 
-@pytest.mark.parametrize("server", ["parallel", "alternate", "none"])
+@pytest.mark.parametrize("server", SERVERS)
 def test_users_may_train_a_few_at_a_time(server: str) -> None:
     start = state([10, 20], momentum=5)
+    method, labels = SERVERS[server]
     (whole, told), (parts, told_in_parts) = (
-        play_round(
-            start, GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([30]), server=server,
-            slots=[3, 2, 1, 0], at_once=at_once, keep_updates=True,
+        play(
+            method, start, GROUPED, add([1, 2, 3, 4]), add([30]) if labels else None, at_once=at_once,
+            keep=True,
         )
         for at_once in (None, 3)
     )  # fmt: skip
     assert torch.allclose(whole.streams, parts.streams)
     assert torch.equal(whole.momentum, parts.momentum)
-    assert told.users is not None
-    assert told_in_parts.users is not None
-    assert told_in_parts.users.stats["loss"].tolist() == told.users.stats["loss"].tolist() == [1, 2, 3, 4]
-    for outcome in (told.users, told_in_parts.users):
-        assert outcome.updates is not None
-        assert outcome.updates.flatten().tolist() == outcome.norms.tolist() == [1, 2, 3, 4]
+    assert told.log.users is not None
+    assert told_in_parts.log.users is not None
+    losses = [fed.log.users.metrics["loss"].tolist() for fed in (told, told_in_parts) if fed.log.users]
+    assert losses == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    for moved in (told.log.users, told_in_parts.log.users):
+        assert moved.updates is not None
+        assert moved.updates.flatten().tolist() == moved.norms.tolist() == [1, 2, 3, 4]
 
 
 def test_alternate_averages_users_and_then_trains_the_average() -> None:
-    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
-    new, outcome = play_round(
-        state([10]), cohort, train_users=add([2, 4]), train_server=add([100]), server="alternate"
-    )
-    assert outcome.server_sent is not None
-    assert outcome.server_sent.item() == 13
+    new, fed = play(Alternate(), state([10]), PAIR, add([2, 4]), add([100]))
+    assert fed.log.server_sent is not None
+    assert fed.log.server_sent.item() == 13
     assert new.average.item() == 113
     assert new.streams.tolist() == [[113]]
 
@@ -89,16 +96,15 @@ def test_alternate_averages_users_and_then_trains_the_average() -> None:
 def test_a_guarded_server_goes_on_without_users_who_would_undo_its_labels(
     best: float, average: float, alone: bool
 ) -> None:
-    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
     start = replace(
         state([10], momentum=3),
         memory={"best": torch.tensor([best]), "velocity": torch.zeros(1, 1, dtype=torch.float64)},
     )
-    new, outcome = play_round(
-        start, cohort, train_users=add([2, 4]), train_server=add([100]), server="alternate",
-        guard=lambda row: 0.45, server_momentum=0.5, slots=[0, 1],
+    new, fed = play(
+        Anchored(momentum=0.5), start, PAIR, add([2, 4]), add([100]),
+        judged=lambda row: Score(0.95, 0.0, [0.95, 0.95]),  # 0.45 above chance
     )  # fmt: skip
-    assert outcome.alone is alone
+    assert bool(fed.log.told["alone"]) is alone
     assert new.momentum.flatten().tolist() == (
         [0, 0, 1] if alone else [1, 1, 1]
     )  # nobody trained but the server
@@ -108,50 +114,43 @@ def test_a_guarded_server_goes_on_without_users_who_would_undo_its_labels(
 
 
 def test_without_a_server_the_mean_is_over_users_alone() -> None:
-    new, outcome = play_round(
-        state([10, 20]), GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([9]), server="none"
-    )
-    assert outcome.server is None
+    new, fed = play(Grouping(), state([10, 20]), GROUPED, add([1, 2, 3, 4]))
+    assert fed.log.server is None
     assert new.streams.flatten().tolist() == [12, 23]
 
 
-@pytest.mark.parametrize(("server", "expected"), [("parallel", 16), ("alternate", 16), ("none", 15)])
+@pytest.mark.parametrize(
+    ("server", "expected"), [("parallel", 16), ("alternate", 16), ("none", 15), ("alternate, none", 15)]
+)
 def test_a_round_in_which_nobody_comes_back(server: str, expected: float) -> None:
     gone = Cohort((0, 1), (), ((), ()), ())
-    new, outcome = play_round(
-        state([10, 20]), gone, train_users=add([]), train_server=add([1]), server=server
-    )
-    assert outcome.users is None
+    method, labels = SERVERS[server]
+    new, fed = play(method, state([10, 20]), gone, add([]), add([1]) if labels else None)
+    assert fed.log.users is None
     assert new.average.item() == expected
 
 
 def test_the_servers_share_can_be_given() -> None:
-    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0))
-    new, _ = play_round(
-        state([0]), cohort, train_users=add([1, 3]), train_server=add([10]), server="parallel",
-        server_weight=0.25,
-    )  # fmt: skip
+    new, _ = play(Grouping(server_weight=0.25), state([0]), PAIR, add([1, 3]), add([10]))
     assert new.average.item() == pytest.approx(0.25 * 10 + 0.75 * 2)
 
 
 def test_momentum_is_kept_in_its_slots_and_resets_without_any() -> None:
-    cohort = Cohort((1, 3), (1, 3), ((0, 1),), (0, 0))
+    cohort = Cohort((1, 3), (1, 3), ((0, 1),), (0, 0), (1, 3))
     kept = state([0], momentum=5)
     for _ in range(2):
-        kept, _ = play_round(
-            kept, cohort, train_users=add([1, 1]), train_server=add([1]), server="parallel", slots=[1, 3]
-        )
+        kept, _ = play(Grouping(), kept, cohort, add([1, 1]), add([1]))
     assert kept.momentum.flatten().tolist() == [0, 2, 0, 2, 2]
     # nothing kept: trainers see zeros of the weights' length
     seen: list[torch.Tensor] = []
 
-    def look(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+    def look(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> TrainedRows:
         seen.append(momentum)
-        return Trained(rows, momentum + 1, {})
+        return TrainedRows(rows, momentum + 1, {})
 
     once = state([0])
     for _ in range(2):
-        once, _ = play_round(once, cohort, train_users=look, train_server=look, server="parallel")
+        once, _ = play(Grouping(), once, cohort, look, look)
     assert [m.flatten().tolist() for m in seen] == [[0, 0], [0], [0, 0], [0]]
 
 
@@ -161,12 +160,9 @@ def test_statistics_can_be_the_servers_own() -> None:
     start = State(0, rows, rows[0], torch.zeros(0, 2))
 
     def move(by: float):  # type: ignore[no-untyped-def]
-        return lambda rows, momentum, part: Trained(rows + by, momentum, {})
+        return lambda rows, momentum, part: TrainedRows(rows + by, momentum, {})
 
-    new, _ = play_round(
-        start, cohort, train_users=move(10), train_server=move(20), server="parallel",
-        statistics_from_server=True,
-    )  # fmt: skip
+    new, _ = play(Grouping(), start, cohort, move(10), move(20), weights=2, norm_statistics="server")
     assert new.average.tolist() == [16, 17, 23]
     assert new.streams.tolist() == [[16, 17, 23]]
 
@@ -174,10 +170,7 @@ def test_statistics_can_be_the_servers_own() -> None:
 def test_a_round_leaves_its_state_alone() -> None:
     before = state([10, 20], momentum=5)
     copies = [t.clone() for t in (before.streams, before.average, before.momentum)]
-    play_round(
-        before, GROUPED, train_users=add([1, 2, 3, 4]), train_server=add([3]), server="parallel",
-        slots=[0, 1, 2, 3], statistics_from_server=True,
-    )  # fmt: skip
+    play(Grouping(), before, GROUPED, add([1, 2, 3, 4]), add([3]), norm_statistics="server")
     for kept, now in zip(copies, (before.streams, before.average, before.momentum), strict=True):
         assert torch.equal(kept, now)
 

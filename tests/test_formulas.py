@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssfl import averaging, diversity, objectives, schedule
+from ssfl import averaging, diversity, losses, schedule
+from ssfl.federation import Batch, Named, Step
+from ssfl.methods.self_training import SelfTraining
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0], [7.0, 2.0]], dtype=torch.float64)
 SERVER = torch.tensor([10.0, -2.0], dtype=torch.float64)
@@ -129,13 +131,13 @@ def test_warm_up_is_a_line_from_zero() -> None:
     assert rates == pytest.approx([0, 0.5, 1, 1.5, 2])
 
 
-# objectives
+# losses
 
 
 def test_the_consistency_loss_by_hand() -> None:
     weak = torch.tensor([[4.0, 0, 0], [0.1, 0, 0], [0, 0, 5.0]])
     strong = torch.tensor([[1.0, 2, 3], [1, 1, 1], [0, 0, 1.0]])
-    found = objectives.consistency(weak, strong, 0.95)
+    found = losses.consistency(weak, strong, 0.95)
     assert found.label.tolist() == [0, 0, 2]
     assert found.mask.tolist() == [1, 0, 1]
     first = math.log(math.e + math.e**2 + math.e**3) - 1
@@ -146,20 +148,31 @@ def test_the_consistency_loss_by_hand() -> None:
 def test_the_threshold_counts_from_equality_and_pseudo_labels_carry_no_gradient() -> None:
     weak = torch.zeros(1, 2, requires_grad=True)
     strong = torch.zeros(1, 2, requires_grad=True)
-    assert objectives.consistency(weak, strong, 0.5).mask.tolist() == [1]
-    assert objectives.consistency(weak, strong, 0.500001).mask.tolist() == [0]
-    objectives.consistency(weak, strong, 0.5).loss.sum().backward()
+    assert losses.consistency(weak, strong, 0.5).mask.tolist() == [1]
+    assert losses.consistency(weak, strong, 0.500001).mask.tolist() == [0]
+    losses.consistency(weak, strong, 0.5).loss.sum().backward()
     assert weak.grad is None
     assert strong.grad is not None
     assert strong.grad.tolist() == [[-0.5, 0.5]]
 
 
-def test_self_training_and_supervised_by_hand() -> None:
+@pytest.mark.parametrize("views", ["joint", "separate"])
+def test_self_training_and_supervised_by_hand(views: str) -> None:
     logits = torch.tensor([[3.0, 0.0], [0.0, 0.2]])
-    found = objectives.self_training(logits, logits, 0.9)
-    assert found.mask.tolist() == [1, 0]
-    assert found.loss.tolist() == pytest.approx([math.log(1 + math.exp(-3)), 0], rel=1e-5)
-    known = objectives.supervised(logits, torch.tensor([1, 0]))
+
+    def network(
+        weights: Named, buffers: Named, images: torch.Tensor, training: bool, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, Named]:
+        return images, buffers  # a view is what the network says of it
+
+    unknown, shares = torch.full((1, 2), -1), torch.full((1, 2), 0.5)
+    keys = torch.zeros(1, dtype=torch.int64)
+    batch = Batch(logits[None], None, unknown, None, None, keys, shares, {})
+    found = SelfTraining(threshold=0.9, views=views).user_loss(Step(batch, {}, {}, network))
+    assert found.mask.tolist() == [[1, 0]]
+    assert found.loss[0].tolist() == pytest.approx([math.log(1 + math.exp(-3)), 0], rel=1e-5)
+    assert torch.equal(found.loss[0], losses.consistency(logits, logits, 0.9).loss)
+    known = losses.supervised(logits, torch.tensor([1, 0]))
     expected = [math.log(1 + math.exp(3)), math.log(1 + math.exp(0.2))]
     assert known.loss.tolist() == pytest.approx(expected, rel=1e-6)
 

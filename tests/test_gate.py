@@ -4,20 +4,25 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ssfl
+from by_hand import Trainer, make_round, play
 from ssfl import assemble, attacks, averaging, checkpoints, gate, runs
 from ssfl.cohort import Cohort
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DivergedError
-from ssfl.federation import State, play_round
+from ssfl.federation import Method, State
+from ssfl.methods.alternate import Alternate
+from ssfl.methods.grouping import Grouping
 from ssfl.rows import write_row
+from ssfl.scoring import Score
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
-from ssfl.work import Trained, Work
+from ssfl.work import TrainedRows, Work
 
 Make = Callable[..., Config]
 
@@ -57,12 +62,12 @@ def test_robust_averages_by_hand(rule: str, rows: tuple[float, ...], expected: f
     assert averaging.combined(rule, column(*rows)).item() == expected
 
 
-COHORT = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1))
+COHORT = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0, 2), (1, 3)), (0, 1, 0, 1), (3, 2, 1, 0))
 
 
 def train(*amounts: float):  # type: ignore[no-untyped-def]
-    def moved(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
-        return Trained(rows + column(*amounts)[part], momentum, {"loss": column(*amounts)[part, 0]})
+    def moved(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> TrainedRows:
+        return TrainedRows(rows + column(*amounts)[part], momentum, {"loss": column(*amounts)[part, 0]})
 
     return moved
 
@@ -70,37 +75,29 @@ def train(*amounts: float):  # type: ignore[no-untyped-def]
 def test_refused_models_are_left_out_and_counted() -> None:
     strikes = torch.tensor([0, 1, 0, 0])
     start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), strikes)
-    new, outcome = play_round(
-        start, COHORT, train_users=train(1, 2, 3, 400), train_server=train(5), server="parallel",
-        gate=lambda sent, rows: gate.judge(sent, rows, strikes),
-    )  # fmt: skip
+    new, fed = play(Grouping(), start, COHORT, train(1, 2, 3, 400), train(5), gate=True)
     # w_s = 20; group 1 = (20 + 11 + 13) / 3; group 2 has lost user 3: (20 + 22) / 2
     assert new.streams.flatten().tolist() == pytest.approx([44 / 3, 21])
-    assert list(outcome.refused) == [3]
+    assert list(fed.log.refused) == [3]
     assert new.strikes.tolist() == [0, 1, 0, 1]
     assert strikes.tolist() == [0, 1, 0, 0]
 
 
 def test_when_everybody_is_refused_the_server_goes_on_alone() -> None:
-    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
-    new, _ = play_round(
-        start, COHORT, train_users=train(1, 2, 3, 4), train_server=train(5), server="parallel",
-        gate=lambda sent, rows: ["no"] * 4,
-    )  # fmt: skip
+    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), torch.full((4,), gate.STRIKES))
+    new, fed = play(Grouping(), start, COHORT, train(1, 2, 3, 4), train(5), gate=True)
+    assert list(fed.log.refused) == [0, 1, 2, 3]
     assert new.streams.flatten().tolist() == [20, 20]
 
 
 def test_the_momentum_of_who_was_refused_is_what_it_was() -> None:
-    def spoilt(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> Trained:
+    def spoilt(rows: torch.Tensor, momentum: torch.Tensor, part: slice) -> TrainedRows:
         moved = momentum + column(1, 2, math.nan, 4)
-        return Trained(rows + moved, moved, {"loss": moved[:, 0]})
+        return TrainedRows(rows + moved, moved, {"loss": moved[:, 0]})
 
     start = State(0, column(10, 20), column(15)[0], column(5, 6, 7, 8, 9), torch.zeros(4, dtype=torch.int64))
-    new, outcome = play_round(
-        start, COHORT, train_users=spoilt, train_server=train(5), server="none", slots=(3, 2, 1, 0),
-        gate=lambda sent, rows: ["" if row.isfinite().all() else "not finite" for row in rows],
-    )  # fmt: skip
-    assert list(outcome.refused) == [2]
+    new, fed = play(Grouping(), start, COHORT, spoilt, gate=True)
+    assert list(fed.log.refused) == [2]
     assert new.momentum.flatten().tolist() == [9, 6, 9, 9, 9]  # slot 1 is as it was
 
 
@@ -109,14 +106,14 @@ def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
 ) -> None:
     made = assemble.make
 
-    def with_one_broken(config: Config) -> Simulation:
-        sim = made(config)
+    def with_one_broken(config: Config, *more: Any) -> Simulation:
+        sim = made(config, *more)
         plain = sim.engine.train
 
-        def broken(rows: torch.Tensor, momentum: torch.Tensor, work: Work) -> Trained:
+        def broken(rows: torch.Tensor, momentum: torch.Tensor, work: Work) -> TrainedRows:
             trained = plain(rows, momentum, work)
             if len(rows) > 1:
-                for numbers in (trained.rows, trained.momentum, trained.stats["loss"]):
+                for numbers in (trained.rows, trained.momentum, trained.metrics["loss"]):
                     numbers[1] = math.nan
             return trained
 
@@ -124,7 +121,7 @@ def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
         return sim
 
     monkeypatch.setattr(assemble, "make", with_one_broken)
-    ssfl.run(quick("method.gate=true", "method.name=alternate", "run.engine=loop"), tmp_path / "run")
+    ssfl.run(quick("federation.gate=true", "method.name=alternate", "run.engine=loop"), tmp_path / "run")
     events = [event for event in runs.read_events(tmp_path / "run") if event["event"] == "round"]
     for event in events:
         assert event["refused"] == {
@@ -136,16 +133,16 @@ def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
         )
 
 
-@pytest.mark.parametrize("server", ["parallel", "alternate", "none"])
-def test_a_gate_that_refuses_nobody_changes_nothing(server: str) -> None:
-    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1))
-    plain, guarded = (
-        play_round(
-            start, COHORT, train_users=train(1, 2, 3, 4), train_server=train(5), server=server, gate=given,
-            at_once=3,
-        )[0]
-        for given in (None, lambda sent, rows: [""] * 4)
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "server"), [(Grouping(), train(5)), (Alternate(), train(5)), (Grouping(), None)]
+)
+def test_a_gate_that_refuses_nobody_changes_nothing(method: Method, server: Trainer | None) -> None:
+    start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
+    (plain, _), (guarded, fed) = (
+        play(method, start, COHORT, train(1, 2, 3, 4), server, gate=gated, at_once=3)
+        for gated in (False, True)
+    )
+    assert not fed.log.refused
     assert torch.allclose(plain.streams, guarded.streams)
     assert torch.allclose(plain.average, guarded.average)
 
@@ -156,19 +153,19 @@ def test_the_check_takes_what_does_better_on_the_servers_labels(wanted: float, s
     cohort = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0,), (1, 2, 3)), (0, 1, 1, 1))
     start = State(0, column(10, 10), column(10)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
 
-    def combine(rows: torch.Tensor, users: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        return averaging.checked(rows.mean(0), rows, lambda row: abs(float(row) - wanted))
+    def judged(row: torch.Tensor) -> Score:
+        return Score(0.0, abs(float(row) - wanted), [])
 
-    new, outcome = play_round(
-        start, cohort, train_users=train(2, 1, 0, 38), train_server=train(5), server="none", combine=combine
-    )
-    assert new.streams.flatten().tolist() == pytest.approx(streams)
-    assert not outcome.refused  # nobody is blamed: honest users' models may do badly alone
+    _, fed = make_round(Grouping(), start, cohort, train(2, 1, 0, 38), train(5), check=True, judged=judged)
+    users = fed.train_users(start.streams)
+    assert users.means.flatten().tolist() == pytest.approx(streams)
+    assert not fed.log.refused  # nobody is blamed: honest users' models may do badly alone
 
 
 def test_the_check_reads_the_servers_labels_alone(quick: Make) -> None:
     plain, guarded = (
-        assemble.make(quick("method.combine=trimmed", f"method.check={on}")) for on in ("false", "true")
+        assemble.make(quick("federation.combine=trimmed", f"federation.check={on}"))
+        for on in ("false", "true")
     )
     state = plain.initial()
     for sim in (plain, plain, plain):
@@ -209,8 +206,8 @@ def test_a_breakdown_by_attackers_names_their_scale(quick: Make, tmp_path: Path)
 
 def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_path: Path) -> None:
     guard = [
-        "method.gate=true",
-        "method.combine=trimmed",
+        "federation.gate=true",
+        "federation.combine=trimmed",
         "federation.attackers=0.2",
         "federation.attack=noise",
     ]
@@ -232,10 +229,13 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
 
 
 def test_what_does_not_go_together_is_refused(quick: Make) -> None:
-    with pytest.raises(ConfigError, match=r"does not go with run.engine = 'dist': set method.gate=false"):
-        quick("method.gate=true", "run.engine=dist")
-    with pytest.raises(ConfigError, match=r"method.check needs the server's labels"):
-        quick("method.name=alternate", "method.check=true", "method.server=none")
+    with pytest.raises(ConfigError) as caught:
+        quick("federation.gate=true", "run.engine=dist")
+    assert (caught.value.key, caught.value.fix) == ("federation.gate", "federation.gate=false")
+    for no_labels in ("split.server_labels=0", "split.labels_at=users"):
+        with pytest.raises(ConfigError) as caught:
+            quick("method.name=alternate", "federation.check=true", no_labels)
+        assert (caught.value.key, caught.value.fix) == ("federation.check", "federation.check=false")
 
 
 FLIPPED = ["federation.attackers=0.2", "federation.attack=sign", "federation.attack_scale=2"]
@@ -248,7 +248,6 @@ def accuracy(folder: Path, *sets: str) -> float:
         given = [
             "method.name=alternate",
             "method.threshold=0.6",
-            "method.averaging=grouping",
             "federation.groups=2",
             "federation.rounds=40",
             *sets,
@@ -273,7 +272,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_a_fifth_of_the_users_sending_garbage_costs_less_than_two_points(
     attack: list[str], clean: float, tmp_path: Path
 ) -> None:
-    guard = ["method.gate=true", "method.combine=trimmed", "method.check=true"]
+    guard = ["federation.gate=true", "federation.combine=trimmed", "federation.check=true"]
     assert accuracy(tmp_path, *attack, *guard) > clean - 0.02
 
 

@@ -122,7 +122,7 @@ def test_epsilon_of_drawn_users_lies_between_what_is_certain_and_everybody() -> 
 
 def test_what_was_spent_counts_who_took_part_and_who_came_back(quick: Make, tmp_path: Path) -> None:
     config = quick(
-        *ON, "federation.participants=4", "method.averaging=grouping", "federation.groups=2",
+        *ON, "federation.participants=4", "federation.groups=2",
         "federation.dropout=0.3", "federation.rounds=3",
     )  # fmt: skip
     result = ssfl.run(config, tmp_path / "run")
@@ -143,7 +143,7 @@ def test_what_was_spent_counts_who_took_part_and_who_came_back(quick: Make, tmp_
 
 def test_of_a_robust_average_each_model_has_its_own_noise_alone(quick: Make) -> None:
     whole, robust = (
-        privacy.planned(assemble.make(quick(*ON, f"method.combine={rule}")).config)
+        privacy.planned(assemble.make(quick(*ON, f"federation.combine={rule}")).config)
         for rule in ("mean", "median")
     )
     assert whole["epsilon_model"] < whole["epsilon_sent"]
@@ -174,22 +174,24 @@ def test_the_noise_is_the_users_own_and_a_stopped_run_ends_in_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("sets", "message"),
+    ("sets", "key", "blamed"),
     [
-        (["privacy.clip=1"], "go together"),
-        (["privacy.delta=1e-6"], "go together"),
-        ([*ON, "privacy.delta=0.1"], "below 1/K"),
-        ([*ON, "method.name=easgd", "split.server_labels=0"], "keeps models"),
-        ([*ON, "method.name=fedmatch", "train.momentum_policy=reset"], "shows users' weights"),
-        ([*ON, "method.name=server-only"], "does not train users"),
-        ([*ON, "method.name=crl-gn", "method.objective=none"], "method.objective = 'none' does not train"),
-        ([*ON, "train.momentum_policy=slot"], "hands momentum on"),
-        ([*ON, "privacy.noise=0"], "must lie between"),
+        (["privacy.clip=1"], "privacy.clip", "go together"),
+        (["privacy.delta=1e-6"], "privacy.clip", "go together"),
+        ([*ON, "privacy.delta=0.1"], "privacy.delta", "below 1/K"),
+        ([*ON, "method.name=easgd", "split.server_labels=0"], "privacy.clip", "keep models"),
+        ([*ON, "method.name=rscfed"], "privacy.clip", "the single models"),
+        ([*ON, "method.name=fl2"], "privacy.clip", "users report"),
+        ([*ON, "method.name=fedmatch", "train.momentum_policy=reset"], "privacy.clip", "'fedmatch'"),
+        ([*ON, "method.name=server-only"], "privacy.clip", "does not train users"),
+        ([*ON, "train.momentum_policy=slot"], "privacy.clip", "hands momentum on"),
+        ([*ON, "privacy.noise=0"], "privacy.noise", "must lie between"),
     ],
 )
-def test_what_would_not_hold_is_refused(quick: Make, sets: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_would_not_hold_is_refused(quick: Make, sets: list[str], key: str, blamed: str) -> None:
+    with pytest.raises(ConfigError, match=blamed) as caught:
         quick(*sets)
+    assert caught.value.key == key
 
 
 def test_a_real_site_noises_with_what_nobody_knows_and_keeps_its_numbers_back(tmp_path: Path) -> None:

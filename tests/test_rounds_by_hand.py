@@ -23,6 +23,7 @@ TWO = ["split.users=2", "federation.participants=2", "federation.period=2", "run
 
 def known(model: nn.Module, batch: Batch, who: int) -> Tensor:
     """Cross-entropy with the true labels, of weak views."""
+    assert batch.weak is not None
     return functional.cross_entropy(model(batch.weak[who]), batch.labels[who])
 
 
@@ -79,7 +80,7 @@ def test_a_round_of_data_sharing(quick: Make) -> None:
 
 def test_rounds_of_supervised_grouping(quick: Make) -> None:
     """Appendix F: equation (7) with users that know their labels."""
-    grouped = ["method.averaging=grouping", "federation.groups=2", "split.server_labels=50"]
+    grouped = ["federation.groups=2", "split.server_labels=50"]
     sim = assemble.make(quick("method.name=supervised", *grouped, *TWO))
     state = sim.initial()
     streams, average = [state.streams[0], state.streams[1]], state.average
@@ -108,7 +109,6 @@ def test_a_round_with_labels_at_the_users(quick: Make) -> None:
     at_users = [
         "split.labels_at=users",
         "split.user_labels=60",
-        "method.server=none",
         "method.threshold=0.15",
     ]
     sim = assemble.make(quick("method.name=crl-gn", *at_users, *TWO))
@@ -118,6 +118,7 @@ def test_a_round_with_labels_at_the_users(quick: Make) -> None:
     shares: list[float] = []
 
     def both(model: nn.Module, batch: Batch, who: int) -> Tensor:
+        assert batch.weak is not None
         assert batch.strong is not None
         assert batch.own is not None
         assert batch.own_labels is not None

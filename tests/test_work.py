@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssfl import draws
-from ssfl.losses import local_loss
-from ssfl.work import Batch, Given, Objective, Pool, Work, each_batch, make_batch, positions, round_keys
+from ssfl.federation import Batch, Method, Named, Step, evaluated, with_own_labels
+from ssfl.losses import Losses
+from ssfl.methods import parts
+from ssfl.methods.self_training import SelfTraining
+from ssfl.work import Pool, Work, each_batch, make_batch, positions, round_keys
 
 POOL = Pool(
     torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
@@ -18,9 +21,9 @@ POOL = Pool(
 )  # fmt: skip
 
 
-def work(trainers: list[int], objective: str = "consistency", round: int = 3) -> Work:
+def work(trainers: list[int], views: tuple[str, ...] = ("weak", "strong"), round: int = 3) -> Work:
     batches = torch.stack([(torch.arange(12) * 7 + t).reshape(3, 4) % 50 for t in trainers])
-    return Work(Objective(objective), round_keys(1, round, torch.tensor(trainers)), batches, None, (0.1,) * 3)
+    return Work("user", views, round_keys(1, round, torch.tensor(trainers)), batches, None, (0.1,) * 3)
 
 
 def strong_views(work: Work, step: int) -> torch.Tensor:
@@ -67,35 +70,41 @@ def test_permutations_are_as_even_as_chance() -> None:
 def test_views_do_not_depend_on_who_else_trains(step: int) -> None:
     together = make_batch(POOL, work([3, 7, 9]), step)
     alone = make_batch(POOL, work([7]), step)
-    for a, b in zip(together, alone, strict=True):
-        if a is not None and b is not None:
-            assert torch.equal(a[1], b[0])
+    for a, b in zip(tensors(together), tensors(alone), strict=True):
+        assert torch.equal(a[1], b[0])
 
 
-def test_an_objective_that_somebody_adds_has_strong_views() -> None:
-    assert torch.equal(strong_views(work([3], "mine"), 0), strong_views(work([3]), 0))
-    assert make_batch(POOL, work([3], "self-training"), 0).strong is None
+def test_a_method_that_somebody_adds_has_strong_views_and_one_that_says_so_has_none() -> None:
+    assert torch.equal(strong_views(work([3], Method().uses()), 0), strong_views(work([3]), 0))
+    assert make_batch(POOL, work([3], SelfTraining().uses()), 0).strong is None
 
 
 @pytest.mark.parametrize("at_once", [1, 8, 20, 4096])
 def test_views_of_several_steps_at_once_are_the_same(at_once: int) -> None:
     some = replace(work([3, 7, 9]), labelled=work([1, 2, 3]).batches)
     other = some.batches.flip(2)
-    given = Given(
-        other % 10, (other % 2).double(), other, other % 7, other[:, :, 0] / 10, (other % 3).double()
-    )
-    for wanted in (some, replace(some, given=given)):
+    given = {
+        "labels": other % 10,
+        "mask": (other % 2).double(),
+        "partner_labels": other % 7,
+        "share": other[:, :, 0] / 10,
+        "certain": (other % 3).double(),
+    }
+    sent = {"sent": other[:, 0, 0].double()}
+    for wanted in (some, replace(some, given=given, more={"partner": other}, sent=sent)):
         batches = list(each_batch(POOL, wanted, at_once))
         assert len(batches) == wanted.steps
         for step, batch in enumerate(batches):
-            pairs = list(zip(tensors(batch), tensors(make_batch(POOL, wanted, step)), strict=True))
-            assert len(pairs) == (7 if wanted.given is None else 14)
+            again = make_batch(POOL, wanted, step)
+            assert list(batch.given) == list(again.given)
+            pairs = list(zip(tensors(batch), tensors(again), strict=True))
+            assert len(pairs) == (14 if wanted.given else 7)
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    parts = [*(part for part in batch if isinstance(part, torch.Tensor)), *(batch.given or ())]
-    return [part for part in parts if part is not None]
+    *parts, given = batch
+    return [part for part in (*parts, *given.values()) if isinstance(part, torch.Tensor)]
 
 
 def test_views_differ_between_rounds_users_and_steps() -> None:
@@ -111,30 +120,37 @@ def test_views_differ_between_rounds_users_and_steps() -> None:
 
 def test_the_loss_is_a_mean_over_the_batch_with_masked_images_as_zeros() -> None:
     # a network that is sure of bright images alone
-    def forward(images: torch.Tensor, training: bool, key: torch.Tensor) -> torch.Tensor:
+    def network(
+        weights: Named, buffers: Named, images: torch.Tensor, training: bool, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, Named]:
         bright = images.mean((2, 3, 4))
-        return torch.stack([20 * bright, torch.zeros_like(bright)], 2)
+        return torch.stack([20 * bright, torch.zeros_like(bright)], 2), buffers
+
+    def consistency(step: Step) -> Losses:
+        return parts.consistency(step, 0.9)
 
     batch = make_batch(POOL, work([1]), 0)
-    loss, stats = local_loss(forward, batch, Objective("consistency", threshold=0.9))
-    weak, strong = (forward(views, True, batch.keys)[0] for views in (batch.weak, strong_views(work([1]), 0)))
+    step = Step(batch, {}, {}, network)
+    loss, metrics, _ = evaluated(consistency, step)
+    weak, strong = (network({}, {}, views, True, batch.keys)[0][0] for views in (step.weak, step.strong))
     sure = [torch.softmax(logits, 0).max() >= 0.9 for logits in weak]
     each = torch.nn.functional.cross_entropy(strong, weak.argmax(1), reduction="none")
     expected = sum(float(value) for value, counts in zip(each, sure, strict=True) if counts) / 4
     assert float(loss) == pytest.approx(expected)
-    assert float(stats["masked"]) == pytest.approx(sum(map(bool, sure)) / 4)
+    assert float(metrics["mask_rate"]) == pytest.approx(sum(map(bool, sure)) / 4)
 
 
 def test_labelled_images_of_users_add_their_own_loss() -> None:
-    def forward(images: torch.Tensor, training: bool, key: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*images.shape[:2], 10, dtype=torch.float64)
+    def network(
+        weights: Named, buffers: Named, images: torch.Tensor, training: bool, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, Named]:
+        return torch.zeros(*images.shape[:2], 10, dtype=torch.float64), buffers
 
     base = work([1, 2])
     labelled = base.batches.clone()
     labelled[1] = -1  # the second user has none
-    mine = replace(base, labelled=labelled)
-    batch = make_batch(POOL, mine, 0)
-    losses = local_loss(forward, batch, mine.objective)[0]
+    batch = make_batch(POOL, replace(base, labelled=labelled), 0)
+    losses = evaluated(with_own_labels(Method().user_loss), Step(batch, {}, {}, network))[0]
     assert losses.tolist() == pytest.approx([np.log(10), 0])
 
 
