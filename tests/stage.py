@@ -29,7 +29,7 @@ METHODS = {
     "grouping": ["method.name=grouping", "federation.groups=2"],
     "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],
     "fedavg": ["method.name=crl-gn"],
-    "weighted": ["method.name=crl-gn", "method.averaging=weighted", "method.server_weight=0.5"],
+    "weighted": ["method.name=crl-gn", "method.server_weight=0.5"],
     "batch norm": ["method.name=crl-bn", "model.norm_statistics=server"],
     "some of them": ["method.name=alternate", "federation.participants=2"],
 }
@@ -37,7 +37,7 @@ METHODS = {
 
 def config_of(folders: Path, sets: list[str]) -> Config:
     """A federation's settings, for a simulation of the same users; real sites pass the gate by themselves."""
-    config = load_config("own", [f"data.path={folders / 'labelled'}", "method.gate=true", *SHORT, *sets])
+    config = load_config("own", [f"data.path={folders / 'labelled'}", "federation.gate=true", *SHORT, *sets])
     return replace(config, split=replace(config.split, users=3))
 
 

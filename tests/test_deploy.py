@@ -23,12 +23,13 @@ from PIL import Image
 from rich.console import Console
 
 from ssfl import assemble, cli, outside, runs
+from ssfl.config import load_config
 from ssfl.deploy import centre, fleet, keys, roster, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.predict import load_model, predict
 from ssfl.report import page
-from ssfl.settings import Config
+from ssfl.settings import Config, Federation
 from ssfl.simulation import Simulation
 from ssfl.surroundings import reproducible
 from stage import METHODS, NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
@@ -171,7 +172,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "loss in the mean": (lambda reply: reply_with(reply, row_of(reply), loss=1e5), "that no training gives"),
     "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "that no training gives"),
     "sure of too much": (
-        lambda reply: reply_with(reply, row_of(reply), masked=7.0),
+        lambda reply: reply_with(reply, row_of(reply), mask_rate=7.0),
         "that no training gives",
     ),
     "loss a list": (lambda reply: reply_with(reply, row_of(reply), loss=[1.0]), "without its numbers"),
@@ -265,9 +266,15 @@ def test_new_sites_get_the_next_numbers_and_a_wrong_keys_folder_is_refused(
 
 def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Path) -> None:
     _, terms = centre.prepare(config_of(folders, ["method.name=anchored"]))
+    assert wire.read_terms(terms).config.federation.slow_average == 0.99
+    older = terms.replace("slow_average = 0.99\\n", "")
+    assert older != terms
+    assert wire.read_terms(older).config.federation.slow_average == Federation.slow_average == 0
+    # the method's own settings have no other defaults than its own
     older = terms.replace('pace = \\"classes\\"\\n', "")
     assert older != terms
-    assert wire.read_terms(older).config.method.pace == "full"
+    with pytest.raises(DataError, match=r"does not say method.pace: has it another ssfl\?"):
+        wire.read_terms(older)
 
 
 def test_who_comes_back_before_it_was_missed_is_let_in_later(
@@ -353,10 +360,18 @@ def test_sites_check_what_they_are_asked(folders: Path, hall: Open) -> None:
 @pytest.mark.parametrize("setting", ["method.name=supervised", "train.momentum_policy=user",
                                      "train.precision=float64", "federation.dropout=0.5",
                                      "method.name=semifl", "method.name=fl2", "method.name=rscfed",
-                                     "method.name=cbafed"])  # fmt: skip
+                                     "method.name=cbafed", "method.name=fedmatch",
+                                     "method.name=server-only"])  # fmt: skip
 def test_what_real_sites_cannot_do_is_refused(setting: str, folders: Path) -> None:
-    with pytest.raises(ConfigError, match="does not go with real sites: use"):
-        centre.prepare(config_of(folders, [setting]))
+    config = load_config("own", [f"data.path={folders / 'labelled'}", setting])
+    key, _, value = setting.partition("=")
+    with pytest.raises(ConfigError, match="real sites") as caught:
+        centre.prepare(config)
+    assert (caught.value.key, str(caught.value.value)) == (key, value)
+    # and doing what it says helps
+    assert caught.value.fix is not None
+    assert caught.value.fix.partition("=")[0] == key
+    centre.prepare(load_config("own", [f"data.path={folders / 'labelled'}", caught.value.fix]))
 
 
 # Keys
@@ -486,7 +501,7 @@ def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Pat
 
 
 def test_the_live_view_says_when_the_centre_plays_alone(folders: Path, hall: Open) -> None:
-    made, _, _ = hall(config_of(folders, ["method.head_start=0.4"]))
+    made, _, _ = hall(config_of(folders, ["federation.head_start=0.4"]))
     console = Console(file=io.StringIO(), width=150)
     shown, state = view.View(console), made.initial()
     for _ in range(2):

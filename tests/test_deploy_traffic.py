@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssfl import assemble, keeping, runs
+from ssfl import assemble, runs
 from ssfl.data import sources
 from ssfl.deploy import centre
+from ssfl.simulation import evaluated_row
 from stage import NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
 
 
@@ -72,7 +73,7 @@ def test_no_image_label_or_path_ever_travels(folders: Path, stage: Stage) -> Non
     config = config_of(folders, [])
     sim, _ = centre.prepare(config)
     assert sim.initial().average.numpy().tobytes() in down
-    assert keeping.evaluated(checkpoint(out)).numpy().tobytes() in down
+    assert evaluated_row(checkpoint(out)).numpy().tobytes() in down
     assert same(checkpoint(out), simulated(config, folders))
     events = [event for event in runs.read_events(out) if event["event"] == "round"]
     for way, bodies in (("up", up), ("down", down)):

@@ -77,7 +77,7 @@ def test_owners_are_those_that_were_given(short: Quick, tmp_path: Path) -> None:
     config = ssfl.load_config(tmp_path / "run/config.toml")
     assert (config.data.name, config.split.users, config.split.scheme) == ("in memory", 3, "given")
     assert config.split.server_labels == 60
-    sim = assemble.make(short(), made)
+    sim = assemble.make(short(), data=made)
     for chosen, owned in zip(sim.parts.users, USERS, strict=True):
         assert np.array_equal(chosen, owned)
 
@@ -118,15 +118,15 @@ def test_arrays_in_memory_are_an_npz_file(short: Quick, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_of_the_owners_is_dealt(short: Quick) -> None:
-    sim = assemble.make(short("split.users=4"), data(users=None))
+    sim = assemble.make(short("split.users=4"), data=data(users=None))
     assert np.array_equal(sim.parts.server, SERVER)
     assert sorted(np.concatenate(list(sim.parts.users))) == list(range(60, 400))
     assert sim.config.split.server_labels == 60
-    sim = assemble.make(short("split.server_labels=20"), data(server=None))
+    sim = assemble.make(short("split.server_labels=20"), data=data(server=None))
     assert set(sim.parts.server) <= {*range(60), *range(350, 400)}
     assert np.bincount(Y[sim.parts.server]).tolist() == [2] * 10
     whole = ssfl.load_config("own", ["run.device=cpu", "run.threads=1", "data.name=digits"])
-    sim = assemble.make(whole, data(server=None))
+    sim = assemble.make(whole, data=data(server=None))
     assert sorted(sim.parts.server) == [*range(60), *range(350, 400)]
 
 
@@ -141,13 +141,13 @@ def test_own_validation_images_are_looked_at_and_never_trained_on(short: Quick, 
     model = ssfl.load_model(tmp_path / "number")
     right = model(torch.tensor(pair[0])[:, None]).argmax(-1) == torch.tensor(pair[1])
     assert scores[0] == pytest.approx(float(right.float().mean()))
-    dealt = assemble.make(short(), data(users=None, server=None, validation=np.arange(350, 400)))
+    dealt = assemble.make(short(), data=data(users=None, server=None, validation=np.arange(350, 400)))
     owned = np.concatenate([dealt.parts.server, *dealt.parts.users])
     assert sorted(owned) == list(range(350))
 
 
 def test_normalisation_and_size(short: Quick) -> None:
-    sim = assemble.make(short("data.size=16"), data())
+    sim = assemble.make(short("data.size=16"), data=data())
     assert (sim.dataset.shape, sim.dataset.mean, sim.dataset.std) == ((1, 16, 16), (0.3,), (0.37,))
     assert ssfl.Data(X[:400], Y[:400], *TEST).dataset.mean[0] == pytest.approx((X[:400] / 255).mean())
 
@@ -175,7 +175,9 @@ def test_own_augmentations_are_called_as_the_packages_own(short: Quick, tmp_path
 def test_engines_agree_on_own_data(short: Quick) -> None:
     states = []
     for engine in ("loop", "vmap"):
-        sim = assemble.make(short(f"run.engine={engine}", "train.precision=float64"), data(weak=own_weak))
+        sim = assemble.make(
+            short(f"run.engine={engine}", "train.precision=float64"), data=data(weak=own_weak)
+        )
         state = sim.initial()
         while state.round < sim.rounds:
             state, _ = sim.play(state)
@@ -375,7 +377,7 @@ def test_owners_need_data_that_name_them(short: Quick) -> None:
     with pytest.raises(ConfigError, match=r"split\.scheme = 'given' needs data"):
         assemble.make(short("split.scheme=given"))
     with pytest.raises(ConfigError, match=r"participants = 5 is more than split\.users = 3"):
-        assemble.make(short("federation.participants=5"), data())
+        assemble.make(short("federation.participants=5"), data=data())
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_missing_files_name_their_address(tmp_path: Path, name: str) -> None:
     remote = OFFICIAL[name].remotes[0]
     refusal(
         lambda: load(name, root=tmp_path / "data"),
-        *(tmp_path / "data" / name / remote.file, remote.url, remote.md5),
+        *(tmp_path / "data" / name / remote.file, remote.url, remote.checksum),
         "--set data.download=true",
     )
     assert not (tmp_path / "data").exists()

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from ssfl.checks import obstacle
-from ssfl.config import from_dict, to_toml
+from ssfl.config import as_dict, from_dict, to_toml
 from ssfl.data.dataset import WHITE, Dataset
 from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, DataError
@@ -73,13 +73,17 @@ def read_terms(text: str) -> Terms:
     """Terms from the centre, checked: a site trusts no message."""
     try:
         told = json.loads(text)
-        config = from_dict(tomllib.loads(told["config"]), resolved=True)
+        given = tomllib.loads(told["config"])
+        config = from_dict(given, resolved=True)
         classes, shape = int(told["classes"]), tuple(int(n) for n in told["shape"])
         mean, std = (tuple(float(x) for x in told[name]) for name in ("mean", "std"))
         white = int(told["white"])
         known = {str(key): str(value) for key, value in dict(told.get("outside", {})).items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
+    for key, value in as_dict(config)["method"].items():
+        if value is not None and key not in given.get("method", {}):  # what it is here may be else there
+            raise DataError(f"the centre's message does not say method.{key}: has it another ssfl?")
     channels = shape[0] if len(shape) == 3 else 0
     fits = channels in (1, 3) and all(4 <= side <= 1024 for side in shape[1:])
     if not (fits and len(mean) == len(std) == channels and 2 <= classes <= MOST_CLASSES):
