@@ -133,8 +133,11 @@ class Step:
         """The logits [n, B, classes] of images [n, B, ...]; `draw` names the dropout mask."""
         keys = draws.fold(self.batch.keys, _number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+        if grad:
             logits, self.buffers = self._network(used, self.buffers, images, train, keys)
+        else:
+            with torch.no_grad():
+                logits, self.buffers = self._network(used, self.buffers, images, train, keys)
         return logits.to(self.batch.shares.dtype)
 
     def slopes(self, loss: Loss, at: Named | None = None) -> tuple[Named, Named]:
@@ -208,8 +211,12 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
     mask, labels = found.mask, step.batch.labels
     right = (found.label == labels).to(mask.dtype) * mask
     known = mask * (labels >= 0)
-    values = (total.detach(), mask.mean(1), known.mean(1), right.mean(1))
-    metrics = dict(zip(METRICS, values, strict=True))
+    metrics = {
+        "loss": total.detach(),
+        "mask_rate": mask.mean(1),
+        "known_rate": known.mean(1),
+        "correct_rate": right.mean(1),
+    }
     for name in extra:
         if name not in found.metrics:
             raise MethodError(f"the method declares the metric {name!r}, but its loss returns none: add it")

@@ -26,7 +26,7 @@ class Losses(NamedTuple):
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
     """Cross-entropy with true labels: the server's L_s (3), and the oracle users of equation (6)."""
     loss = cross_entropy(logits, labels)
-    return Losses(loss, (labels >= 0).to(loss.dtype), labels)
+    return Losses(loss, (labels >= 0).to(loss.dtype), labels, {})
 
 
 def pseudo_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
     """Cross-entropy with pseudo-labels that exist already, zero where the mask is."""
-    return Losses(cross_entropy(logits, labels) * mask, mask, labels)
+    return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 
 def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:

@@ -71,29 +71,17 @@ class Vmap:
         """What a step and a round call: as they are, or compiled."""
 
         def made(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
-            return torch.compile(function, dynamic=dynamic, fullgraph=True) if self.compiled else function
+            return _Compiled(function, dynamic) if self.compiled else function
 
         if self.compiled:  # one process may run many experiments, and each shape is compiled anew
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
         self._views: Callable[..., Batch] = made(make_batch)
         whole = made if getattr(self.networks[True], "compilable", True) else _as_is
-        self._evaluators = {
-            role: whole(partial(self._evaluate, loss, role)) for role, loss in self._losses.items()
-        }
+        self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._answers: Callable[..., Tensor] = whole(self._eager_answers)
         self._update: Callable[..., None] = made(sgd)
         self._positions: Callable[..., Tensor] = made(positions, dynamic=None)
-
-    def _give_up_compiling(self, error: Exception) -> None:
-        """Go on without a compiler, and say so; errors that are not its own come again."""
-        if isinstance(error, torch.OutOfMemoryError):
-            raise error
-        if not self.compiled:
-            return
-        warnings.warn(f"not compiled, because {_first_line(error)}", SsflWarning, stacklevel=2)
-        self.compiled = False
-        self._functions()
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """T steps of SGD, each for all rows together."""
@@ -168,11 +156,8 @@ class Vmap:
         if not self.compiled:
             return positions(base, trainers, sizes, first, count)
         start = placed(first, trainers.device)  # a number would be compiled anew every round
-        try:
-            return self._positions(base, trainers, sizes, start, count)
-        except Exception as error:
-            self._give_up_compiling(error)
-            return positions(base, trainers, sizes, first, count)
+        found: Tensor = self._positions(base, trainers, sizes, start, count)
+        return found
 
     def close(self) -> None:
         """Nothing is held."""
@@ -252,6 +237,16 @@ class Vmap:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
 
+    def _evaluate_user(
+        self, weights: Named, buffers: Named, batch: Batch, received: Named | None
+    ) -> tuple[Tensor, Named, Named]:
+        return self._evaluate(self._losses["user"], "user", weights, buffers, batch, received)
+
+    def _evaluate_server(
+        self, weights: Named, buffers: Named, batch: Batch, received: Named | None
+    ) -> tuple[Tensor, Named, Named]:
+        return self._evaluate(self._losses["server"], "server", weights, buffers, batch, received)
+
     def _evaluate(
         self,
         loss: Loss,
@@ -302,13 +297,10 @@ class Vmap:
                     self._step(place, said)
             torch.cuda.current_stream().wait_stream(side)
 
-        for give_up in (self._give_up_compiling, _give_up_kernels):
-            try:
-                warm_up()
-                break
-            except Exception as error:
-                give_up(error)
-        else:
+        try:
+            warm_up()
+        except Exception as error:
+            _give_up_kernels(error)
             warm_up()
         torch.cuda.empty_cache()  # the recording has memory of its own
         graph = torch.cuda.CUDAGraph()
@@ -322,6 +314,29 @@ class Vmap:
             return Recorded(place, None, said)
         self._memory = self._memory or graph.pool()
         return Recorded(place, graph, said)
+
+
+class _Compiled:
+    """A compiled function. Where the compiler fails, it says which function and why, and runs it as it is."""
+
+    def __init__(self, function: Callable[..., Any], dynamic: bool | None) -> None:
+        self.function, self.worked = function, False
+        self.fast: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic, fullgraph=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.fast is None:
+            return self.function(*arguments)
+        try:
+            made = self.fast(*arguments)
+        except Exception as error:
+            if self.worked or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.fast = None
+            why = " ".join(str(error).split())[:500] or type(error).__name__
+            warnings.warn(f"{self.function.__name__} is not compiled, because {why}", SsflWarning, stacklevel=2)
+            return self.function(*arguments)
+        self.worked = True
+        return made
 
 
 def _as_is(function: Callable[..., Any]) -> Callable[..., Any]:
