@@ -333,7 +333,9 @@ class _Compiled:
                 raise
             self.fast = None
             why = " ".join(str(error).split())[:500] or type(error).__name__
-            warnings.warn(f"{self.function.__name__} is not compiled, because {why}", SsflWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.function.__name__} is not compiled, because {why}", SsflWarning, stacklevel=2
+            )
             return self.function(*arguments)
         self.worked = True
         return made
