@@ -289,7 +289,7 @@ def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> N
         if event["event"] == "round" and event["round"] == 2:
             raise Interrupted(tmp_path / "stopped", 2, "")
 
-    config = quick("method.head_start=0.5", "run.checkpoint_every=1", "run.eval_every=1")
+    config = quick("federation.head_start=0.5", "run.checkpoint_every=1", "run.eval_every=1")
     with pytest.raises(Interrupted):
         ssfl.run(config, tmp_path / "stopped", stop)
     page.write([tmp_path / "stopped"], tmp_path / "stopped.html", tmp_path / "figures")
@@ -307,9 +307,9 @@ def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> N
         ["method.name=easgd"],
         ["method.name=supervised", "data.validation=0.1"],
         ["method.name=fixmatch", "split.users=1"],
-        ["method.name=semifl", "method.slow=0.5"],
+        ["method.name=semifl", "federation.slow_average=0.5"],
         ["privacy.clip=0.5", "privacy.noise=1"],
-        ["method.gate=true", "federation.attackers=0.3", "federation.dropout=0.2"],
+        ["federation.gate=true", "federation.attackers=0.3", "federation.dropout=0.2"],
     ],
 )
 def test_every_kind_of_method(quick: Callable[..., Config], tmp_path: Path, settings: list[str]) -> None:
