@@ -17,6 +17,7 @@ from PIL import Image
 import ssfl
 from ssfl import runs
 from ssfl.errors import RunError, SsflError
+from ssfl.methods.grouping import Grouping
 from ssfl.report import costs, gather, page, several, verdict
 from ssfl.settings import Config
 from ssfl.train import Interrupted
@@ -36,10 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.device=cpu",
         "run.eval_every=1",
     ]
-    short += ["method.threshold=0.1"]  # so that users learn from the start
+    grouping = ["method.name=grouping", "method.threshold=0.1"]  # so that users learn from the start
     for name, more in {
-        "grouping-1": ["method.name=grouping", "run.diversity_every=1"],
-        "grouping-2": ["method.name=grouping", "run.diversity_every=1", "run.seed=2"],
+        "grouping-1": [*grouping, "run.diversity_every=1"],
+        "grouping-2": [*grouping, "run.diversity_every=1", "run.seed=2"],
         "alone": ["method.name=server-only"],
     }.items():
         ssfl.run(ssfl.load_config("quickstart", [*short, *more]), home / name)
@@ -213,12 +214,10 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
     page.contents([old, folder / "alone"])
 
 
-def test_an_objective_that_somebody_adds_is_told_by_its_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ssfl.report.words._LEARN", {})
+def test_a_method_is_told_in_its_own_words(folder: Path) -> None:
     told = words(page.contents([folder / "grouping-1"]))
-    assert "The users train by the objective consistency (threshold " in told
+    assert f"The method is grouping: {Grouping.__doc__}" in told
+    assert "A pseudo-label counts where the model is at least " in told
 
 
 def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
