@@ -1,5 +1,6 @@
 """Settings: precedence, round trips, and errors that name the key, the value and the fix."""
 
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from ssfl import assemble, explain
 from ssfl import config as configs
-from ssfl.config import CONFIGS, from_dict, load_config, presets, to_toml
+from ssfl import explain, methods
+from ssfl.config import CONFIGS, GONE, RENAMED, from_dict, load_config, presets, to_toml
 from ssfl.errors import ConfigError
 from ssfl.fields import limits_of, setting
 from ssfl.methods import METHODS
@@ -26,7 +27,8 @@ def test_every_method_fills_in_what_nobody_set_and_a_persons_keys_win(method: st
     words = [f"method.name={method}", *(["split.users=1"] if method == "fixmatch" else [])]
     config = load_config("quickstart", words)
     preset = tomllib.loads((CONFIGS / "quickstart.toml").read_text("utf-8"))
-    for section, values in METHODS[method].items():
+    assert config.method == methods.find(method)()
+    for section, values in methods.find(method).defaults.items():
         for key, value in values.items():
             if key not in preset.get(section, {}):
                 assert getattr(getattr(config, section), key) == value
@@ -126,29 +128,69 @@ def test_not_a_number_is_out_of_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "key", "fix"),
     [
-        ("federation.participants=11", "more than split.users = 10: set it to at most 10"),
-        ("federation.groups=2", "needs method.averaging = 'grouping'"),
-        ("method.averaging=weighted", "go together"),
-        ("split.scheme=mixture", "needs split.mixtures"),
-        ("run.test=last", "needs other images to look at"),
-        ("run.test=never", "needs other images to look at"),
-        ("split.labels_at=users", "add method.server = 'none'"),
-        ("train.momentum=0", "set train.nesterov=false"),
+        ("federation.participants=11", "federation.participants", "federation.participants=10"),
+        ("federation.groups=11", "federation.groups", "federation.groups=10"),
+        ("split.scheme=mixture", "split.scheme", "split.mixtures=[[0.5, 0.5]]"),
+        ("run.test=last", "run.test", "data.validation=0.1"),
+        ("run.test=never", "run.test", "data.validation=0.1"),
+        ("train.momentum=0", "train.nesterov", "train.nesterov=false"),
     ],
 )
-def test_settings_that_do_not_go_together(override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        load_config("quickstart", [override])
-    assert "\n" not in str(caught.value)
-
-
-def test_an_old_name_gives_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(configs.RENAMED, "split.clients", "split.users")
+def test_settings_that_do_not_go_together(override: str, key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", ["split.clients=4"])
-    assert (caught.value.key, caught.value.fix) == ("split.clients", "split.users=4")
+        load_config("quickstart", [override])
+    assert (caught.value.key, caught.value.fix) == (key, fix)
+    assert "\n" not in str(caught.value)
+    load_config("quickstart", [override, fix])
+
+
+VALUES: dict[str, tuple[str, Any]] = {
+    "method.slow": ("0.5", 0.5), "method.head_start": ("0.5", 0.5), "method.gate": ("true", True),
+    "method.combine": ("median", "median"), "method.check": ("true", True),
+    "method.server_views": ("both", "both"), "method.server_momentum": ("0.25", 0.25),
+}  # fmt: skip
+"""A value of every setting that has another name now."""
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_gives_the_new_one(old: str) -> None:
+    word, value = VALUES[old]
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [f"{old}={word}"])
+    fix = f"{RENAMED[old]}={word}"
+    assert (caught.value.key, caught.value.value, caught.value.fix) == (old, value, fix)
+    section, _, name = RENAMED[old].partition(".")
+    assert getattr(getattr(load_config("quickstart", [fix]), section), name) == value
+
+
+@pytest.mark.parametrize("old", GONE)
+def test_a_setting_that_is_gone_says_what_to_do_instead(old: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [f"{old}=none"])
+    assert (caught.value.key, caught.value.value, caught.value.fix) == (old, "none", GONE[old])
+    assert str(caught.value) == f"{old} is no setting any more: {GONE[old]}"
+    words = re.findall(r"[a-z]+\.[a-z_]+(?:=[a-z0-9]+)?", GONE[old])
+    assert words
+    for word in words:
+        if "=" in word:
+            load_config("quickstart", [word])
+        else:
+            section, _, name = word.partition(".")
+            found = (
+                [*SECTIONS.values(), *map(methods.find, METHODS)]
+                if section == "method"
+                else [SECTIONS[section]]
+            )
+            assert name == "name" or any(name in limits_of(kind) for kind in found)
+
+
+def test_a_setting_of_another_method_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", ["method.name=supervised", "method.threshold=0.5"])
+    assert (caught.value.key, caught.value.value, caught.value.fix) == ("method.threshold", 0.5, None)
+    assert "[method] has server_weight, server_replicas" in str(caught.value)
 
 
 @dataclass(frozen=True)
@@ -190,41 +232,65 @@ def test_mistakes_in_a_section_from_outside(values: dict[str, Any], key: str, fi
 
 
 FOLLOWED = [
-    (["method.averaging=weighted", "method.name=crl-gn"], ["method.server_weight=0.5"]),
-    (["method.name=easgd", "method.gate=true"], ["method.gate=false"]),
-    (["method.name=easgd", "method.combine=median"], ["method.combine=mean"]),
-    (["method.name=overlap-sgd", "federation.attackers=0.3"], ["federation.attackers=0"]),
-    (["method.name=semifl", "run.engine=dist"], ["method.fill=false"]),
-    (["method.name=semifl", "run.engine=dist"], ["run.engine=auto"]),
-    (["method.name=server-only", "split.labels_at=users"], ["split.labels_at = 'server'"]),
-    (["method.name=data-sharing", "method.check=true"], ["method.check=false"]),
-    (["method.name=alternate", "method.guard=true", "split.labels_at=users"],
-     ["method.server = 'none'", "method.guard=false"]),
-    (["split.labels_at=users"], ["method.server = 'none'", "method.name=alternate"]),
-    (["method.name=crl-gn", "method.objective=none", "split.labels_at=both"], ["split.labels_at = 'server'"]),
+    (["method.name=easgd", "federation.gate=true"], "federation.gate", "federation.gate=false"),
+    (["method.name=easgd", "federation.combine=median"], "federation.combine", "federation.combine=mean"),
+    (["method.name=rscfed", "federation.check=true"], "federation.check", "federation.check=false"),
+    (["method.name=semifl", "federation.combine=trimmed"], "federation.combine", "federation.combine=mean"),
+    (["method.name=overlap-sgd", "federation.attackers=0.3"], "federation.attackers",
+     "federation.attackers=0"),
+    (["method.name=easgd", "federation.groups=2"], "federation.groups", "federation.groups=1"),
+    (["method.name=semifl", "run.engine=dist"], "run.engine", "run.engine=auto"),
+    (["method.name=server-only", "split.labels_at=users"], "split.labels_at", "split.labels_at=server"),
+    (["method.name=server-only", "split.labels_at=both"], "split.labels_at", "split.labels_at=server"),
+    (["method.name=data-sharing", "split.labels_at=both"], "split.shared", "split.labels_at=server"),
+    (["split.labels_at=users", "federation.head_start=0.5"], "federation.head_start",
+     "federation.head_start=0"),
+    (["split.server_labels=0", "federation.check=true"], "federation.check", "federation.check=false"),
+    (["method.name=fedmatch", "model.norm=batch"], "model.norm", "model.norm=none"),
+    (["method.name=fedmatch", "train.momentum=0.9"], "train.momentum", "train.momentum=0"),
+    (["method.name=fedmatch", "federation.groups=2"], "federation.groups", "federation.groups=1"),
+    (["run.engine=dist", "federation.gate=true"], "federation.gate", "federation.gate=false"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sets", "remedies"), FOLLOWED)
-def test_what_a_message_says_to_do_helps(sets: list[str], remedies: list[str]) -> None:
+@pytest.mark.parametrize(("sets", "key", "fix"), FOLLOWED)
+def test_what_a_message_says_to_do_helps(sets: list[str], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart", sets)
-    assert all(remedy in str(caught.value) for remedy in remedies)
-    load_config("quickstart", [*sets, *(remedy.replace("'", '"') for remedy in remedies)])
+    assert (caught.value.key, caught.value.fix) == (key, fix)
+    assert fix.partition("=")[2] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    load_config("quickstart", [*sets, fix])
 
 
-def test_a_guard_of_ones_own_is_taken_back_where_no_server_trains() -> None:
-    sets = ["method.name=alternate", "method.guard=true", "split.server_labels=0"]
-    config = load_config("quickstart", sets)
-    with pytest.raises(ConfigError, match=r"method.server = 'none' and method.guard=false"):
-        assemble.resolve(config, assemble.load_data(config))
+@pytest.mark.parametrize("labels", ["split.labels_at=users", "split.server_labels=0"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_server_without_labels_is_refused_only_by_methods_that_need_it(method: str, labels: str) -> None:
+    sets = [f"method.name={method}", labels, *(["split.users=1"] if method == "fixmatch" else [])]
+    refused = {
+        "server-only": "split.labels_at",
+        "data-sharing": "split.shared" if labels == "split.labels_at=users" else "",
+        "fl2": "federation.head_start",  # these begin with rounds of the server alone
+        "rscfed": "federation.head_start",
+        "cbafed": "federation.head_start",
+    }
+    if not refused.get(method):
+        load_config("quickstart", sets)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", sets)
+    assert caught.value.key == refused[method]
+    if caught.value.key == "federation.head_start":
+        assert caught.value.fix == "federation.head_start=0"
+        load_config("quickstart", [*sets, caught.value.fix])
 
 
 def test_more_groups_than_participants() -> None:
-    with pytest.raises(ConfigError, match="groups = 4 is more than the 3 participants"):
-        load_config(
-            "quickstart", ["method.name=grouping", "federation.groups=4", "federation.participants=3"]
-        )
+    sets = ["method.name=grouping", "federation.groups=4", "federation.participants=3"]
+    with pytest.raises(ConfigError, match="groups = 4 is more than the 3 participants") as caught:
+        load_config("quickstart", sets)
+    error = caught.value
+    assert (error.key, error.value, error.fix) == ("federation.groups", 4, "federation.groups=3")
 
 
 @pytest.mark.parametrize(

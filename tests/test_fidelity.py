@@ -4,11 +4,11 @@ The values are those of docs/fidelity.md, written out here once more: a setting 
 fidelity is seen, whatever the library's defaults are.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from ssfl.config import as_dict
 from ssfl.paper import rows
 from ssfl.paper.fidelity import settings
 from ssfl.paper.rows import Run
@@ -17,7 +17,7 @@ from ssfl.paper.rows import Run
 def values(config: Any) -> dict[str, Any]:
     """Every setting by "section.key"."""
     return {
-        f"{section}.{key}": value for section, keys in asdict(config).items() for key, value in keys.items()
+        f"{section}.{key}": value for section, keys in as_dict(config).items() for key, value in keys.items()
     }
 
 
@@ -29,11 +29,10 @@ def first(number: int, method: str, labels_at: str = "server") -> Run:
 SAME: dict[str, Any] = {
     # what both fidelities have in every one of the three runs
     "split.scheme": "skew", "split.skew": 0.4, "split.labels_at": "server", "split.shared": False,
-    "method.name": "grouping", "method.objective": "consistency", "method.averaging": "grouping",
-    "method.server": "parallel", "method.threshold": 0.95, "method.labels": "step",
-    "method.thresholds": "fixed", "method.teacher_mode": "train", "method.server_views": "weak",
-    "method.server_momentum": 0.0, "method.slow": 0.0, "method.guard": False, "method.pace": "full",
-    "method.combine": "mean", "method.weighting": "even", "method.fill": False, "method.mix": 0.0,
+    "method.name": "grouping", "method.threshold": 0.95, "method.teacher_mode": "train",
+    "method.server_weight": None, "train.server_views": "weak", "federation.slow_average": 0.0,
+    "federation.combine": "mean", "federation.check": False, "federation.gate": None,
+    "federation.head_start": 0.0,
     "model.norm_statistics": "average", "data.flip": True,
     "federation.period": 16, "federation.epoch_images": 65536, "federation.dropout": 0.0,
     "train.batch_size": 64, "train.momentum": 0.9, "train.weight_decay": 1e-4, "train.clip": 0.0,
@@ -98,7 +97,7 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     # row, method (at the users: "@"), what is to be seen in `paper`, what of it is another in `reference`
     (19, "crl-gn",
      {"method.views": "separate", "method.server_replicas": False, "model.norm": "group",
-      "model.norm_statistics": "average", "method.averaging": "fedavg"},
+      "model.norm_statistics": "average", "method.server_weight": None, "federation.groups": None},
      {"method.views": "joint"}),
     (43, "crl-bn",
      {"method.views": "joint", "method.teacher_mode": "train", "model.norm": "batch", "model.name": "vgg11",
@@ -106,41 +105,42 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
      {"model.norm_statistics": "server", "train.horizon": 1024 / 300, "train.lr": 0.165}),
     (42, "self-training",
      {"method.views": "joint", "method.teacher_mode": "train", "model.norm_statistics": "average",
-      "method.objective": "self-training", "train.lr": 0.146, "train.warmup": 5120, "train.cycles": 2.3,
+      "method.name": "self-training", "train.lr": 0.146, "train.warmup": 5120, "train.cycles": 2.3,
       "train.horizon": 1.0},
      {"method.views": "separate", "method.teacher_mode": "eval", "model.norm_statistics": "server",
       "train.lr": 0.03, "train.warmup": 0, "train.cycles": 0.4375, "train.horizon": 1024 / 300}),
     (32, "supervised",
-     {"method.server": "parallel", "method.server_replicas": False, "model.norm_statistics": "average",
-      "split.server_labels": 4700, "method.objective": "supervised"},
+     {"method.name": "supervised", "method.server_replicas": False, "model.norm_statistics": "average",
+      "split.server_labels": 4700, "split.labels_at": "server"},
      {"model.norm_statistics": "server"}),
     (32, "supervised-grouping",
-     {"method.averaging": "grouping", "federation.groups": 2, "method.server_replicas": False,
-      "model.norm_statistics": "average", "method.objective": "supervised", "method.name": "supervised"},
+     {"federation.groups": 2, "method.server_replicas": False, "model.norm_statistics": "average",
+      "method.name": "supervised"},
      {"method.server_replicas": True}),
     (22, "supervised",
-     {"method.server": "none", "split.server_labels": 0, "model.norm_statistics": "average",
+     {"split.server_labels": 0, "model.norm_statistics": "average",
       "train.momentum_policy": "reset", "federation.period": 32},
      {"train.momentum_policy": "slot"}),
     (23, "data-sharing",
-     {"method.server": "none", "split.shared": True, "split.server_labels": 2500, "model.norm": "batch",
+     {"method.name": "data-sharing", "split.shared": True, "split.server_labels": 2500, "model.norm": "batch",
       "model.norm_statistics": "average", "train.momentum_policy": "reset", "train.nesterov": False},
      {"train.momentum_policy": "slot", "train.nesterov": True}),
     (26, "easgd",
-     {"method.averaging": "elastic", "train.momentum_policy": "user", "train.nesterov": False,
-      "train.batches": "continue", "method.server": "none"},
+     {"method.name": "easgd", "method.elasticity": None, "train.momentum_policy": "user",
+      "train.nesterov": False, "train.batches": "continue"},
      {"train.nesterov": True, "train.batches": "restart"}),
     (27, "overlap-sgd",
-     {"method.averaging": "overlap", "train.momentum_policy": "user", "train.nesterov": False},
+     {"method.name": "overlap-sgd", "method.elasticity": 0.6, "train.momentum_policy": "user",
+      "train.nesterov": False},
      {"train.nesterov": True}),
     (38, "fixmatch",
      {"train.momentum_policy": "slot", "federation.period": 16, "split.user_labels": 4000,
-      "split.labels_at": "users", "method.server": "none", "method.server_replicas": False,
+      "split.labels_at": "users", "method.name": "fixmatch", "split.users": 1,
       "method.views": "separate", "federation.rounds": 19_200, "train.nesterov": False},
      {"train.nesterov": True}),
     (41, "crl-gn@",
      {"split.labels_at": "users", "split.user_labels": 4700, "split.server_labels": None, "train.lr": 0.03,
-      "method.server": "none", "method.views": "separate", "train.floor": 1e-4},
+      "method.views": "separate", "train.floor": 1e-4},
      {"train.lr": 0.01, "method.views": "joint", "train.floor": 1e-6}),
     (50, "grouping",
      {"model.name": "resnet9", "model.norm": "group", "federation.period": 100, "federation.rounds": 200,
@@ -149,7 +149,7 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
      {"federation.period": 5, "federation.rounds": 600, "federation.epoch_images": 1000, "train.lr": 0.0075,
       "method.server_replicas": True, "run.diversity_every": 60}),
     (50, "grouping@",
-     {"split.labels_at": "users", "split.user_labels": 5000, "method.server": "none", "train.lr": 0.146,
+     {"split.labels_at": "users", "split.user_labels": 5000, "train.lr": 0.146,
       "method.server_replicas": False, "federation.period": 100},
      {"train.lr": 0.0075, "federation.period": 5}),
     (49, "fedmatch",

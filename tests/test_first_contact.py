@@ -70,7 +70,7 @@ def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
         (["resume", "empty"], "empty is not a run folder: it has no config.toml; there are runs/two"),
         (["run", "--rounds", "5"], "no option --rounds: write --set federation.rounds=VALUE"),
         (["resume", "runs/two", "--set", "train.lr=1"], "settings are chosen when a run starts"),
-        (["contest", "--methods", "sever-only"], ": did you mean server-only?"),
+        (["contest", "--methods", "sever-only"], "; did you mean server-only?"),
         (["run", "sfl.toml"], "did you mean ssfl.toml?"),
         (["new", "mine"], "there is no folder mine: give the images' folder with --images FOLDER"),
         (["new", "empty"], "empty holds no images"),

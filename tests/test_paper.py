@@ -17,7 +17,7 @@ from ssfl import cli, train
 from ssfl.config import load_config
 from ssfl.errors import ConfigError, DataError, DivergedError, RunError
 from ssfl.federation import State
-from ssfl.methods import METHODS
+from ssfl.methods.anchored import Anchored
 from ssfl.paper import results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row
@@ -157,9 +157,10 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_one(
 ) -> None:
     options = sweep.Options("recommended", data="digits", sets=TINY, out=tmp_path, only="grouping")
     sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
-    row = METHODS["anchored"]
-    monkeypatch.setitem(METHODS, "anchored", row | {"method": row["method"] | {"slow": 0.5}})
-    with pytest.raises(ConfigError, match=r"was played with method\.slow = .*, which is 0\.5 now: remove it"):
+    changed = Anchored.defaults | {"federation": {"slow_average": 0.5}}
+    monkeypatch.setattr(Anchored, "defaults", changed)
+    told = r"was played with federation\.slow_average = .*, which is 0\.5 now: remove it"
+    with pytest.raises(ConfigError, match=told):
         sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
 
 

@@ -203,7 +203,7 @@ def test_lines_of_different_scales_say_theirs_and_a_single_value_is_the_one_tick
 def test_changed_runs_are_lines_of_their_own_where_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runs, changes = rows.row("16").runs, ["method.averaging=weighted", "method.server_weight=0.1"]
+    runs, changes = rows.row("16").runs, ["method.server_weight=0.1"]
     found(tmp_path, runs)
     found(tmp_path, runs[2:3], scale=1.0, changes=changes)  # of another scale than what it would stand beside
     given = found(tmp_path, runs[2:3], changes=changes)
@@ -211,7 +211,7 @@ def test_changed_runs_are_lines_of_their_own_where_they_are_asked_for(
     assert labels(drawn(monkeypatch, "6", given).axes[2]) == plain
     few, _, all_users, *_ = drawn(monkeypatch, "6", given, with_changes=True).axes
     assert labels(few) == plain
-    assert labels(all_users) == [*plain, "FedAvg, averaging=weighted, server_weight=0.1"]
+    assert labels(all_users) == [*plain, "FedAvg, server_weight=0.1"]
     assert [line.get_color() for line in few.lines] == [line.get_color() for line in all_users.lines[:2]]
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 import ssfl
 from ssfl import runs
 from ssfl.errors import RunError, SsflError
+from ssfl.methods.grouping import Grouping
 from ssfl.report import costs, gather, page, several, verdict
 from ssfl.settings import Config
 from ssfl.train import Interrupted
@@ -36,10 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.device=cpu",
         "run.eval_every=1",
     ]
-    short += ["method.threshold=0.1"]  # so that users learn from the start
+    grouping = ["method.name=grouping", "method.threshold=0.1"]  # so that users learn from the start
     for name, more in {
-        "grouping-1": ["method.name=grouping", "run.diversity_every=1"],
-        "grouping-2": ["method.name=grouping", "run.diversity_every=1", "run.seed=2"],
+        "grouping-1": [*grouping, "run.diversity_every=1"],
+        "grouping-2": [*grouping, "run.diversity_every=1", "run.seed=2"],
         "alone": ["method.name=server-only"],
     }.items():
         ssfl.run(ssfl.load_config("quickstart", [*short, *more]), home / name)
@@ -213,12 +214,10 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
     page.contents([old, folder / "alone"])
 
 
-def test_an_objective_that_somebody_adds_is_told_by_its_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ssfl.report.words._LEARN", {})
+def test_a_method_is_told_in_its_own_words(folder: Path) -> None:
     told = words(page.contents([folder / "grouping-1"]))
-    assert "The users train by the objective consistency (threshold " in told
+    assert f"The method is grouping: {Grouping.__doc__}" in told
+    assert "A pseudo-label counts where the model is at least " in told
 
 
 def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> N
         if event["event"] == "round" and event["round"] == 2:
             raise Interrupted(tmp_path / "stopped", 2, "")
 
-    config = quick("method.head_start=0.5", "run.checkpoint_every=1", "run.eval_every=1")
+    config = quick("federation.head_start=0.5", "run.checkpoint_every=1", "run.eval_every=1")
     with pytest.raises(Interrupted):
         ssfl.run(config, tmp_path / "stopped", stop)
     page.write([tmp_path / "stopped"], tmp_path / "stopped.html", tmp_path / "figures")
@@ -307,9 +306,9 @@ def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> N
         ["method.name=easgd"],
         ["method.name=supervised", "data.validation=0.1"],
         ["method.name=fixmatch", "split.users=1"],
-        ["method.name=semifl", "method.slow=0.5"],
+        ["method.name=semifl", "federation.slow_average=0.5"],
         ["privacy.clip=0.5", "privacy.noise=1"],
-        ["method.gate=true", "federation.attackers=0.3", "federation.dropout=0.2"],
+        ["federation.gate=true", "federation.attackers=0.3", "federation.dropout=0.2"],
     ],
 )
 def test_every_kind_of_method(quick: Callable[..., Config], tmp_path: Path, settings: list[str]) -> None:

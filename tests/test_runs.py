@@ -14,6 +14,7 @@ import torch
 import ssfl
 from ssfl import assemble, checkpoints, compare, runs, train
 from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
+from ssfl.methods.anchored import Anchored
 from ssfl.settings import Config
 
 Make = Callable[..., Config]
@@ -37,11 +38,69 @@ def undone(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
-def test_an_older_runs_method_has_no_part_that_came_later(done: Path) -> None:
+FIRST_RELEASE = """[method]
+name = "anchored"
+objective = "consistency"
+threshold = 0.8
+labels = "round"
+thresholds = "fixed"
+fill = false
+mix = 0.0
+proximal = 0.0
+sharpness = 0.0
+server_views = "weak"
+averaging = "fedavg"
+server = "alternate"
+gate = false
+check = false
+guard = true
+combine = "mean"
+weighting = "even"
+pace = "classes"
+head_start = 0.0
+server_momentum = 0.25
+residual = 0
+slow = 0.98
+server_replicas = false
+views = "separate"
+teacher_mode = "eval"
+"""
+"""[method] as the first release wrote it; the settings that moved stood nowhere else."""
+MOVED = ("head_start", "slow_average", "gate", "combine", "check", "server_views")
+
+
+def made_old(path: Path) -> None:
+    """Give a run folder the config that the first release would have written."""
+    before, _, rest = (path / "config.toml").read_text().partition("[method]\n")
+    rest = rest[rest.index("[federation]") :]
+    lines = [line for line in rest.splitlines() if line.split(" = ")[0] not in MOVED]
+    (path / "config.toml").write_text(before + FIRST_RELEASE + "\n" + "\n".join(lines) + "\n")
+
+
+def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> None:
+    from ssfl.board import describe, folder
+    from ssfl.report import page
+
+    made_old(done)
+    config = runs.read_config(done)
+    assert config.method == Anchored(threshold=0.8, momentum=0.25, guard=True, pace="classes")
+    assert (config.federation.slow_average, config.train.server_views) == (0.98, "weak")
+    assert (config.federation.gate, config.federation.combine) == (False, "mean")
+    assert compare.settings(done, done) == []
+    assert compare.first_difference(done, done) is None
+    assert ssfl.load_model(done).classes == tuple("0123456789")
+    page.write([done], done.with_suffix(".html"))
+    assert "The method is anchored" in done.with_suffix(".html").read_text()
+    with folder.opened(done.parent, done.name) as handle:
+        assert describe.run(handle, done.name)["method"] == "anchored"
+    undone(done)
+    with pytest.raises(RunError, match=r"begun with ssfl 0\.1") as caught:
+        ssfl.resume(done)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_no_version_knows_is_refused(done: Path) -> None:
     config = done / "config.toml"
-    assert runs.read_config(done).method.pace == "classes"
-    config.write_text(config.read_text().replace('pace = "classes"\n', ""))
-    assert runs.read_config(done).method.pace == "full"
     config.write_text(config.read_text().replace("[method]\n", "[method]\nbygone = 1.0\n"))
     with pytest.raises(RunError, match=r"unknown key method\.bygone.*the version of ssfl that wrote it"):
         runs.read_config(done)
