@@ -155,8 +155,8 @@ def api_page() -> str:
         "# Python API",
         "",
         f"From the docstrings of ssfl {ssfl.__version__} (`ssfl.__version__`).",
-        "**What is stable:** the names on this page, the commands, the settings and the files of a run folder keep"
-        " their meaning within a minor version (0.2.x); all other names may change at any time.",
+        "**What is stable:** the names on this page, the commands, the settings and the files of a run folder"
+        " keep their meaning within a minor version (0.2.x); all other names may change at any time.",
     ]
     for title, names in API.items():
         lines += ["", f"## {title}"]

@@ -145,7 +145,8 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
     for site, name in (("site-a", "bonn"), ("site-b", "calais")):
         shutil.copytree(folders / name, site)
     shutil.copy(next((folders / "bonn").iterdir()), "scan.png")
-    Path("results").symlink_to(ROOT / "results")
+    for name in ("results", "examples"):
+        Path(name).symlink_to(ROOT / name)
     Path("runs/paper").mkdir(parents=True)
     if page.name == "report.md":
         for name in ("mine", "other"):

@@ -3,7 +3,7 @@ that was stopped ends in the same bytes."""
 
 import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +27,9 @@ SHORT = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts as a new process would."""
     monkeypatch.setattr(outside, "_trusted", set())
-    yield
 
 
 def sets(*more: str) -> list[str]:
