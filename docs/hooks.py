@@ -172,7 +172,7 @@ def _api(name: str, value: Any) -> Iterator[str]:
         yield from ("", _text(value))
         own = {name: one for name, one in vars(value).items() if inspect.isfunction(one) and name[0] != "_"}
         written = [name for name, one in own.items() if one.__module__ == value.__name__]
-        members = {member: own[member] for member in PROMISED.get(name, written)}
+        members: dict[str, Any] = {member: own[member] for member in PROMISED.get(name, written)}
     else:
         yield from _signed(name, value)
         members = _members(value) if inspect.isclass(value) else {}

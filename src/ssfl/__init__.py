@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from ssfl.data import augment, split
     from ssfl.data.arrays import Data
     from ssfl.errors import SsflError
-    from ssfl.federation import Fed, Labels, Look, Losses, Method, State, Step, Users
+    from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
     from ssfl.fields import setting
+    from ssfl.losses import Losses
     from ssfl.methods import parts
     from ssfl.predict import load_model
     from ssfl.stepping import Federation

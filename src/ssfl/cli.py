@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl import __version__, outside, signals, verbs
+from ssfl import __version__, signals, verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
@@ -210,7 +210,7 @@ def settings(
     word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only those that speak of it.")] = "",
 ) -> None:
     """List every setting, its default and what it does.  Example: ssfl settings threshold"""
-    from ssfl import explain
+    from ssfl import explain, outside
 
     if outside.is_path(word):
         outside.trust(word)
