@@ -13,8 +13,10 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from numpy.typing import ArrayLike
 
-from ssfl import cli, explain, settings
+import ssfl
+from ssfl import cli, explain, methods, settings
 from ssfl.verbs import GROUPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +28,7 @@ OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and every file that some page links to."""
-    pages = {"cli.md": cli_page(), "config.md": config_page()}
+    pages = {"cli.md": cli_page(), "config.md": config_page(), "api.md": api_page()}
     for name, source in BESIDE.items():
         pages[name] = (ROOT / source).read_text("utf-8").replace("](docs/", "](")
     for name, text in pages.items():
@@ -106,12 +108,119 @@ def config_page() -> str:
         " Some defaults come from the [method](methods.md); keys that you set win.",
     ]
     for section, kind in settings.SECTIONS.items():
-        about, found = explain.section(section, kind)
-        lines += ["", f"## [{section}]", "", about, "", "| key | default | what it is |", "|---|---|---|"]
-        for one in found:
-            default = one.default if one.default == "–" else f"`{one.default}`"
-            lines.append(f"| `{one.key.partition('.')[2]}` | {default} | {_cell(one.about)} |")
+        lines += ["", f"## [{section}]", "", *_settings(section, kind)]
+    lines += ["", "## [method]", "", "`name`, and the fields of that method alone:"]
+    for name in methods.METHODS:
+        lines += ["", f"### {name}", "", *_settings("method", methods.find(name))]
     return "\n".join(lines) + "\n"
+
+
+def _settings(section: str, kind: type) -> Iterator[str]:
+    """What a section or a method is about, and the table of its settings."""
+    about, found = explain.section(section, kind)
+    yield about
+    if found:
+        yield from ("", "| key | default | what it is |", "|---|---|---|")
+    for one in found:
+        default = one.default if one.default == "–" else f"`{one.default}`"
+        yield f"| `{one.key.partition('.')[2]}` | {default} | {_cell(one.about)} |"
+
+
+API = {
+    "Train and use": ("run", "resume", "Result", "load_config", "Config", "load_model", "SsflError"),
+    "Your own data, round by round": ("Data", "Federation"),
+    "Your own method": (
+        "Method", "setting", "Look", "Labels", "Step", "Losses", "State", "Fed", "Users", "parts", "losses",
+    ),
+    "Formulas and data": ("split", "augment", "averaging", "diversity", "schedule"),
+}  # fmt: skip
+"""The public names in the order of the page; together all of `ssfl.__all__`."""
+PROMISED = {
+    "split": ("skewed", "measured_skew"),
+    "augment": ("weak", "strong", "uniform", "below"),
+    "averaging": ("fedavg", "grouping"),
+    "diversity": ("gradient_diversity",),
+    "schedule": ("learning_rate",),
+}
+"""Of modules that hold more than is promised: what is."""
+MADE = ("Data", "Federation", "Labels", "Losses")
+"""The classes whose objects a person makes by calling them."""
+
+
+def api_page() -> str:
+    """Every public name with its signature and docstring."""
+    left = set(ssfl.__all__) - {"__version__"} - {name for names in API.values() for name in names}
+    assert not left, f"public names that the page of the API lacks: {left}"
+    lines = [
+        "# Python API",
+        "",
+        f"From the docstrings of ssfl {ssfl.__version__} (`ssfl.__version__`).",
+        "**What is stable:** the names on this page, the commands, the settings and the files of a run folder"
+        " keep their meaning within a minor version (0.2.x); all other names may change at any time.",
+    ]
+    for title, names in API.items():
+        lines += ["", f"## {title}"]
+        for name in names:
+            lines += _api(name, getattr(ssfl, name))
+    return "\n".join(lines) + "\n"
+
+
+def _api(name: str, value: Any) -> Iterator[str]:
+    """A public name: a function, a class with its members, or a module with its functions."""
+    yield from ("", f"### ssfl.{name}")
+    if inspect.ismodule(value):
+        yield from ("", _text(value))
+        own = {name: one for name, one in vars(value).items() if inspect.isfunction(one) and name[0] != "_"}
+        written = [name for name, one in own.items() if one.__module__ == value.__name__]
+        members: dict[str, Any] = {member: own[member] for member in PROMISED.get(name, written)}
+    else:
+        yield from _signed(name, value)
+        members = _members(value) if inspect.isclass(value) else {}
+        told = explain.docstrings(value) if inspect.isclass(value) else {}
+        if told:
+            yield ""
+        yield from (f"- `{field}`: {text}" for field, text in told.items() if field[0] != "_")
+    for member, found in members.items():
+        if isinstance(found, property):
+            yield from ("", f"**`{member}`** {_text(found)}")
+        else:
+            yield from ("", f"**`{member}{_signature(found)}`**", "", _text(found))
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """The public methods and properties that a class defines itself."""
+    found = {
+        name: getattr(kind, name) if isinstance(one, classmethod | staticmethod) else one
+        for name, one in vars(kind).items()
+        if name[0] != "_"
+    }
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, property) or inspect.isfunction(one) or inspect.ismethod(one)
+    }
+
+
+def _signed(name: str, value: Any) -> Iterator[str]:
+    if name in MADE or not inspect.isclass(value):
+        yield from ("", "```text", f"ssfl.{name}{_signature(value)}", "```")
+    yield from ("", _text(value))
+
+
+def _signature(value: Any) -> str:
+    """How it is called, without the homes of types and without `self`."""
+    text = str(inspect.signature(value))
+    for long in (repr(ArrayLike), inspect.formatannotation(ArrayLike)):
+        text = text.replace(long, "ArrayLike")
+    text = text.replace("~", "")  # of type variables
+    text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
+    text = re.sub(r"<factory>|<[^<>]*>", "...", text)
+    return re.sub(r"\((?:self|cls)(?:, )?", "(", text)
+
+
+def _text(value: Any) -> str:
+    """A docstring as paragraphs; code in it stays as it is."""
+    return inspect.cleandoc(value.__doc__ or "")
 
 
 def _cell(text: str) -> str:

@@ -5,19 +5,21 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
 
+import ssfl as ssfl_package
 from conftest import Call
 from documents import FENCE, PAGES, ROOT, Command, commands, mentioned
 from ssfl import cli, verbs
 from ssfl import config as configs
-from ssfl.methods import METHODS
-from ssfl.settings import SECTIONS
+from ssfl.fields import limits_of
+from ssfl.methods import METHODS, find
+from ssfl.settings import NAMES, SECTIONS
 from stage import Stage
 from waiting import ended
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 EVERY = [command for page in PAGES for command in commands(page)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-GENERATED = {"docs/cli.md", "docs/config.md", "docs/changelog.md", "docs/contributing.md"}
+GENERATED = {"docs/api.md", "docs/cli.md", "docs/config.md", "docs/changelog.md", "docs/contributing.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -82,8 +84,16 @@ def parsed(words: list[str], complete: bool) -> None:
         name, command, rest = command.resolve_command(context, rest)
     for setting in context.params.get("sets") or ():
         section, _, key = setting.partition("=")[0].partition(".")
-        assert section in SECTIONS, setting
-        assert key in {field.name for field in fields(SECTIONS[section])}, setting
+        assert section in NAMES, setting
+        assert key in keys_of(section), setting
+
+
+@cache
+def keys_of(section: str) -> set[str]:
+    """The settings of a section; of [method], those of any method."""
+    if section != "method":
+        return set(limits_of(SECTIONS[section]))
+    return {"name"}.union(*(limits_of(find(name)) for name in METHODS))
 
 
 @pytest.mark.usefixtures("any_value")
@@ -135,7 +145,8 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
     for site, name in (("site-a", "bonn"), ("site-b", "calais")):
         shutil.copytree(folders / name, site)
     shutil.copy(next((folders / "bonn").iterdir()), "scan.png")
-    Path("results").symlink_to(ROOT / "results")
+    for name in ("results", "examples"):
+        Path(name).symlink_to(ROOT / name)
     Path("runs/paper").mkdir(parents=True)
     if page.name == "report.md":
         for name in ("mine", "other"):
@@ -185,25 +196,32 @@ def opened(words: list[str]) -> None:
     assert "http://127.0.0.1:" in said, said
 
 
+def test_own_code_is_short() -> None:
+    """A network, data and a method of one's own take at most 15 lines each."""
+    blocks = [command for command in commands(ROOT / "docs/bring-your-own.md") if command.python]
+    assert len(blocks) >= 3
+    for block in blocks[:3]:
+        lines = [line for line in block.text.splitlines() if line.strip()]
+        assert len(lines) <= 15, block
+
+
 @pytest.mark.slow
 def test_the_worked_example_works(tmp_path: Path) -> None:
-    """Apply the changes of docs/add-a-method.md to a copy of the code, run its test and its commands."""
+    """Write the files of docs/add-a-method.md, run its test and its commands."""
     page = ROOT / "docs/add-a-method.md"
-    blocks = FENCE.findall(page.read_text("utf-8"))
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    changes = "".join(text for kind, text in blocks if kind == "diff")
-    subprocess.run(["git", "apply", "-"], input=changes, text=True, cwd=tmp_path, check=True)
-    test = next(text for kind, text in blocks if kind == "python")
+    found = commands(page)
+    method, test = (command.text for command in found if command.python)
+    (tmp_path / "rfa.py").write_text(method, "utf-8")
     (tmp_path / "test_rfa.py").write_text(test, "utf-8")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
-    lines = [command.words for command in commands(page) if not command.python]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+    lines = [command.words for command in found if not command.python]
     assert len(lines) == 2
     for words in (["pytest", "-q", "-p", "no:cacheprovider", "test_rfa.py"], *lines):
         done = subprocess.run(
             [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "rfa" in done.stdout
+    assert "rfa.py:Rfa" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +244,20 @@ def test_references_have_every_verb_and_setting(site: Path) -> None:
     told = (site / "config.html").read_text("utf-8")
     for section, kind in SECTIONS.items():
         assert f"[{section}]" in told
-        assert all(f"<code>{field.name}</code>" in told for field in fields(kind))
+        assert all(f"<code>{key}</code>" in told for key in limits_of(kind))
+    assert all(f"<code>{key}</code>" in told for name in METHODS for key in limits_of(find(name)))
+
+
+@pytest.mark.slow
+def test_the_api_page_has_every_public_name(site: Path) -> None:
+    told = (site / "api.html").read_text("utf-8")
+    assert f"ssfl {ssfl_package.__version__}" in told
+    for name in ssfl_package.__all__:
+        if name == "__version__":
+            continue
+        assert f"ssfl.{name}<" in told, name
+        value = getattr(ssfl_package, name)
+        assert (value.__doc__ or "").strip(), name
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl import signals, verbs
+from ssfl import __version__, signals, verbs
 from ssfl.deploy import commands as deploy
 from ssfl.errors import DataError, SsflError, SsflWarning
 from ssfl.paper import commands
@@ -53,9 +53,7 @@ def common(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
 ) -> None:
     if version:
-        from importlib import metadata  # costs more than the rest of a command's start
-
-        print(f"ssfl {metadata.version('ssfl')}")
+        print(f"ssfl {__version__}")
         raise typer.Exit
 
 
@@ -212,8 +210,10 @@ def settings(
     word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only those that speak of it.")] = "",
 ) -> None:
     """List every setting, its default and what it does.  Example: ssfl settings threshold"""
-    from ssfl import explain
+    from ssfl import explain, outside
 
+    if outside.is_path(word):
+        outside.trust(word)
     print("\n".join(explain.lines(word)))
 
 
@@ -248,7 +248,7 @@ def contest(
         str, typer.Argument(help="A preset's name or a TOML file: the protocol.")
     ] = "quickstart",
     methods: Annotated[
-        list[str], typer.Option(help="Names of the methods table, with commas; repeatable.")
+        list[str], typer.Option(help="Names of methods, or FILE.py:Name, with commas; repeatable.")
     ] = ["anchored,grouping,crl-gn,semifl,server-only"],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 3,
     choose: Annotated[

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ssfl import __version__
+
 NEEDED = ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "rich")
 EXTRAS = {
     "report": (("matplotlib",), "figures as PNG and SVG"),
@@ -22,7 +24,7 @@ def examine(folder: Path) -> dict[str, Any]:
     """What is there, as plain values; `broken` has a line for everything that stops training."""
     broken = [line for name in NEEDED if (line := _cannot_import(name))]
     found: dict[str, Any] = {
-        "ssfl": _version("ssfl"),
+        "ssfl": __version__,
         "python": platform.python_version(),
         "torch": _version("torch"),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

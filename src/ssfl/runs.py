@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ssfl import first_release, outside, plain_files
+from ssfl import __version__, first_release, outside, plain_files
 from ssfl.config import from_dict, to_toml
 from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 from ssfl.settings import Config
@@ -36,11 +35,7 @@ CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
 
 def versions() -> dict[str, str]:
     """What the numbers of a run depend on besides its config."""
-    try:
-        own = metadata.version("ssfl")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        own = "uninstalled"
-    return {"ssfl": own, "torch": torch.__version__, "python": platform.python_version()}
+    return {"ssfl": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_atomic(path: Path, content: bytes) -> None:

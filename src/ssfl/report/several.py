@@ -70,10 +70,11 @@ def _experiment(run: Run) -> dict[str, Any]:
 def differences(found: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The settings in which the runs are not all alike, with the value of each."""
     each = [settings(run.config) for run in found]
+    keys = dict.fromkeys(key for one in each for key in one)  # methods have settings of their own
     return [
-        (key, [_told(one[key]) for one in each])
-        for key in each[0]
-        if any(one[key] != each[0][key] for one in each)
+        (key, [_told(one[key]) if key in one else "–" for one in each])
+        for key in keys
+        if any(key not in one or one[key] != each[0].get(key) for one in each)
     ]
 
 

@@ -1,0 +1,50 @@
+"""Your own method: after AdaMatch (Berthelot et al. 2022), written with public names alone.
+
+    ssfl run --set method.name=examples/own/adamatch.py:AdaMatch
+    ssfl contest --methods alternate,examples/own/adamatch.py:AdaMatch --seeds 3
+
+AdaMatch has two ideas. The threshold is relative: a share of the mean confidence on labelled images, so it
+rises while the model learns. And pseudo-labels are aligned: predictions are divided by their mean over
+unlabelled images and multiplied by that over labelled ones, so that no class takes over.
+
+What differs here: users hold no labelled images. Both means are of a user's own images in a round. Alignment
+divides by the power `align` of the mean, which draws the labels towards equally frequent classes: with 1 a
+user that holds one class would lose it. Labels are made once a round, and AdaMatch's interpolation of logits
+is left out. The defaults of both fields were not tuned.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import ssfl
+
+
+@dataclass(frozen=True)
+class AdaMatch(ssfl.Method):
+    """Users label once a round, relative to how sure they are on average, and the server trains last."""
+
+    share: float = ssfl.setting(0.9, least=0, most=1, what="a share of the mean confidence")
+    """An image gets a pseudo-label when its confidence is at least this share of the mean."""
+    align: float = ssfl.setting(0.5, least=0, most=1, what="0 leaves predictions as they are")
+    """How strongly classes that are predicted often are held back."""
+
+    defaults: ClassVar = {"model": {"norm": "group"}}
+
+    def uses(self) -> tuple[str, ...]:
+        return ("strong",)
+
+    def label(self, look: ssfl.Look) -> ssfl.Labels:
+        """Pseudo-labels of the round's images, from predictions [n, images, classes]."""
+        threshold = self.share * look.answers.amax(-1).mean(1, keepdim=True)
+        aligned = look.answers / look.answers.mean(1, keepdim=True).clamp(min=1e-6) ** self.align
+        aligned = aligned / aligned.sum(-1, keepdim=True)
+        confident = aligned.amax(-1) >= threshold
+        return ssfl.parts.labelled(look._replace(answers=aligned), confident)
+
+    def user_loss(self, step: ssfl.Step) -> ssfl.Losses:
+        """Cross-entropy of strong views with these labels."""
+        return ssfl.parts.round_labels(step)
+
+    def round(self, state: ssfl.State, fed: ssfl.Fed) -> ssfl.State:
+        """The users' mean replaces the model, and the server trains it."""
+        return ssfl.parts.server_last(state, fed, fed.train_users(state.streams))
