@@ -266,7 +266,7 @@ def test_users_with_labels_at_the_server_move_psi_and_the_mean_leaves_sigma(
     monkeypatch.setattr(Round, "train_server", started)
     new, _ = sim.play(state)
     half = sim.layout.weights // 2
-    rows = ended[0].rows  # type: ignore[attr-defined]
+    rows = ended[0].rows
     before, after = state.average[:half], rows[:, :half]
     assert torch.equal(after, before.expand_as(after))
     # the server starts from the users' mean
@@ -340,7 +340,7 @@ def test_the_noise_is_gaussian_cut_and_named() -> None:
 class Standing(Adding):
     """Workers that leave every row as it is."""
 
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: fedmatch.Named) -> Returned:
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: dict[str, Tensor]) -> Returned:
         self.users = [0.0] * len(rows)
         return super().train(rows, momentum, slice(None), given)
 

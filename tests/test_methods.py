@@ -282,7 +282,7 @@ def test_the_server_has_the_last_word(name: str) -> None:
     sim = toy(name, "split.users=2", server=True)
     memory = {"velocity": column(0), "counts": torch.ones(2), "stored": torch.zeros(0), "last": column(0, 0)}
     workers = Adding([2, 2], [30], report={"counts": torch.ones(2, 2)})
-    new, _ = played(sim, starting([10], **memory), PAIR, workers)
+    new, _ = played(sim, starting([10], 10.0, **memory), PAIR, workers)
     assert workers.served == [[12]]
     assert new.average.tolist() == [42]
     assert new.streams.tolist() == [[42]]

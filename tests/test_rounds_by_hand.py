@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ssfl import assemble
+from ssfl.federation import Batch
 from ssfl.rows import write_row
 from ssfl.settings import Config
 from ssfl.simulation import Simulation
-from ssfl.work import Batch, Work, make_batch
+from ssfl.work import Work, make_batch
 
 Make = Callable[..., Config]
 Loss = Callable[[nn.Module, Batch, int], Tensor]

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssfl import draws
-
 
 def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
     """The matrix [S, 1 + C] that takes (server, users) to streams; each row sums to one.
@@ -39,19 +37,6 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
     return matrix
 
 
-def drawn_together(rule: str, centre: Tensor, users: Tensor, elasticity: float) -> tuple[Tensor, Tensor]:
-    """Users keep models of their own, drawn to a common one: the new users [C, P] and the new centre [P].
-
-    "elastic" is EASGD (Zhang, Choromanska and LeCun 2015): each user and the centre give way to each other
-    by the same amount, x_i -= a (x_i - z), z += a sum of (x_i - z). "overlap" is OverlapSGD (Wang, Liang and
-    Joshi 2020): users are pulled to the mean of the round before, which travelled while they trained.
-    """
-    pulled = users + elasticity * (centre - users)
-    if rule == "elastic":
-        return pulled, centre + elasticity * (users - centre).sum(0)
-    return pulled, pulled.mean(0)
-
-
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """One row of many: their "mean", by `weights` [n] if some are given, or coordinate by coordinate their
     "median" or "trimmed" mean, without the fifth (at least one) that is least and the fifth that is most,
@@ -68,37 +53,6 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 def checked(found: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
     """What was found of the rows, or their median where that has less loss on the server's labels."""
     return min((found, combined("median", rows)), key=loss)
-
-
-CONSENSUS = 3
-"""RSCFed's sub-consensus models of a round."""
-SCALE = 1e4
-"""RSCFed's β where no labelled user is among them: how fast a weight falls with the distance."""
-
-
-def by_distance(rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
-    """RSCFed's distance-reweighted average: who is far from the plain one weighs less.
-
-    A weight is n_k · exp(-β · d_k / n_k), where n_k is how many images a user has (`counts`) and d_k the sum
-    over the pieces of a row (its layers) of how far the model lies from the average by n_k.
-    """
-    counts = counts.to(rows)
-    middle = (counts / counts.sum()) @ rows
-    apart = torch.stack([torch.linalg.vector_norm(p, dim=1) for p in (rows - middle).split(list(pieces), 1)])
-    strength = counts.log() - SCALE * apart.sum(0) / counts
-    return strength.softmax(0) @ rows
-
-
-def sub_consensus(rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-    """RSCFed: the mean of three averages by distance, each over another random half of the users."""
-    numbers = torch.arange(len(rows))
-    half = -(-len(rows) // 2)
-    found = []
-    for turn in range(CONSENSUS):
-        drawn = draws.fold(draws.fold(key, turn), numbers).argsort(stable=True)[:half].sort().values
-        chosen = drawn.to(rows.device)
-        found.append(by_distance(rows[chosen], counts[chosen], pieces))
-    return torch.stack(found).mean(0)
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

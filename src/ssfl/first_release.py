@@ -7,6 +7,8 @@ from ssfl.config import RENAMED
 from ssfl.fields import limits_of
 
 Given = dict[str, dict[str, Any]]
+NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
+"""Fields that came during the first release: a config without one was played without that part."""
 
 
 def is_old(given: Given) -> bool:
@@ -19,6 +21,7 @@ def translated(given: Given) -> Given:
     new = {section: dict(values) for section, values in given.items()}
     own = new["method"] = {"name": given["method"].get("name", methods.DEFAULT)}
     known = limits_of(methods.find(own["name"]))
+    own |= {key: value for key, value in NEUTRAL.items() if key in known}
     for key, value in given["method"].items():
         section, _, name = RENAMED.get(f"method.{key}", f"method.{key}").partition(".")
         if section != "method":
