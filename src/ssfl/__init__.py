@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ssfl.errors import SsflError
     from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
     from ssfl.fields import setting
+    from ssfl.laws import check
     from ssfl.losses import Losses
     from ssfl.methods import parts
     from ssfl.predict import load_model
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Config", "Data", "Fed", "Federation", "Labels", "Look", "Losses", "Method", "Result", "SsflError",
-    "State", "Step", "Users", "__version__", "augment", "averaging", "diversity", "load_config",
-    "load_model", "losses", "parts", "resume", "run", "schedule", "setting", "split",
+    "State", "Step", "Users", "__version__", "augment", "averaging", "check", "diversity",
+    "load_config", "load_model", "losses", "parts", "resume", "run", "schedule", "setting", "split",
 ]  # fmt: skip
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "State": "federation",
     "Step": "federation",
     "Users": "federation",
+    "check": "laws",
     "load_config": "config",
     "load_model": "predict",
     "resume": "train",

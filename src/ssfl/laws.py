@@ -161,11 +161,12 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
     with closing(sim.engine):
         if not sim.method.trains_users:
             return 0.0, 1.0
-        first, last = (_flat_step(sim, round) for round in (0, 3))
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        recorded = make_fx(first[0])(*first[1])
-        again, right = recorded(*last[1]), last[0](*last[1])
+        step, given = _flat_step(sim, 0)
+        recorded = make_fx(step)(*given)
+        step, given = _flat_step(sim, 3)
+        again, right = recorded(*given), step(*given)
         return float((again - right).abs().max()), float(right.abs().max())
 
 

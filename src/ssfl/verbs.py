@@ -19,7 +19,7 @@ GROUPS = {
     "Look": ("report", "board", "compare"),
     "Use the model": ("predict", "export"),
     "Several machines": ("keys", "serve", "join"),
-    "Experiments": ("paper", "contest"),
+    "Experiments": ("paper", "contest", "check"),
 }
 """The verbs as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -122,9 +122,9 @@ class FedMatch(Method):
         that does not `exist` [n] has no vote.
         """
         _, mask = losses.pseudo_label(own, self.threshold)
-        votes = F.one_hot(own.argmax(-1), own.shape[-1])
+        votes = _vote(own)
         for answer, there in zip(helpers, exist, strict=True):
-            votes = votes + F.one_hot(answer.argmax(-1), own.shape[-1]) * there[:, None, None]
+            votes = votes + _vote(answer) * there[:, None, None]
         label = votes.argmax(-1)
         loss = self.agreement * losses.cross_entropy(strong, label)
         if helpers:
@@ -208,6 +208,12 @@ class FedMatch(Method):
         seen = last.any(1).nonzero().flatten()
         answers = fed.answers(last[seen], noise(fed.key("noise", by_round=False), fed.shape))[:, 0]
         return nearest(answers, seen, fed.cohort.users, self.helpers)
+
+
+def _vote(logits: Tensor) -> Tensor:
+    """1 for the largest of the logits, 0 for the others."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    return (logits.argmax(-1)[..., None] == classes).long()  # F.one_hot would wait for a GPU
 
 
 class Decomposed(nn.Module):
