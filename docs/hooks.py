@@ -130,7 +130,8 @@ API = {
     "Train and use": ("run", "resume", "Result", "load_config", "Config", "load_model", "SsflError"),
     "Your own data, round by round": ("Data", "Federation"),
     "Your own method": (
-        "Method", "check", "setting", "Look", "Labels", "Step", "Losses", "State", "Fed", "Users", "parts", "losses",
+        "Method", "check", "setting", "Look", "Labels", "Step", "Losses", "State", "Fed", "Users", "parts",
+        "losses",
     ),
     "Formulas and data": ("split", "augment", "averaging", "diversity", "schedule"),
 }  # fmt: skip
