@@ -81,12 +81,17 @@ def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config."""
+    """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config.
+
+    A method's own fields are not checked here: its class would import torch.
+    """
     given: dict[str, Any] = {}
     apply(given, overrides)
-    if "name" not in given.get("method", {}):
-        given.pop("method", None)  # what it may hold depends on the method
-    unchecked(given)
+    name = given.pop("method", {}).get("name")
+    if isinstance(name, str):
+        methods.check_name(name)
+    for section, values in given.items():
+        _section(section, SECTIONS[section], values)
 
 
 def from_dict(
