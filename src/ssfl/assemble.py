@@ -373,7 +373,8 @@ def build(
         kept = memory.check_kept(setting, f"{policy}s", rows, layout.weights, pool.wide, device, instead)
     if config.method.start == "user" or "models" in config.method.needs():
         setting = f"method.name = {config.method.name!r}"
-        rows = users if config.method.start == "user" else config.federation.participants or 1
+        every = config.method.start == "user" or config.method.keeps_models
+        rows = users if every else config.federation.participants or 1
         kept += memory.check_kept(
             setting, "users", rows, layout.length, pool.wide, device, "another, or lower split.users"
         )

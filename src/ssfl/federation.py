@@ -458,6 +458,8 @@ class Method:
     """What a table of results must say about it."""
     label: ClassVar[Any] = None
     """`label(self, look: Look) -> Labels`: pseudo-labels made once a round; None makes none."""
+    keeps_models: ClassVar[bool] = False
+    """Whether `initial` keeps a model of every user, for which there must be memory."""
     trains_users: ClassVar[bool] = True
     trains_server: ClassVar[bool] = True
     """Whether its round trains the server, where that has labelled images."""

@@ -63,6 +63,7 @@ class FedMatch(Method):
         "train": {"lr": 0.001, "momentum": 0.0, "nesterov": False, "momentum_policy": "reset"},
     }
     note: ClassVar = "users are shown the weights of others"
+    keeps_models: ClassVar = True
 
     def needs(self) -> tuple[str, ...]:
         return ("models", "sends")
