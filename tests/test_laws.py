@@ -24,11 +24,6 @@ def broken(method: Method) -> set[str]:
     return {law.name for law in laws.check(method) if not law.holds}
 
 
-@pytest.mark.parametrize("name", ["anchored", "grouping", "fedmatch", "easgd"])
-def test_methods_of_the_package_keep_every_law(name: str) -> None:
-    assert [law for law in laws.check(name) if not law.holds] == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"fixmatch"}))
 def test_every_method_keeps_every_law(name: str) -> None:
@@ -99,6 +94,7 @@ class Schedules(Method):
         return found._replace(loss=found.loss * CALLS[0])
 
 
+@pytest.mark.slow
 def test_a_plain_method_keeps_the_laws() -> None:
     assert broken(Plain()) == set()
 
@@ -107,6 +103,7 @@ def test_users_that_touch_each_other_are_noticed() -> None:
     assert {ENGINES, AT_ONCE} <= broken(Mixes())
 
 
+@pytest.mark.slow
 def test_memory_outside_of_the_state_is_noticed() -> None:
     assert RESUMED in broken(Remembers())
 
@@ -126,6 +123,7 @@ def test_what_a_method_uses_without_declaring_it_is_told() -> None:
         laws.check(Undeclared())
 
 
+@pytest.mark.slow
 def test_labels_of_users_are_hidden_unless_declared() -> None:
     seen = []
 
