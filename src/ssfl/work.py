@@ -172,8 +172,7 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
     def at_step(places: Tensor) -> Tensor:
         return places[:, step] if isinstance(step, int) else places.index_select(1, step).squeeze(1)
 
-    made = _views(pool, work, at_step, draws.fold(work.keys, step))
-    return made._replace(given=made.given | work.sent)
+    return _views(pool, work, at_step, draws.fold(work.keys, step), work.sent)
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
@@ -191,7 +190,7 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
             return part[:, some].flatten(0, 1)
 
         keys = draws.fold(work.keys[:, :, None], some).flatten(1)
-        made = _views(pool, work, fold, keys)
+        made = _views(pool, work, fold, keys, {})
         for place in range(len(some)):
 
             def one(part: Tensor, shape: tuple[int, int] = shape, place: int = place) -> Tensor:
@@ -208,9 +207,9 @@ def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | 
     return None if part is None else change(part)
 
 
-def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor) -> Batch:
+def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor, sent: Named) -> Batch:
     """The views of images [m, B], and of labelled ones. `at` takes tensors [n, T, ...] to the m rows that are
-    wanted; `keys` [4, m] name the draws of each row."""
+    wanted; `keys` [4, m] name the draws of each row; `sent` is given to the steps as it is."""
     chosen, labelled = at(work.batches), _maybe(at, work.labelled)
     rows, size = chosen.shape
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
@@ -236,7 +235,7 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor)
     if "mixed" in work.views:
         second = (slots % 2 == 1).view(1, -1, 1, 1, 1)
         weak = torch.where(second, strong_views(images, strong_keys), weak_views(images, weak_keys))
-    given = {name: at(tensor) for name, tensor in work.given.items()}
+    given = sent | {name: at(tensor) for name, tensor in work.given.items()}
     for number, (name, others) in enumerate(work.more.items()):
         more = pool.images[at(others).reshape(-1)]
         given[name] = weak_views(more, draws.fold(weak_keys, size + number))
