@@ -567,7 +567,7 @@ def test_sites_bring_the_same_network_or_none(
     Path("mine.py").write_text(OWN + "# another\n")
     with pytest.raises(DataError, match=r"mine.py:make is not the same here and at the centre \(digest\)"):
         one.simulation(made.terms, 1)
-    monkeypatch.setattr(outside, "digest", lambda name: json.loads(made.terms)["outside"]["digest"])
+    monkeypatch.setattr(outside, "digest", lambda name: json.loads(made.terms)["outside"]["model.digest"])
     Path("mine.py").write_text(OWN.replace("make():", "make():\n    nn.Conv2d(1, 1, 1)"))
     monkeypatch.setattr(outside, "_loaded", {})
     with pytest.raises(DataError, match=r"\(frozen\)"):

@@ -78,7 +78,6 @@ CASES = {
                           "method.views=joint", "federation.epoch_images=96"],
     "SemiFL": ["method.name=semifl"],
     "(FL)²": ["method.name=fl2"],
-    "FlexMatch": ["method.name=flexmatch"],
     "FreeMatch": ["method.name=freematch"],
     "FedProx": ["method.name=fedprox", "method.proximal=0.5"],
     "RSCFed": ["method.name=rscfed", "federation.slow_average=0.5"],
