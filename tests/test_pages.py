@@ -30,11 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(home / "data.npz", x_train=images, y_train=labels, x_test=images[:40], y_test=labels[:40])
     given = [f"data.path={home / 'data.npz'}", "federation.rounds=6", "federation.period=3", "split.users=5",
              "split.server_labels=20", "train.batch_size=16", "run.threads=1", "run.eval_every=1",
-             "run.device=cpu", "method.threshold=0.1"]  # fmt: skip
+             "run.device=cpu"]  # fmt: skip
+    sure = "method.threshold=0.1"
     for name, more in {
-        "grouping": ["method.name=grouping", "run.diversity_every=1"],
-        "alternate-1": ["run.diversity_every=2"],
-        "alternate-2": ["run.diversity_every=2", "run.seed=2"],
+        "grouping": ["method.name=grouping", "run.diversity_every=1", sure],
+        "alternate-1": ["run.diversity_every=2", sure],
+        "alternate-2": ["run.diversity_every=2", "run.seed=2", sure],
         "alone": ["method.name=server-only"],
     }.items():
         ssfl.run(ssfl.load_config("own", [*given, *more]), home / name)
