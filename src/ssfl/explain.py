@@ -88,7 +88,7 @@ def docstrings(kind: type) -> dict[str, str]:
 def lines(word: str = "") -> list[str]:
     """Every setting whose key or text holds the word, for a terminal; of a method's name, its own fields."""
     if word in METHODS or ":" in word:
-        return _lines("method", find(word), "", f"method.name = {word}")
+        return _lines("method", find(word), "", f"method.name = {word}")[1:]
     shown: list[str] = []
     for name, kind in settings.SECTIONS.items():
         shown += _lines(name, kind, word)
