@@ -215,7 +215,7 @@ def test_the_worked_example_works(tmp_path: Path) -> None:
     (tmp_path / "test_rfa.py").write_text(test, "utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
     lines = [command.words for command in found if not command.python]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for words in (["pytest", "-q", "-p", "no:cacheprovider", "test_rfa.py"], *lines):
         done = subprocess.run(
             [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
