@@ -235,7 +235,7 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
     if "mixed" in work.views:
         second = (slots % 2 == 1).view(1, -1, 1, 1, 1)
         weak = torch.where(second, strong_views(images, strong_keys), weak_views(images, weak_keys))
-    given = sent | {name: at(tensor) for name, tensor in work.given.items()}
+    given = {name: at(tensor) for name, tensor in work.given.items()}
     for number, (name, others) in enumerate(work.more.items()):
         more = pool.images[at(others).reshape(-1)]
         given[name] = weak_views(more, draws.fold(weak_keys, size + number))
@@ -244,4 +244,4 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
         own = weak_views(images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
-    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given)
+    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given | sent)
