@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.child import home
 from benchmarks.jobs import Spec
 from benchmarks.machine import Watch, busy
-from ssfl import provenance
+from ssfl.runs import provenance
 
 ROOT = provenance.ROOT
 PACKAGES = {"pfl": "pfl", "flower": "flwr"}

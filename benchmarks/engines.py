@@ -14,9 +14,10 @@ import torch
 
 from benchmarks import report
 from benchmarks.jobs import Job, draw_images
-from ssfl import assemble, engines
-from ssfl.config import load_config
-from ssfl.surroundings import reproducible
+from ssfl.config.loading import load_config
+from ssfl.engines import choice
+from ssfl.runs import assemble
+from ssfl.runs.surroundings import reproducible
 
 NETWORKS = (
     ("small", "group", (8, 8)), ("small", "group", (28, 28)), ("small", "group", (32, 32, 3)),
@@ -66,7 +67,7 @@ def main() -> None:
             for batch in BATCHES:
                 loop, _ = measure(model, norm, data, batch, "loop")
                 vmap, needed = measure(model, norm, data, batch, "vmap")
-                chosen = engines.choose(torch.device("cpu"), int(needed * 2**20))
+                chosen = choice.choose(torch.device("cpu"), int(needed * 2**20))
                 rows.append({
                     "model": model, "shape": shape, "batch": batch, "loop_ms": loop, "vmap_ms": vmap,
                     "needed_mib": needed, "chosen": chosen,

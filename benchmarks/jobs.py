@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssfl.config import Config, load_config
+from ssfl.config.loading import Config, load_config
 
 ROUND = ("split.server_labels=0", "train.cycles=0", "train.momentum_policy=reset")
 # Threshold 0: every pseudo-label counts, so no runtime has less to do. Without labels the loss falls to

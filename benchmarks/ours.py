@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import jobs
-from ssfl import assemble
 from ssfl.engines.spread import Spread
-from ssfl.surroundings import reproducible
-from ssfl.work import TrainedRows, Work
+from ssfl.engines.work import TrainedRows, Work
+from ssfl.runs import assemble
+from ssfl.runs.surroundings import reproducible
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import jobs
-from ssfl import assemble, models
-from ssfl import losses as objectives
+from ssfl.config.settings import Config
+from ssfl.core import losses as objectives
 from ssfl.data import augment
-from ssfl.settings import Config
+from ssfl.models import networks
+from ssfl.runs import assemble
 
 
 @dataclass
@@ -83,7 +84,7 @@ def prepare(spec: jobs.Spec) -> Task:
     data, config, device = made.dataset, made.config, made.device
     assert not config.data.flip or config.method.name == "supervised"
     network = plain(config.model.name or "", len(data.classes), data.shape)
-    ours = models.build(
+    ours = networks.build(
         config.model.name or "", len(data.classes), data.shape, config.model.norm, config.run.seed
     )
     with torch.no_grad():

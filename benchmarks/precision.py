@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from ssfl.runs import versions
+from ssfl.runs.folder import versions
 
 PRECISIONS = ("bfloat16", "float32")
 SETTINGS = ["method.name=alternate", "model.norm=none", "train.momentum_policy=reset"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.machine import IDLE
-from ssfl import provenance, text
+from ssfl.runs import provenance, text
 
 OURS = ("loop", "vmap")
 

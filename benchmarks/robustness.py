@@ -15,8 +15,8 @@ from pathlib import Path
 
 import ssfl
 from benchmarks import report
-from ssfl import text
-from ssfl.runs import versions
+from ssfl.runs import text
+from ssfl.runs.folder import versions
 
 SETTINGS = ["method.name=alternate", "method.threshold=0.6", "federation.groups=2",
             "federation.rounds=40", "run.threads=1"]  # fmt: skip

@@ -32,7 +32,7 @@ from benchmarks import report
 from ssfl.deploy import connection, keys, silenced, wire
 from ssfl.deploy.site import POLL
 from ssfl.federation import METRICS
-from ssfl.runs import versions
+from ssfl.runs.folder import versions
 
 ROUNDS = 5
 WATCHED = 20.0

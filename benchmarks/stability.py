@@ -17,12 +17,12 @@ from torch import Tensor
 
 import ssfl
 from benchmarks import report
-from ssfl import assemble, text
 from ssfl.errors import DivergedError
 from ssfl.report.several import spread
-from ssfl.runs import versions
-from ssfl.simulation import Simulation
-from ssfl.surroundings import reproducible
+from ssfl.runs import assemble, text
+from ssfl.runs.folder import versions
+from ssfl.runs.surroundings import reproducible
+from ssfl.simulate.simulation import Simulation
 
 CASES: dict[str, list[str]] = {
     "K = 1": ["split.users=1"],

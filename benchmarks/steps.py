@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report
 from benchmarks.jobs import Job, draw_images
-from ssfl import assemble
-from ssfl.config import load_config
-from ssfl.simulation import Simulation, network_of
-from ssfl.surroundings import reproducible
-from ssfl.train import device_name
+from ssfl.config.loading import load_config
+from ssfl.runs import assemble
+from ssfl.runs.surroundings import reproducible
+from ssfl.runs.train import device_name
+from ssfl.simulate.simulation import Simulation, network_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
-from ssfl.runs import versions
+from ssfl.runs.folder import versions
 
 USERS = (100, 1_000, 10_000, 100_000)
 ROUNDS = 8

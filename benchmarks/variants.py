@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from ssfl import runs, same, text, train
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.contest.standings import paired
 from ssfl.errors import DivergedError
-from ssfl.runs import versions
-from ssfl.standings import paired
+from ssfl.runs import folder as runs
+from ssfl.runs import same, text, train
+from ssfl.runs.folder import versions
 
 Variants = dict[str, list[str]]
 ANCHORED: Variants = {

@@ -16,8 +16,10 @@ from mkdocs.structure.pages import Page
 from numpy.typing import ArrayLike
 
 import ssfl
-from ssfl import cli, explain, methods, settings
-from ssfl.verbs import GROUPS
+from ssfl import methods
+from ssfl.cli import explain, main
+from ssfl.cli.verbs import GROUPS
+from ssfl.config import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
@@ -60,7 +62,7 @@ def _copied(target: str) -> str:
 
 def cli_page() -> str:
     """Every verb with its arguments and options, in the order of `ssfl --help`."""
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(main.app)
     context = typer.Context(group, info_name="ssfl")
     lines = ["# Commands", "", "From the code's docstrings; `ssfl VERB --help` says the same."]
     for title, names in GROUPS.items():

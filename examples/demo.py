@@ -15,9 +15,9 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait should sleep
 
 import ssfl
-from ssfl.progress import Reporter
 from ssfl.report import plots
-from ssfl.runs import next_free, read_summary
+from ssfl.runs.folder import next_free, read_summary
+from ssfl.runs.progress import Reporter
 
 METHODS = {
     "server alone": ["method.name=server-only"],

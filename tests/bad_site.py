@@ -21,7 +21,7 @@ from ssfl.data import sources
 from ssfl.deploy import keys
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.site import Site, client_app
-from ssfl.surroundings import reproducible
+from ssfl.runs.surroundings import reproducible
 
 
 def with_row(reply: Message, change: Callable[[np.ndarray], np.ndarray], name: str = "row") -> Message:

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssfl.cohort import Cohort
+from ssfl.config.settings import Config, Federation, Model, Run, Split, Train
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import Layout
 from ssfl.data.dataset import Dataset
 from ssfl.data.split import Parts
 from ssfl.engines.local import Returned
+from ssfl.engines.work import TrainedRows
 from ssfl.federation import Method, Named, State
-from ssfl.plan import Owners, Plan
-from ssfl.rounds import Round
-from ssfl.rows import Layout
-from ssfl.scoring import Score
-from ssfl.settings import Config, Federation, Model, Run, Split, Train
-from ssfl.simulation import Simulation
-from ssfl.work import TrainedRows
+from ssfl.simulate.plan import Owners, Plan
+from ssfl.simulate.rounds import Round
+from ssfl.simulate.scoring import Score
+from ssfl.simulate.simulation import Simulation
 
 Trainer = Callable[[Tensor, Tensor, slice], TrainedRows]
 """(rows, momentum, places in the cohort) -> what training them gave."""

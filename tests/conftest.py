@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ssfl import cli
-from ssfl.config import Config, load_config
+from ssfl.cli import main
+from ssfl.config.loading import Config, load_config
 from stage import NAMES, Stage
 from waiting import ended
 
@@ -60,7 +60,7 @@ def ssfl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     def call(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ssfl", *words])
         try:
-            cli.main()
+            main.main()
             code: int | str | None = 0
         except SystemExit as stop:
             code = stop.code

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl.cohort import Cohort
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import Layout
 from ssfl.data.split import Parts
 from ssfl.engines.local import Returned
+from ssfl.engines.work import TrainedRows
 from ssfl.federation import METRICS, Named, State
-from ssfl.rounds import Round
-from ssfl.rows import Layout
-from ssfl.simulation import Simulation
-from ssfl.work import TrainedRows
+from ssfl.simulate.rounds import Round
+from ssfl.simulate.simulation import Simulation
 
 
 def column(*values: float) -> Tensor:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from ssfl import draws
+from ssfl.core import draws
 from ssfl.data.apportion import round_to_sums
 
 Lists = list[np.ndarray]

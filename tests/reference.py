@@ -113,7 +113,8 @@ def state_of(
     settings: tuple[str, ...], first_release: bool
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """The tensors of the state after the last round, by name, and the rounds' events."""
-    from ssfl import assemble, load_config
+    from ssfl import load_config
+    from ssfl.runs import assemble
 
     if first_release:
         pairs = (one.partition("=") for one in settings)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 import ssfl
-from ssfl import assemble, checkpoints
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.config.settings import Config
 from ssfl.data import sources, split
 from ssfl.federation import State
-from ssfl.settings import Config
-from ssfl.surroundings import reproducible
+from ssfl.runs import assemble, checkpoints
+from ssfl.runs.surroundings import reproducible
 from waiting import wait_until
 
 NAMES = ("aachen", "bonn", "calais")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
+from ssfl.core.draws import bits
 from ssfl.data.augment import (
     OPERATIONS,
     STRONG_DRAWS,
@@ -22,7 +23,6 @@ from ssfl.data.augment import (
     weak,
     weak_views,
 )
-from ssfl.draws import bits
 
 SIZES = [(8, 8), (28, 28), (32, 32), (20, 37)]
 PILLOW_BLEND = Image.blend  # the tests may put another in its place

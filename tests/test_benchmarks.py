@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import peers, plots
-from ssfl import models
+from ssfl.models import networks
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,7 +85,7 @@ def test_the_figure_is_drawn_from_the_results_and_the_same_each_time(tmp_path: P
     ("name", "norm", "shape"), [("small", "group", (1, 8, 8)), ("cnn", "none", (3, 32, 32))]
 )
 def test_the_peers_network_is_ours(name: str, norm: str, shape: tuple[int, int, int]) -> None:
-    ours, theirs = models.build(name, 10, shape, norm), peers.plain(name, 10, shape)
+    ours, theirs = networks.build(name, 10, shape, norm), peers.plain(name, 10, shape)
     with torch.no_grad():
         for mine, copied in zip(theirs.parameters(), ours.parameters(), strict=True):
             mine.copy_(copied)

@@ -17,10 +17,10 @@ import pytest
 
 import ssfl as library
 from conftest import Call
-from ssfl import runs
 from ssfl.board import describe, folder, follow
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
 from ssfl.errors import SsflError
+from ssfl.runs import folder as runs
 from waiting import ended, wait_until
 
 EVIL = "<img src=x onerror=alert(1)>"

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from conftest import Call
-from ssfl.settings import SECTIONS
+from ssfl.config.settings import SECTIONS
 
 SHORT = [
     "--set", "federation.rounds=2", "--set", "federation.period=2", "--set", "train.batch_size=8",
@@ -268,7 +268,7 @@ def test_a_typo_does_not_wait_for_torch() -> None:
     """In one process of its own, because others have imported torch."""
     code = f"""
 import sys
-from ssfl.cli import main
+from ssfl.cli.main import main
 for typo in {TYPOS}:
     sys.argv = ["ssfl", *typo.split()]
     try:

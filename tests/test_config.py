@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import pytest
 
-from ssfl import config as configs
-from ssfl import explain, methods
-from ssfl.config import CONFIGS, GONE, RENAMED, from_dict, load_config, presets, to_toml
+from ssfl import methods
+from ssfl.cli import explain
+from ssfl.config import loading as configs
+from ssfl.config.loading import CONFIGS, GONE, RENAMED, from_dict, load_config, presets, to_toml
+from ssfl.config.settings import SECTIONS, Config
+from ssfl.core.fields import limits_of, setting
 from ssfl.errors import ConfigError
-from ssfl.fields import limits_of, setting
 from ssfl.methods import METHODS
-from ssfl.settings import SECTIONS, Config
 
 
 @pytest.mark.parametrize("name", presets())

@@ -8,29 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import checkpoints, contest, models, runs, train
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.contest import play
+from ssfl.contest.standings import Standing, draw, table, write
+from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
 from ssfl.methods import METHODS, alternate
-from ssfl.schedule import head_start
-from ssfl.simulation import Simulation
-from ssfl.standings import Standing, draw, table, write
+from ssfl.models import networks
+from ssfl.runs import checkpoints, train
+from ssfl.runs import folder as runs
+from ssfl.simulate.simulation import Simulation
 
 SHORT = ["federation.rounds=6", "federation.period=2", "train.batch_size=8"]
 
 
 def played(out: Path, *methods: str, seeds: int = 2, choose: tuple[str, ...] = ()) -> list[Standing]:
     told: list[str] = []
-    found = contest.play(
+    found = play.play(
         "quickstart", methods, seeds, sets=SHORT, choose=choose, out=out, tell=told.append, quiet=True
     )
     (out / "told.txt").write_text("\n".join(told))
     return found
 
 
-def entry(method: str, *sets: str) -> contest.Entry:
-    return contest.entry("emnist-47", method, 3, sets, (), Path("nowhere"))
+def entry(method: str, *sets: str) -> play.Entry:
+    return play.entry("emnist-47", method, 3, sets, (), Path("nowhere"))
 
 
 def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_own() -> None:
@@ -43,8 +46,7 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
     assert (one.train.clip, two.train.clip, two.train.weight_decay) == (0, 1, 5e-4)
     assert replace(two.train, clip=0, weight_decay=one.train.weight_decay) == one.train
     norms = [
-        contest.entry("quickstart", name, 1, [], (), Path()).config.model.norm
-        for name in ("crl-gn", "crl-bn")
+        play.entry("quickstart", name, 1, [], (), Path()).config.model.norm for name in ("crl-gn", "crl-bn")
     ]
     assert norms == ["group", "batch"]
     for name in METHODS:  # every row as `ssfl run` has it, but for the seed and which images are looked at
@@ -71,9 +73,9 @@ def test_the_configs_own_method_does_not_count() -> None:
 
 
 def test_users_pass_equally_many_images(tmp_path: Path) -> None:
-    assert contest.passes(entry("alternate").config) == 1
-    assert contest.passes(entry("semifl").config) == 2
-    assert contest.passes(entry("server-only").config) == 0
+    assert play.passes(entry("alternate").config) == 1
+    assert play.passes(entry("semifl").config) == 2
+    assert play.passes(entry("server-only").config) == 0
     # 30 epochs of 65,536 images in rounds of 16 batches of 64; two passes of each image halve the rounds
     assert entry("semifl").config.federation.rounds == 30 * 64 / 2
     found = {one.method: one for one in played(tmp_path, "alternate", "semifl", "server-only", seeds=1)}
@@ -107,7 +109,7 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
 
 
 def test_test_images_are_looked_at_in_the_last_round_alone(tmp_path: Path) -> None:
-    (one,) = contest.play(
+    (one,) = play.play(
         "quickstart", ["grouping"], 1, sets=[*SHORT, "run.eval_every=2"], out=tmp_path, tell=print, quiet=True
     )
     events = list(runs.read_events(tmp_path / "grouping-seed1"))
@@ -171,7 +173,7 @@ def test_who_broke_down_is_never_first() -> None:
         return Standing(name, (), accuracies, diverged, 1, 1.0, 1)
 
     found = [standing("lucky", [95.0], 2), standing("sound", [94.5, 94.4, 94.6], 0), standing("lost", [], 3)]
-    assert [one.method for one in contest.ranked(found)] == ["sound", "lucky", "lost"]
+    assert [one.method for one in play.ranked(found)] == ["sound", "lucky", "lost"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -179,7 +181,7 @@ def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) 
     sets = [*SHORT, "train.lr=1000", "train.warmup=0", "federation.period=16", "model.norm=none"]
     for _ in range(2):
         told: list[str] = []
-        (one,) = contest.play(
+        (one,) = play.play(
             "quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=told.append, quiet=True
         )
         assert (one.diverged, one.accuracies) == (1, [])
@@ -190,17 +192,17 @@ def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) 
 def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     played(tmp_path, "server-only", seeds=1)
     with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, now 16: choose"):
-        contest.play("quickstart", ["server-only"], 1, out=tmp_path, tell=print)
+        play.play("quickstart", ["server-only"], 1, out=tmp_path, tell=print)
     with pytest.raises(ConfigError, match=r"with model.norm = left open, now group: choose another"):
-        contest.play(
+        play.play(
             "quickstart", ["server-only"], 1, sets=[*SHORT, "model.norm=group"], out=tmp_path, tell=print
         )
     how = ["run.threads=1", "run.eval_every=3", "data.root=elsewhere"]  # how it is carried out is none of it
     sets = [*SHORT, *how]
-    (found,) = contest.play("quickstart", ["server-only"], 2, sets=sets, out=tmp_path, tell=print, quiet=True)
+    (found,) = play.play("quickstart", ["server-only"], 2, sets=sets, out=tmp_path, tell=print, quiet=True)
     assert len(found.curve) == 1  # evaluations that both seeds have
     with pytest.raises(ConfigError, match="the folder of a run"):
-        contest.play("quickstart", ["server-only"], 1, out=tmp_path / "server-only-seed1", tell=print)
+        play.play("quickstart", ["server-only"], 1, out=tmp_path / "server-only-seed1", tell=print)
     (tmp_path / "protocol.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         played(tmp_path, "server-only", seeds=1)
@@ -210,11 +212,11 @@ def test_a_machine_that_would_choose_another_network_needs_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played(tmp_path, "server-only", seeds=1)
-    monkeypatch.setattr(models, "suited", lambda shape, gpu: "cnn")
+    monkeypatch.setattr(networks, "suited", lambda shape, gpu: "cnn")
     with pytest.raises(ConfigError, match=r"holds a contest with model.name = small, now cnn: choose"):
         played(tmp_path, "alternate", seeds=1)
     sets = [*SHORT, "model.name=small"]
-    contest.play("quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=print, quiet=True)
+    play.play("quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=print, quiet=True)
 
 
 def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +237,7 @@ def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
 def test_a_seed_whose_split_cannot_be_dealt_is_found_before_anything_runs(tmp_path: Path) -> None:
     sets = [*SHORT, "split.scheme=dirichlet", "split.alpha=0.05", "split.users=40"]
     with pytest.raises(ConfigError, match=r"the split of seed 6: split.alpha = 0.05 leaves some of the 40"):
-        contest.play("quickstart", ["server-only"], 6, sets=sets, out=tmp_path, tell=print, quiet=True)
+        play.play("quickstart", ["server-only"], 6, sets=sets, out=tmp_path, tell=print, quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -311,7 +313,7 @@ def test_bad_input_is_told_before_anything_runs(
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=says):
-        contest.play("quickstart", methods, 1, sets=sets, choose=choose, out=out, tell=print)
+        play.play("quickstart", methods, 1, sets=sets, choose=choose, out=out, tell=print)
     assert not out.exists()
 
 
@@ -328,7 +330,7 @@ def test_what_a_method_has_that_a_federation_could_not_give_it_stands_below_the_
 
 def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None:
     how = [*SHORT, "federation.dropout=0.5"]
-    (found,) = contest.play(
+    (found,) = play.play(
         "quickstart", ["alternate"], 2, sets=how, out=tmp_path, tell=lambda line: None, quiet=True
     )
     sent = []
@@ -342,7 +344,7 @@ def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None
 
 def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fl2 does 3 times .* play a multiple of 3, or at least 15"):
-        contest.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path)
+        play.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path)
 
 
 def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
@@ -353,9 +355,9 @@ def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [15, 30, 31, 640])
 def test_a_head_start_comes_on_top_of_what_users_do(tmp_path: Path, whole: int) -> None:
     for name in ("anchored", "semifl", "fl2", "rscfed", "cbafed"):
-        config = contest.entry("quickstart", name, 1, [f"federation.rounds={whole}"], (), tmp_path).config
+        config = play.entry("quickstart", name, 1, [f"federation.rounds={whole}"], (), tmp_path).config
         assert config.federation.rounds is not None
         head = head_start(config.federation.head_start, config.federation.rounds)
         theirs = config.federation.rounds - head
-        assert theirs == round(whole / contest.passes(config))
+        assert theirs == round(whole / play.passes(config))
         assert (head > 0) == (name in ("fl2", "rscfed", "cbafed")) or theirs < 9

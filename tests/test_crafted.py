@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 import ssfl as library
 from conftest import Call
-from ssfl import checkpoints, runs
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
 from ssfl.errors import RunError
+from ssfl.runs import checkpoints, folder
 from waiting import finished
 
 DEEP = 100_000
@@ -61,7 +61,7 @@ def one_line(code: int, err: str) -> str:
 
 def with_card(run: Path, **changes: Any) -> None:
     """Put a changed card into a run's model."""
-    tensors, card = runs.read_model(run / "model.safetensors")
+    tensors, card = folder.read_model(run / "model.safetensors")
     save_file(tensors, run / "model.safetensors", {"card": json.dumps(card | changes)})
 
 
@@ -97,7 +97,7 @@ def test_json_that_is_nested_too_deeply(file: str, run: Path, good: Path, image:
 
 @pytest.mark.parametrize("verb", ["predict", "export"])
 def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, image: Path, ssfl: Call) -> None:
-    tensors, _ = runs.read_model(run / "model.safetensors")
+    tensors, _ = folder.read_model(run / "model.safetensors")
     save_file(tensors, run / "model.safetensors", {"card": "[" * DEEP + "]" * DEEP})
     code, _, err = ssfl(*commands(run, image, good)[verb])
     assert "nested too deeply" in one_line(code, err)
@@ -134,7 +134,7 @@ def test_a_card_that_no_run_writes(
 def test_a_model_that_is_not_finite_says_nothing_about_images(
     verb: str, bad: float, run: Path, good: Path, image: Path, ssfl: Call
 ) -> None:
-    tensors, card = runs.read_model(run / "model.safetensors")
+    tensors, card = folder.read_model(run / "model.safetensors")
     name = next(iter(tensors))
     tensors[name].view(-1)[0] = bad
     save_file(tensors, run / "model.safetensors", {"card": json.dumps(card)})

@@ -22,16 +22,19 @@ from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 from rich.console import Console
 
-from ssfl import assemble, cli, outside, runs
-from ssfl.config import load_config
-from ssfl.deploy import centre, fleet, keys, roster, site, view, wire
+from ssfl.cli import main
+from ssfl.config.loading import load_config
+from ssfl.config.settings import Config, Federation
+from ssfl.core import outside
+from ssfl.deploy import centre, fleet, keys, site, view, wire
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
-from ssfl.predict import load_model, predict
 from ssfl.report import page
-from ssfl.settings import Config, Federation
-from ssfl.simulation import Simulation
-from ssfl.surroundings import reproducible
+from ssfl.runs import assemble, roster
+from ssfl.runs import folder as runs
+from ssfl.runs.predict import load_model, predict
+from ssfl.runs.surroundings import reproducible
+from ssfl.simulate.simulation import Simulation
 from stage import METHODS, NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
 
 
@@ -462,12 +465,12 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
 def test_insecure_is_for_this_machine_alone(folders: Path) -> None:
     asked = ["join", "127.0.0.1:8443", "--insecure", "--data", str(folders / "Klinik Ä")]
     with pytest.raises(ConfigError, match=r"'Klinik Ä' cannot be a site's name: give one .* with --name"):
-        cli.app(asked, standalone_mode=False)
+        main.app(asked, standalone_mode=False)
     asked = ["join", "10.0.0.1:8443", "--insecure", "--data", str(folders / "bonn")]
     with pytest.raises(ConfigError, match="for this machine alone"):
-        cli.app(asked, standalone_mode=False)
+        main.app(asked, standalone_mode=False)
     with pytest.raises(ConfigError, match="--insecure"):
-        cli.app(["serve", "--data", str(folders / "labelled")], standalone_mode=False)
+        main.app(["serve", "--data", str(folders / "labelled")], standalone_mode=False)
 
 
 def test_a_site_names_what_it_cannot_read_and_goes_on_with_the_rest(folders: Path, tmp_path: Path) -> None:

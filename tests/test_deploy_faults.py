@@ -19,10 +19,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ssfl import cli, runs
+from ssfl.cli import main
 from ssfl.deploy import connection, keys
 from ssfl.errors import DataError, SsflError
 from ssfl.report import gather
+from ssfl.runs import folder as runs
 from stage import NAMES, Stage, checkpoint, config_of, free_port, same, sets, simulated
 from waiting import wait_until
 
@@ -178,7 +179,9 @@ def expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_expired_certificate_is_refused_at_both_ends(folders: Path, expired: Path) -> None:
     with pytest.raises(SsflError, match=r"from 2014-12-31 to 2019-12-30 and not today: make new keys"):
-        cli.app(["serve", "--data", str(folders / "labelled"), "--keys", str(expired)], standalone_mode=False)
+        main.app(
+            ["serve", "--data", str(folders / "labelled"), "--keys", str(expired)], standalone_mode=False
+        )
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(expired / "centre.crt", expired / "centre.key")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -199,10 +202,10 @@ def test_an_expired_certificate_is_refused_at_both_ends(folders: Path, expired: 
 def test_a_site_without_usable_images_stops_before_it_joins(tmp_path: Path, ring: Path) -> None:
     asked = ["join", "127.0.0.1:9", "--key", str(ring / "aachen.site"), "--data", str(tmp_path)]
     with pytest.raises(DataError, match="holds no images"):
-        cli.app(asked, standalone_mode=False)
+        main.app(asked, standalone_mode=False)
     (tmp_path / "scan.png").write_bytes(b"no image")
     with pytest.raises(DataError, match="none of 1 image files can be read"):
-        cli.app(asked, standalone_mode=False)
+        main.app(asked, standalone_mode=False)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import runs
-from ssfl.predict import predict
+from ssfl.runs import folder
+from ssfl.runs.predict import predict
 from stage import NAMES, SHORT, Stage, checkpoint, config_of, files, free_port, same, simulated
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower"
@@ -39,4 +39,4 @@ def test_flowers_own_commands_end_with_the_same_bytes(folders: Path, stage: Stag
     assert "round 2/2  3 of 3 sites" in stage.said("run")
     assert same(checkpoint(out), simulated(config_of(folders, ["federation.rounds=2"]), folders))
     assert len(predict(out, [folders / "bonn"])) == len(files(folders, "bonn"))
-    assert runs.read_summary(out) is not None
+    assert folder.read_summary(out) is not None

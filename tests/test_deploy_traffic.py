@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssfl import assemble, runs
 from ssfl.data import sources
 from ssfl.deploy import centre
-from ssfl.simulation import evaluated_row
+from ssfl.runs import assemble, folder
+from ssfl.simulate.simulation import evaluated_row
 from stage import NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
 
 
@@ -75,7 +75,7 @@ def test_no_image_label_or_path_ever_travels(folders: Path, stage: Stage) -> Non
     assert sim.initial().average.numpy().tobytes() in down
     assert evaluated_row(checkpoint(out)).numpy().tobytes() in down
     assert same(checkpoint(out), simulated(config, folders))
-    events = [event for event in runs.read_events(out) if event["event"] == "round"]
+    events = [event for event in folder.read_events(out) if event["event"] == "round"]
     for way, bodies in (("up", up), ("down", down)):
         models, wire = (sum(event[f"{kind}_{way}"] for event in events) for kind in ("bytes", "wire"))
         assert models == 3 * 3 * sim.message_bytes() <= wire <= len(bodies)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import runs
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
 from ssfl.errors import ConfigError
+from ssfl.runs import folder
 from waiting import finished, wait_until
 
 SETTINGS = [
@@ -33,9 +33,9 @@ def torchrun(ranks: int, *more: str) -> list[str]:
 
 
 def alike(one: Path, two: Path) -> None:
-    a, b = (runs.read_model(path / "model.safetensors")[0] for path in (one, two))
+    a, b = (folder.read_model(path / "model.safetensors")[0] for path in (one, two))
     assert max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b) < 1e-6
-    for x, y in zip(runs.read_events(one), runs.read_events(two), strict=True):
+    for x, y in zip(folder.read_events(one), folder.read_events(two), strict=True):
         assert x.get("returned") == y.get("returned")
         assert x.get("user_mask_rate") == pytest.approx(y.get("user_mask_rate"))
         assert x.get("user_loss") == pytest.approx(y.get("user_loss"))
@@ -62,7 +62,7 @@ def test_any_number_of_ranks_trains_as_the_loop_does(ranks: int, settings: list[
     call = [sys.executable, "-m", "ssfl", "run", *shared, "--set", "run.engine=loop", *quiet, str(loop)]
     subprocess.run(call, check=True)
     alike(spread, loop)
-    masks = [event["mask_rate"] for event in runs.read_events(loop) if "mask_rate" in event]
+    masks = [event["mask_rate"] for event in folder.read_events(loop) if "mask_rate" in event]
     assert 0 < sum(masks) / len(masks) < 1
 
 
@@ -81,7 +81,7 @@ def test_a_lost_rank_stops_the_run_with_a_good_checkpoint_and_another_number_goe
     _, told = finished(process)
     assert process.returncode != 0
     assert "another rank was lost; then go on with `ssfl resume" in told
-    assert runs.read_summary(broken) is None
+    assert folder.read_summary(broken) is None
     again = subprocess.run(torchrun(2, "resume", str(broken), "--quiet"), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("ranks 3 is now 2") == 1

@@ -15,11 +15,11 @@ import typer
 import ssfl as ssfl_package
 from conftest import Call
 from documents import FENCE, PAGES, ROOT, Command, commands, mentioned
-from ssfl import cli, verbs
-from ssfl import config as configs
-from ssfl.fields import limits_of
+from ssfl.cli import main, verbs
+from ssfl.config import loading as configs
+from ssfl.config.settings import NAMES, SECTIONS
+from ssfl.core.fields import limits_of
 from ssfl.methods import METHODS, find
-from ssfl.settings import NAMES, SECTIONS
 from stage import Stage
 from waiting import ended
 
@@ -65,7 +65,7 @@ def any_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parsed(words: list[str], complete: bool) -> None:
     """Read a command as `ssfl` would, without carrying it out; where `complete`, nothing may be missing."""
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(main.app)
     context = None
     rest = words[1:]
     name: str | None = "ssfl"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssfl import draws
+from ssfl.core import draws
 
 WORD = st.integers(-(2**63), 2**63 - 1)
 

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssfl import assemble, methods
+from ssfl import methods
+from ssfl.config.settings import Config
+from ssfl.core.losses import Losses
 from ssfl.data import split
-from ssfl.external import Factory
 from ssfl.federation import State, Step
-from ssfl.losses import Losses
 from ssfl.methods import parts
 from ssfl.methods.overlap_sgd import OverlapSgd
 from ssfl.methods.server_only import ServerOnly
-from ssfl.plan import Owners
-from ssfl.settings import Config
-from ssfl.simulation import Simulation
+from ssfl.models.external import Factory
+from ssfl.runs import assemble
+from ssfl.simulate.plan import Owners
+from ssfl.simulate.simulation import Simulation
 
 Make = Callable[..., Config]
 
@@ -197,8 +198,8 @@ def test_the_full_data_gradient_is_autograds(quick: Make) -> None:
     work = replace(work, batches=sim.plan.users.at(who, places).reshape(2, steps, 16))
     found = sim.engine.gradients(state.streams[[0, 0]], work, sizes)
 
-    from ssfl.rows import write_row
-    from ssfl.work import make_batch
+    from ssfl.core.rows import write_row
+    from ssfl.engines.work import make_batch
 
     for place, size in enumerate(sizes.tolist()):
         write_row(sim.model, sim.layout, state.average)

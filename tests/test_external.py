@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ssfl
-from ssfl import assemble, external, outside
+from ssfl.config.settings import Config
+from ssfl.core import outside
 from ssfl.errors import ConfigError, RunError, SsflWarning
-from ssfl.settings import Config
+from ssfl.models import external
+from ssfl.runs import assemble
 from test_engines_agree import both, relative, unequal, warmed
 
 Make = Callable[..., Config]
@@ -163,7 +165,7 @@ def test_bfloat16_on_both_engines(quick: Make) -> None:
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_frozen_layers_of_the_package_stay(quick: Make, engine: str) -> None:
     def make() -> nn.Module:
-        network = ssfl.models.Small(10, (1, 8, 8), "group")
+        network = ssfl.models.networks.Small(10, (1, 8, 8), "group")
         network.conv1.requires_grad_(False)
         return network
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from by_hand import play
-from ssfl.cohort import Cohort, draw_cohort
+from ssfl.core.cohort import Cohort, draw_cohort
+from ssfl.engines.work import TrainedRows
 from ssfl.federation import Method, State
 from ssfl.methods.alternate import Alternate
 from ssfl.methods.anchored import Anchored
 from ssfl.methods.grouping import Grouping
-from ssfl.scoring import Score
-from ssfl.work import TrainedRows
+from ssfl.simulate.scoring import Score
 
 
 def state(streams: list[float], momentum: int = 0) -> State:

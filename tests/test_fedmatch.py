@@ -12,25 +12,28 @@ from torch.func import functional_call
 
 import ssfl
 from hand_rounds import Adding
-from ssfl import assemble, draws, memory, models, runs
-from ssfl.cohort import Cohort
-from ssfl.config import GONE
+from ssfl.config.loading import GONE
+from ssfl.config.settings import Config
+from ssfl.core import draws
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import layout_of, row_of
 from ssfl.data import sources
-from ssfl.engines import loop, make, spread
+from ssfl.engines import loop, memory, spread
+from ssfl.engines.choice import make
 from ssfl.engines.contract import Engine
 from ssfl.engines.local import Returned
+from ssfl.engines.work import Optimizer, Pool, Work, make_batch, round_keys
 from ssfl.errors import ConfigError
 from ssfl.methods import fedmatch
-from ssfl.rounds import Round
-from ssfl.rows import layout_of, row_of
-from ssfl.settings import Config
-from ssfl.work import Optimizer, Pool, Work, make_batch, round_keys
+from ssfl.models import networks
+from ssfl.runs import assemble, folder
+from ssfl.simulate.rounds import Round
 
 Make = Callable[..., Config]
 Named = dict[str, Tensor]
 
 RATE, DECAY = 0.004, 0.01
-NETWORK = models.build("small", 3, (1, 8, 8), "none").double()
+NETWORK = networks.build("small", 3, (1, 8, 8), "none").double()
 NAMES = [name for name, _ in NETWORK.named_parameters()]
 
 
@@ -221,7 +224,7 @@ def test_a_user_without_labels_leaves_sigma_alone(name: str) -> None:
 
 
 def test_a_decomposed_network_is_the_sum_of_its_halves() -> None:
-    network = models.build("small", 3, (1, 8, 8), "group").double()
+    network = networks.build("small", 3, (1, 8, 8), "group").double()
     model = fedmatch.Decomposed(network)
     layout = layout_of(model)
     sigma, psi = row_of(model, layout).chunk(2)
@@ -236,7 +239,7 @@ def test_a_decomposed_network_is_the_sum_of_its_halves() -> None:
 def test_any_network_takes_a_step(name: str) -> None:
     images = torch.randint(256, (8, 1, 16, 16), dtype=torch.uint8)
     pool = Pool(images, torch.arange(8) % 3, torch.tensor([0.5]), torch.tensor([0.3]), False, torch.float32)
-    model = fedmatch.Decomposed(models.build(name, 3, (1, 16, 16), "none"))
+    model = fedmatch.Decomposed(networks.build(name, 3, (1, 16, 16), "none"))
     row = row_of(model, layout_of(model))[None]
     given = Work("user", ("weak", "strong"), round_keys(1, 0, torch.tensor([4])), torch.arange(2)[None, None],
                  torch.arange(2, 4)[None, None], (0.001,))  # fmt: skip
@@ -307,7 +310,7 @@ def test_nearness_is_of_answers_to_noise(quick: Make) -> None:
     noise = fedmatch.noise(torch.tensor(draws.key(sim.config.run.seed, "noise")), (1, 8, 8))
     mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (sim.dataset.mean, sim.dataset.std))
     image = (noise.double() / 255 - mean) / std
-    network = models.build("small", 10, (1, 8, 8), "none").double()
+    network = networks.build("small", 10, (1, 8, 8), "none").double()
     names = [name for name, _ in network.named_parameters()]
     vectors = {}
     for user in (0, 1, 3, 4, 5):
@@ -391,8 +394,8 @@ def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
     config = quick("method.name=fedmatch", *SCENARIOS[labels_at], "federation.rounds=11", "run.eval_every=5",
                    "federation.participants=6", "run.checkpoint_every=9", "run.engine=vmap")  # fmt: skip
     path = ssfl.run(config, tmp_path / "run").path
-    assert runs.read_config(path).run.engine == "vmap"
-    events = [{k: v for k, v in e.items() if k not in runs.WALL_CLOCK} for e in runs.read_events(path)]
+    assert folder.read_config(path).run.engine == "vmap"
+    events = [{k: v for k, v in e.items() if k not in folder.WALL_CLOCK} for e in folder.read_events(path)]
     rounds = [event for event in events if event["event"] == "round"]
     key = "server_loss" if labels_at == "server" else "loss"
     assert rounds[-1][key] < 0.75 * rounds[0][key]
@@ -406,13 +409,13 @@ def test_a_run_trains_resumes_to_the_same_bytes_and_predicts(
                 file.unlink()
         ssfl.resume(path)
         assert (path / "model.safetensors").read_bytes() == model
-        again = [{k: v for k, v in e.items() if k not in runs.WALL_CLOCK} for e in runs.read_events(path)]
+        again = [{k: v for k, v in e.items() if k not in folder.WALL_CLOCK} for e in folder.read_events(path)]
         assert again == events
     loaded, digits = ssfl.load_model(path), sources.load("digits", root=Path("data"))
     with torch.no_grad():
         right = (loaded(digits.test_images).argmax(1) == digits.test_labels).double().mean()
     assert float(right) == json.loads((path / "summary.json").read_text())["accuracy"] > 0.3
-    tensors, _ = runs.read_model(path / "model.safetensors")
+    tensors, _ = folder.read_model(path / "model.safetensors")
     assert set(tensors) == {name for name, _ in NETWORK.named_parameters()}
 
 

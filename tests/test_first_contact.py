@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from conftest import Call
-from ssfl import new, verbs
-from ssfl.config import load_config
+from ssfl.cli import project, verbs
+from ssfl.config.loading import load_config
 
 SHORT = ["--set", "federation.rounds=1", "--set", "federation.period=1", "--set", "run.threads=1", "--quiet"]
 
@@ -193,7 +193,7 @@ def test_new_fits_users_and_size_to_the_images(ssfl: Call) -> None:
     config = load_config("odd")
     assert config.data.size == 32
     assert config.split.users < 10
-    if not new.GPU:  # a round that a CPU plays in seconds
+    if not project.GPU:  # a round that a CPU plays in seconds
         light = (config.model.name, config.federation.participants, config.train.batch_size)
         assert light == ("cnn", min(config.split.users, 3), 32)
     assert ssfl("split", "odd")[0] == 0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssfl import averaging, diversity, losses, schedule
+from ssfl.core import averaging, diversity, losses, schedule
 from ssfl.federation import Batch, Named, Step
 from ssfl.methods.self_training import SelfTraining
 

@@ -11,18 +11,21 @@ import torch
 
 import ssfl
 from by_hand import Trainer, make_round, play
-from ssfl import assemble, attacks, averaging, checkpoints, gate, runs
-from ssfl.cohort import Cohort
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.config.settings import Config
+from ssfl.core import averaging
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import write_row
+from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import Method, State
 from ssfl.methods.alternate import Alternate
 from ssfl.methods.grouping import Grouping
-from ssfl.rows import write_row
-from ssfl.scoring import Score
-from ssfl.settings import Config
-from ssfl.simulation import Simulation
-from ssfl.work import TrainedRows, Work
+from ssfl.runs import assemble, checkpoints
+from ssfl.runs import folder as runs
+from ssfl.simulate import attacks, gate
+from ssfl.simulate.scoring import Score
+from ssfl.simulate.simulation import Simulation
 
 Make = Callable[..., Config]
 

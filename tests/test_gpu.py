@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import ssfl
-from ssfl import assemble, draws, methods
+from ssfl import methods
+from ssfl.config.settings import Config
+from ssfl.core import draws
 from ssfl.engines.vmap import Vmap
+from ssfl.engines.work import positions
 from ssfl.errors import SsflWarning
-from ssfl.settings import Config
-from ssfl.work import positions
+from ssfl.runs import assemble
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 Make = Callable[..., Config]

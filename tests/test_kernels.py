@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ssfl import layers
-from ssfl.kernels import convolution, normalisation
+from ssfl.models import layers
+from ssfl.models.kernels import convolution, normalisation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROUNDED = 4e-3  # bfloat16 keeps eight bits

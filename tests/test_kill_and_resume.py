@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import runs
+from ssfl.runs import folder
 from waiting import ended, finished, wait_until
 
 ROUNDS = 12
@@ -49,7 +49,7 @@ def stopped_at(round: int, out: Path, engine: str, by: signal.Signals) -> subpro
 
 def content(path: Path) -> tuple[bytes, list[dict[str, object]]]:
     lines = (path / "events.jsonl").read_text().splitlines()
-    events = [{k: v for k, v in json.loads(line).items() if k not in runs.WALL_CLOCK} for line in lines]
+    events = [{k: v for k, v in json.loads(line).items() if k not in folder.WALL_CLOCK} for line in lines]
     return (path / "model.safetensors").read_bytes(), events
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ssfl import laws, losses
+from ssfl.core import losses
+from ssfl.core.losses import Losses
 from ssfl.errors import MethodError
 from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
-from ssfl.losses import Losses
 from ssfl.methods import METHODS, parts
+from ssfl.runs import laws
 
 ENGINES, AT_ONCE, RESUMED, REPLAYED = (
     "loop equals vmap",

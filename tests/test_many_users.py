@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import plain_split as plain
 from benchmarks.users import generate
-from ssfl import assemble, text
-from ssfl.cohort import draw_cohort
-from ssfl.config import Config, load_config
+from ssfl.config.loading import Config, load_config
+from ssfl.core.cohort import draw_cohort
 from ssfl.data import apportion, inventory, split
 from ssfl.data.hands import Hands, gather
 from ssfl.errors import ConfigError
+from ssfl.runs import assemble, text
 
 LISTS = st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=8)
 MANY = 20_000

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssfl import assemble, cli, memory
-from ssfl.config import load_config
+from ssfl.cli import main
+from ssfl.config.loading import load_config
+from ssfl.engines import memory
+from ssfl.runs import assemble
 
 
 def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
@@ -20,7 +22,7 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
     call = ["ssfl", "run", *given, "--quiet", "--out", "run", "--set"]
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=user"])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     told = capsys.readouterr().err
     # 11 rows of 10,026 numbers of 4 bytes, three times: the state, and its bytes twice while it is saved
     assert stop.value.code == 2
@@ -31,13 +33,13 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
     assert not Path("run").exists()
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=slot"])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     assert "keeps a row for each of 10 slots" in capsys.readouterr().err
     monkeypatch.setattr(
         sys, "argv", [*call, "train.momentum_policy=slot", "--set", "federation.participants=5"]
     )
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     assert stop.value.code == 0
     assert Path("run/summary.json").is_file()
 

@@ -13,19 +13,20 @@ from torch.nn import functional
 
 from hand_rounds import Adding, column, played, toy
 from hand_rounds import start as starting
-from ssfl import assemble, schedule, thresholds
-from ssfl.cohort import Cohort
-from ssfl.config import from_dict
+from ssfl.config.loading import from_dict
+from ssfl.config.settings import Config
+from ssfl.core import schedule, thresholds
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import write_row
 from ssfl.engines import local
+from ssfl.engines.work import Work, make_batch
 from ssfl.errors import ConfigError
 from ssfl.federation import Labels, Look, State
 from ssfl.methods import METHODS, find, fl2, parts
 from ssfl.methods.anchored import paces
 from ssfl.methods.rscfed import RscFed
-from ssfl.rows import write_row
-from ssfl.settings import Config
-from ssfl.simulation import Simulation
-from ssfl.work import Work, make_batch
+from ssfl.runs import assemble
+from ssfl.simulate.simulation import Simulation
 
 Make = Callable[..., Config]
 ALONE = ["split.users=1", "split.server_labels=0", "train.precision=float64", "run.engine=loop",

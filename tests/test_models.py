@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ssfl import draws, layers, models, rows
+from ssfl.core import draws, rows
 from ssfl.errors import ConfigError
+from ssfl.models import layers, networks
 
 CIFAR, EMNIST, STL, DIGITS = (3, 32, 32), (1, 28, 28), (3, 96, 96), (1, 8, 8)
 
@@ -29,14 +30,14 @@ def count(model: nn.Module) -> int:
 def test_parameter_counts(
     name: str, classes: int, shape: tuple[int, int, int], norm: str, parameters: int
 ) -> None:
-    assert count(models.build(name, classes, shape, norm)) == parameters
+    assert count(networks.build(name, classes, shape, norm)) == parameters
 
 
 @pytest.mark.parametrize("norm", ["group", "batch", "none"])
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", networks.MODELS)
 def test_every_network_runs_with_every_norm(name: str, norm: str) -> None:
     shape = {"vgg11": (3, 32, 32), "small": DIGITS, "cnn": EMNIST}.get(name, (3, 16, 16))
-    model = models.build(name, 7, shape, norm)
+    model = networks.build(name, 7, shape, norm)
     images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
     key = torch.tensor(draws.key(1, "dropout"))
     model(images, key).sum().backward()
@@ -60,7 +61,7 @@ def test_batch_norm_is_torchs_own(shape: tuple[int, ...]) -> None:
 
 def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    one, same, other = (models.build("small", 10, DIGITS, "group", seed) for seed in (1, 1, 2))
+    one, same, other = (networks.build("small", 10, DIGITS, "group", seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), before)
     layout = rows.layout_of(one)
     assert torch.equal(rows.row_of(one, layout), rows.row_of(same, layout))
@@ -79,7 +80,7 @@ def test_dropout_is_named_drops_a_quarter_of_the_channels_and_keeps_the_mean() -
 
 
 def test_a_row_goes_into_a_network_and_comes_out_again() -> None:
-    model = models.build("small", 10, DIGITS, "batch")
+    model = networks.build("small", 10, DIGITS, "batch")
     layout = rows.layout_of(model)
     assert layout.length == count(model) + 2 * (16 + 32)
     row = torch.randn(layout.length)
@@ -94,14 +95,14 @@ def test_a_row_goes_into_a_network_and_comes_out_again() -> None:
 
 def test_a_network_that_needs_larger_images_says_so() -> None:
     with pytest.raises(ConfigError, match="at least 16 pixels"):
-        models.build("vgg11", 10, DIGITS, "group")
+        networks.build("vgg11", 10, DIGITS, "group")
 
 
 @pytest.mark.parametrize(
     ("shape", "name"), [(DIGITS, "small"), (EMNIST, "cnn"), (CIFAR, "resnet18"), (STL, "vgg11")]
 )
 def test_the_network_suits_the_images(shape: tuple[int, int, int], name: str) -> None:
-    assert models.suited(shape, gpu=True) == name
+    assert networks.suited(shape, gpu=True) == name
 
 
 @pytest.mark.parametrize(
@@ -111,15 +112,15 @@ def test_the_network_suits_the_images(shape: tuple[int, int, int], name: str) ->
 def test_without_a_gpu_the_network_is_one_that_a_cpu_can_train(
     shape: tuple[int, int, int], name: str
 ) -> None:
-    assert models.suited(shape, gpu=False) == name
+    assert networks.suited(shape, gpu=False) == name
 
 
 @pytest.mark.parametrize("norm", ["group", "batch", "none"])
-@pytest.mark.parametrize("name", list(models.MODELS))
+@pytest.mark.parametrize("name", list(networks.MODELS))
 def test_two_models_at_once_are_each_by_itself(name: str, norm: str) -> None:
     """Outputs, gradients and statistics, with parameters stacked and images one model after another."""
-    shape = (3, models.SMALLEST[name], models.SMALLEST[name])
-    nets = [models.build(name, 5, shape, norm, seed).double().train() for seed in (1, 2)]
+    shape = (3, networks.SMALLEST[name], networks.SMALLEST[name])
+    nets = [networks.build(name, 5, shape, norm, seed).double().train() for seed in (1, 2)]
     stacked = {
         key: torch.stack(
             [dict([*net.named_parameters(), *net.named_buffers()])[key].detach() for net in nets]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import outside
+from ssfl.core import outside
 from ssfl.errors import ConfigError
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 import ssfl
 import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
-from ssfl import assemble, outside
-from ssfl.config import Config
+from ssfl.config.loading import Config
+from ssfl.core import outside
 from ssfl.data import augment
 from ssfl.errors import ConfigError, RunError
+from ssfl.runs import assemble
 
 Quick = Callable[..., Config]
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,11 @@ import torch
 import ssfl as public
 from conftest import Call
 from documents import ROOT
-from ssfl import assemble, outside, runs
+from ssfl.config.settings import Config
+from ssfl.core import outside
 from ssfl.federation import Look
 from ssfl.methods import find
-from ssfl.settings import Config
+from ssfl.runs import assemble, folder
 
 FILE = ROOT / "examples/own/adamatch.py"
 NAME = f"{FILE}:AdaMatch"
@@ -113,7 +114,7 @@ def test_a_stopped_run_ends_in_the_same_bytes(ssfl: Call, monkeypatch: pytest.Mo
     assert code == 0, err
     models = [Path(run, "model.safetensors").read_bytes() for run in ("whole", "stopped")]
     assert models[0] == models[1]
-    assert runs.read_config(Path("stopped")).method.name == NAME
+    assert folder.read_config(Path("stopped")).method.name == NAME
 
 
 def test_a_changed_file_is_refused(ssfl: Call) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ssfl
-from ssfl import runs
 from ssfl.report import page
+from ssfl.runs import folder as runs
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

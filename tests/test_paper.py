@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from paper_results import fake
-from ssfl import cli, train
-from ssfl.config import as_dict, load_config
+from ssfl.cli import main
+from ssfl.config.loading import as_dict, load_config
 from ssfl.errors import ConfigError, DataError, DivergedError, RunError
 from ssfl.federation import State
 from ssfl.methods.anchored import Anchored
 from ssfl.paper import results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row
-from ssfl.simulation import Simulation
+from ssfl.runs import train
+from ssfl.simulate.simulation import Simulation
 from waiting import wait_until
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
@@ -30,7 +31,7 @@ EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METH
 def ssfl(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["ssfl", *words])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     return int(stop.value.code or 0)
 
 

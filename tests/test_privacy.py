@@ -16,10 +16,12 @@ from PIL import Image
 from scipy import integrate, optimize, stats
 
 import ssfl
-from ssfl import assemble, draws, privacy, runs
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
+from ssfl.config.settings import Config
+from ssfl.core import draws
 from ssfl.errors import ConfigError, RunError, SsflError
-from ssfl.settings import Config
+from ssfl.runs import assemble, folder
+from ssfl.simulate import privacy
 
 Make = Callable[..., Config]
 ON = ["privacy.clip=0.5", "privacy.noise=0.1"]
@@ -163,7 +165,7 @@ def test_the_noise_is_the_users_own_and_a_stopped_run_ends_in_the_same_bytes(
     again = ssfl.resume(run)
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
     told = [
-        [{k: v for k, v in event.items() if k not in runs.WALL_CLOCK} for event in one.history]
+        [{k: v for k, v in event.items() if k not in folder.WALL_CLOCK} for event in one.history]
         for one in (result, again)
     ]
     assert told[0] == told[1]

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 import ssfl
-from ssfl import runs
+from ssfl.config.settings import Config
 from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
 from ssfl.report import costs, gather, page, several, verdict
-from ssfl.settings import Config
-from ssfl.train import Interrupted
+from ssfl.runs import folder as runs
+from ssfl.runs.train import Interrupted
 
 Block = dict[str, Any]
 CLOCKS = ("phases", "memory", "seconds")

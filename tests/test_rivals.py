@@ -8,12 +8,13 @@ import torch
 from torch.nn import functional
 
 from hand_rounds import Adding, played, start, toy
-from ssfl import assemble, draws
-from ssfl.cohort import Cohort, draw_cohort
+from ssfl.config.settings import Config
+from ssfl.core import draws
+from ssfl.core.cohort import Cohort, draw_cohort
+from ssfl.core.rows import write_row
 from ssfl.data import split
-from ssfl.rows import write_row
-from ssfl.settings import Config
-from ssfl.work import make_batch
+from ssfl.engines.work import make_batch
+from ssfl.runs import assemble
 
 Make = Callable[..., Config]
 EVERYBODY = Cohort((0, 1), (0, 1), ((0,), (1,)), (0, 1), (0, 1))

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ssfl import assemble
+from ssfl.config.settings import Config
+from ssfl.core.rows import write_row
+from ssfl.engines.work import Work, make_batch
 from ssfl.federation import Batch
-from ssfl.rows import write_row
-from ssfl.settings import Config
-from ssfl.simulation import Simulation
-from ssfl.work import Work, make_batch
+from ssfl.runs import assemble
+from ssfl.simulate.simulation import Simulation
 
 Make = Callable[..., Config]
 Loss = Callable[[nn.Module, Batch, int], Tensor]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssfl import runs
 from ssfl.paper import rows, sweep
 from ssfl.paper.rows import Row, Run
+from ssfl.runs import folder as runs
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
 SHAPES = {"cifar10": (32, 32, 3), "svhn": (32, 32, 3), "stl10": (96, 96, 3), "emnist": (28, 28)}

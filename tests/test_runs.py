@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import assemble, checkpoints, compare, runs, train
+from ssfl.config.settings import Config
 from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
 from ssfl.methods.anchored import Anchored
-from ssfl.settings import Config
+from ssfl.runs import assemble, checkpoints, compare, train
+from ssfl.runs import folder as runs
 
 Make = Callable[..., Config]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ssfl import runs
+from ssfl.runs import folder
 from stage import NAMES, Stage, checkpoint, free_port, sets
 from test_kill_and_resume import content
 from waiting import descendants, ended, finished, wait_until
@@ -92,7 +92,7 @@ def test_sigterm_to_the_group_saves_the_round_and_resume_gives_the_same_bytes(
     assert process.returncode == 143, told
     assert f"go on with `ssfl resume {out}`" in told
     assert "Traceback" not in told
-    assert not (out / runs.FAILURE).exists()
+    assert not (out / folder.FAILURE).exists()
     assert len(workers) == 3
     wait_until(lambda: gone(workers), f"{workers} were left behind")
     assert f"stopped after round {checkpoint(out).round};" in told
@@ -112,7 +112,7 @@ def test_a_second_sigterm_ends_every_process_at_once(tmp_path: Path) -> None:
     assert ended(process, quiet=10) == -signal.SIGTERM
     wait_until(lambda: gone(workers), f"{workers} were left behind", quiet=10)
     assert time.monotonic() - began < 60
-    assert not (out / runs.FAILURE).exists()
+    assert not (out / folder.FAILURE).exists()
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_sigterm_stops_a_series_of_runs_and_the_same_command_goes_on(verb: str, 
     _, told = finished(process)
     assert process.returncode == 143, told
     assert "and saved; the same command goes on from here" in told
-    assert not list(tmp_path.rglob(runs.FAILURE))
+    assert not list(tmp_path.rglob(folder.FAILURE))
     again = subprocess.run(call, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
 
@@ -178,7 +178,7 @@ def test_sigterm_to_every_rank_of_torchrun_saves_the_round(tmp_path: Path) -> No
     _, told = finished(process)
     assert "go on with `ssfl resume" in told
     assert "was lost" not in told
-    assert not (out / runs.FAILURE).exists()
+    assert not (out / folder.FAILURE).exists()
     assert f"stopped after round {checkpoint(out).round};" in told
 
 
@@ -197,7 +197,7 @@ def test_sigterm_to_every_process_of_a_centre_saves_the_round(
     assert ended(serve, lambda: stage.said("serve")) == 143, stage.said("serve")
     assert f"go on with `ssfl serve --resume {out}" in stage.said("serve")
     assert "Traceback" not in stage.said("serve")
-    assert not (out / runs.FAILURE).exists()
+    assert not (out / folder.FAILURE).exists()
     wait_until(lambda: gone(below), f"{below} were left behind")
     assert f"stopped after round {checkpoint(out).round};" in stage.said("serve")
     joins["bonn"].terminate()

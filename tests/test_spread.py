@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import assemble, runs
+from ssfl.config.settings import Config
 from ssfl.engines.spread import Spread
 from ssfl.errors import RunError
-from ssfl.settings import Config
+from ssfl.runs import assemble, folder
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -37,7 +37,7 @@ def test_the_same_bytes_with_one_process_and_with_three(quick: Make, engine: str
         told = []
         for i, sim in enumerate((alone, spread)):
             states[i], events = sim.play(states[i])
-            told.append([{k: v for k, v in e.items() if k not in runs.WALL_CLOCK} for e in events])
+            told.append([{k: v for k, v in e.items() if k not in folder.WALL_CLOCK} for e in events])
         assert told[0] == told[1]
     assert torch.equal(states[0].streams, states[1].streams)
     assert torch.equal(states[0].momentum, states[1].momentum)
@@ -68,13 +68,13 @@ def test_the_processes_end_and_the_folder_is_free_after_a_run(quick: Make, tmp_p
     before = set(multiprocessing.active_children())
     path = ssfl.run(quick("run.threads=2", "federation.rounds=2"), tmp_path / "run").path
     assert set(multiprocessing.active_children()) <= before  # of which one may have ended since
-    with runs.locked(path):
+    with folder.locked(path):
         process = os.fork()
         if process == 0:  # a process that has inherited the open folder
             time.sleep(20)
             os._exit(0)
     try:
-        with runs.locked(path):
+        with folder.locked(path):
             pass
     finally:
         os.kill(process, signal.SIGKILL)

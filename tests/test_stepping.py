@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import ssfl
-from ssfl import runs
-from ssfl.config import Config
+from ssfl.config.loading import Config
 from ssfl.errors import ConfigError, RunError
+from ssfl.runs import folder
 
 Quick = Callable[..., Config]
 
 
 def content(path: Path) -> tuple[bytes, list[dict[str, Any]]]:
     lines = (path / "events.jsonl").read_text().splitlines()
-    events = [{k: v for k, v in json.loads(line).items() if k not in runs.WALL_CLOCK} for line in lines]
+    events = [{k: v for k, v in json.loads(line).items() if k not in folder.WALL_CLOCK} for line in lines]
     return (path / "model.safetensors").read_bytes(), events
 
 

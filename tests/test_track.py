@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ssfl
-from ssfl import runs, track
-from ssfl.config import Config
+from ssfl.config.loading import Config
 from ssfl.errors import ConfigError, SsflWarning
+from ssfl.runs import folder, track
 
 Points = dict[str, list[tuple[int, float]]]
 EVERY = ("federation.rounds=6", "run.eval_every=2", "run.checkpoint_every=4", "run.diversity_every=3")
@@ -19,7 +19,7 @@ EVERY = ("federation.rounds=6", "run.eval_every=2", "run.checkpoint_every=4", "r
 
 def expected(path: Path) -> Points:
     found: Points = {}
-    for event in runs.read_events(path):
+    for event in folder.read_events(path):
         for name, value in track.numbers(event).items():
             found.setdefault(name, []).append((event["round"], value))
     return found

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssfl import draws
+from ssfl.core import draws
+from ssfl.core.losses import Losses
+from ssfl.engines.work import Pool, Work, each_batch, make_batch, positions, round_keys
 from ssfl.federation import Batch, Method, Named, Step, evaluated, with_own_labels
-from ssfl.losses import Losses
 from ssfl.methods import parts
 from ssfl.methods.self_training import SelfTraining
-from ssfl.work import Pool, Work, each_batch, make_batch, positions, round_keys
 
 POOL = Pool(
     torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),

@@ -3,22 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ssfl.core.version import VERSION
+
 if TYPE_CHECKING:
-    from ssfl import averaging, diversity, losses, schedule
-    from ssfl.config import Config, load_config
-    from ssfl.data import augment, split
+    from ssfl import augment, averaging, diversity, schedule, split
+    from ssfl.config.loading import Config, load_config
+    from ssfl.core import losses
+    from ssfl.core.fields import setting
+    from ssfl.core.losses import Losses
     from ssfl.data.arrays import Data
     from ssfl.errors import SsflError
     from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
-    from ssfl.fields import setting
-    from ssfl.laws import check
-    from ssfl.losses import Losses
     from ssfl.methods import parts
-    from ssfl.predict import load_model
-    from ssfl.stepping import Federation
-    from ssfl.train import Result, resume, run
+    from ssfl.runs.laws import check
+    from ssfl.runs.predict import load_model
+    from ssfl.runs.stepping import Federation
+    from ssfl.runs.train import Result, resume, run
 
-__version__ = "0.2.0"
+__version__ = VERSION
 __all__ = [
     "Config", "Data", "Fed", "Federation", "Labels", "Look", "Losses", "Method", "Result", "SsflError",
     "State", "Step", "Users", "__version__", "augment", "averaging", "check", "diversity",
@@ -26,27 +28,29 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Config": "config",
+    "Config": "config.loading",
     "Data": "data.arrays",
     "Fed": "federation",
-    "Federation": "stepping",
+    "Federation": "runs.stepping",
     "Labels": "federation",
     "Look": "federation",
-    "Losses": "losses",
+    "Losses": "core.losses",
     "Method": "federation",
-    "Result": "train",
+    "Result": "runs.train",
     "SsflError": "errors",
     "State": "federation",
     "Step": "federation",
     "Users": "federation",
-    "check": "laws",
-    "load_config": "config",
-    "load_model": "predict",
-    "resume": "train",
-    "run": "train",
-    "setting": "fields",
+    "check": "runs.laws",
+    "load_config": "config.loading",
+    "load_model": "runs.predict",
+    "resume": "runs.train",
+    "run": "runs.train",
+    "setting": "core.fields",
 }
-_MODULES = {"augment": "data.augment", "parts": "methods.parts", "split": "data.split"}
+
+
+_MODULES = {"losses": "core.losses", "parts": "methods.parts"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m ssfl` is the command `ssfl`."""
 
-from ssfl.cli import main
+from ssfl.cli.main import main
 
 main()

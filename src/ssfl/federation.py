@@ -16,11 +16,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ssfl import draws, losses
-from ssfl.cohort import Cohort
+from ssfl.core import draws, losses
+from ssfl.core.cohort import Cohort
+from ssfl.core.losses import Losses
+from ssfl.core.rows import Layout
 from ssfl.errors import MethodError
-from ssfl.losses import Losses
-from ssfl.rows import Layout
 
 Named = dict[str, Tensor]
 """Tensors by their names in the network."""

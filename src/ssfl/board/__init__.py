@@ -1,1 +1,4 @@
-"""`ssfl board`: the runs under a folder, live in a browser on this machine. It reads and never writes."""
+"""`ssfl board`: the runs under a folder, live in a browser on this machine. It only reads.
+
+Open `app.py` first, the web server; `folder.py` reads run folders that nobody vouches for.
+"""

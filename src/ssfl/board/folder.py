@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssfl import runs
 from ssfl.report.gather import finite
+from ssfl.runs import folder as runs
 
 DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
 """How deep runs may lie, how many folders are looked into, and how many runs are listed: the newest."""

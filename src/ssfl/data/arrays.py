@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssfl import draws as named
+from ssfl.core import draws as named
+from ssfl.core.outside import IN_MEMORY
 from ssfl.data import augment, formats
 from ssfl.data.dataset import Dataset, checked, statistics
 from ssfl.data.hands import Hands, Index
 from ssfl.data.own import as_images
 from ssfl.errors import ConfigError, DataError
-from ssfl.outside import IN_MEMORY
 
 DRAWS = 16
 """How many random numbers an augmentation of one's own gets for each image."""

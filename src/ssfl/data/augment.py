@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssfl.draws import below, uniform
+from ssfl.core.draws import below, uniform
 
 __all__ = [
     "OPERATIONS", "STRONG", "STRONG_DRAWS", "WEAK", "WEAK_DRAWS", "View", "apply_operation", "below",

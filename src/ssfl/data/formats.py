@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssfl.core.plain_files import open_plain
 from ssfl.errors import DataError
-from ssfl.plain_files import open_plain
 
 SMALLEST, LARGEST = 4, 1024  # pixels on a side
 _BATCH = 2_000  # images that are handled at once where a copy is needed

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssfl import draws
+from ssfl.core import draws
 from ssfl.data import augment, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index

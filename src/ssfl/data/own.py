@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssfl.core.plain_files import open_plain
 from ssfl.data import formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.data.hands import Hands
 from ssfl.errors import DataError
-from ssfl.plain_files import open_plain
 
 UNLABELLED = ("unlabelled", "unlabeled")  # both spellings, of folders and after "x_" in .npz files
 BATCH = 2_000  # images that are converted at once

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssfl.core.plain_files import require_plain
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import check_side, reading
 from ssfl.errors import DataError
-from ssfl.plain_files import require_plain
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ssfl import draws
+from ssfl.core import draws
 from ssfl.data.apportion import apportion, main_classes, round_to_sums
 from ssfl.data.hands import Hands, Index, dealt, gather, handed_out
 from ssfl.errors import ConfigError

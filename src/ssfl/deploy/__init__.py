@@ -1,8 +1,7 @@
 """A real federation: a centre with labelled images, sites with unlabelled ones, and Flower between them.
 
-Flower carries the messages (TLS, signed by each site's key); what is trained and averaged is what every
-simulation does. Only weights, counts and plain numbers travel, and no program ever does: unlike Flower's own
-clients, a site runs nothing that it was sent.
+Open `centre.py` first, then `site.py`. Flower carries the messages (TLS, signed by each site's key). Only
+weights, counts and plain numbers travel: unlike Flower's own clients, a site runs nothing that it was sent.
 """
 
 import logging

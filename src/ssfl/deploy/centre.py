@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl import assemble, checkpoints, doubts, runs, surroundings, train
-from ssfl.checkpoints import Checkpoint
-from ssfl.checks import check
-from ssfl.clock import Phases
-from ssfl.cohort import Cohort, only
+from ssfl.config.checks import check
+from ssfl.config.settings import Config
+from ssfl.core.clock import Phases
+from ssfl.core.cohort import Cohort, only
+from ssfl.core.events import Event
 from ssfl.data import augment, inventory, split
 from ssfl.deploy import keys as keyring
-from ssfl.deploy import link, roster, silenced, wire
+from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Answers, Fleet
 from ssfl.deploy.view import View
 from ssfl.engines.local import Returned
+from ssfl.engines.work import TrainedRows
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import METRICS, Named, State
-from ssfl.gate import STRIKES
-from ssfl.rounds import Round
-from ssfl.runs import Event
-from ssfl.settings import Config
-from ssfl.simulation import Simulation
-from ssfl.work import TrainedRows
+from ssfl.runs import assemble, checkpoints, doubts, folder, roster, surroundings, train
+from ssfl.runs.checkpoints import Checkpoint
+from ssfl.simulate.gate import STRIKES
+from ssfl.simulate.rounds import Round
+from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
 """What private sites do not tell of their images."""
@@ -231,25 +231,25 @@ def opened(
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
     """The centre's half, the terms and the sites' names, with the run folder made or found, and locked."""
     if again:
-        config = runs.read_config(path)
+        config = folder.read_config(path)
         if config.run.engine != "sites":
-            raise RunError(f"{path} is a simulation: go on with `{runs.again(path)}`")
-        if runs.read_summary(path) is not None:
+            raise RunError(f"{path} is a simulation: go on with `{folder.again(path)}`")
+        if folder.read_summary(path) is not None:
             raise RunError(f"{path} is finished: all its rounds are played")
-        runs.require_resumable(path)
-        runs.require_same_code(path, "model", config.model.name)
-        runs.require_same_code(path, "method", config.method.name)
+        folder.require_resumable(path)
+        folder.require_same_code(path, "model", config.model.name)
+        folder.require_same_code(path, "method", config.method.name)
         config, known = roster.going_on(path, config, known, count)
     else:
-        runs.require_free(path)
+        folder.require_free(path)
         assert config is not None
         config = replace(config, split=replace(config.split, users=count))
     check(config)
     with surroundings.reproducible(), surroundings.enough_memory():
         sim, terms = prepare(config)
         if not again:
-            runs.create(path, sim.config, _described(sim) | {"sites": known}, sim.brought)
-        with runs.locked(path):
+            folder.create(path, sim.config, _described(sim) | {"sites": known}, sim.brought)
+        with folder.locked(path):
             if again:
                 train.check_unchanged(sim, path)
             yield sim, terms, known
@@ -271,22 +271,22 @@ def conduct(
         view.tell(f"warning: {changed}: numbers may differ from here on")
     view.watch(fleet, sim.rounds)
     command = train.again(sim.config, path)
-    runs.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+    folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:
         try:
             fleet.gather()
         except RunError as error:
             raise RunError(f"{error}; then go on with `{command}`") from error
-        runs.write_split(path, _described(sim) | _shares(fleet))
+        folder.write_split(path, _described(sim) | _shares(fleet))
         result = train.rounds(centre, path, start, view.report)
     finally:
-        last = max((event["round"] for event in runs.read_events(path)), default=0)
+        last = max((event["round"] for event in folder.read_events(path)), default=0)
         for event in centre.refusals(last):
-            runs.append_event(path, event)
+            folder.append_event(path, event)
     why = f"all {sim.rounds} rounds are played; {result.told}"
     if share:
-        tensors, card = runs.read_model(path / "model.safetensors")
+        tensors, card = folder.read_model(path / "model.safetensors")
         del card["data"]  # where the centre keeps its images is its own affair
         fleet.dismiss(why, sim.layout.flatten(tensors), json.dumps(card))
     else:

@@ -13,10 +13,10 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from torch import Tensor
 
+from ssfl.core.events import Event
 from ssfl.deploy import wire
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
-from ssfl.runs import Event
 
 POLL = 0.25
 """Seconds between two looks for answers."""

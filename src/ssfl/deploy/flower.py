@@ -13,14 +13,14 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from ssfl.config import load_config
+from ssfl.config.loading import load_config
 from ssfl.data import sources
 from ssfl.deploy import centre, silenced
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.site import Site, client_app, usable
 from ssfl.deploy.view import View
 from ssfl.errors import ConfigError
-from ssfl.surroundings import reproducible
+from ssfl.runs.surroundings import reproducible
 
 
 @cache

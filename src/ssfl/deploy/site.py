@@ -18,8 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
-from ssfl import assemble, outside, predict, privacy
-from ssfl.cohort import Cohort
+from ssfl.core import outside
+from ssfl.core.cohort import Cohort
+from ssfl.core.rows import layout_of
 from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
@@ -27,9 +28,10 @@ from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
-from ssfl.rows import layout_of
-from ssfl.simulation import Simulation
-from ssfl.surroundings import reproducible
+from ssfl.runs import assemble, predict
+from ssfl.runs.surroundings import reproducible
+from ssfl.simulate import privacy
+from ssfl.simulate.simulation import Simulation
 
 POLL = 0.5
 """Seconds between two questions to the centre whether there is work."""

@@ -8,10 +8,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ssfl import privacy
-from ssfl.progress import accuracy
-from ssfl.runs import Event
-from ssfl.text import printable
+from ssfl.core.events import Event
+from ssfl.runs.progress import accuracy
+from ssfl.runs.text import printable
+from ssfl.simulate import privacy
 
 
 class Sites(Protocol):

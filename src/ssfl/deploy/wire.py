@@ -15,13 +15,13 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from ssfl.checks import obstacle
-from ssfl.config import as_dict, from_dict, to_toml
+from ssfl.config.checks import obstacle
+from ssfl.config.loading import as_dict, from_dict, to_toml
+from ssfl.config.settings import Config, Data, Run
 from ssfl.data.dataset import WHITE, Dataset
 from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, DataError
 from ssfl.federation import METRICS
-from ssfl.settings import Config, Data, Run
 
 LOSS = 1e3
 """The largest loss that a site may tell: a single huge number would be all that a mean shows."""

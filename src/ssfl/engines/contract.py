@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ssfl.work import TrainedRows, Work
+from ssfl.engines.work import TrainedRows, Work
 
 
 class Engine(Protocol):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, distributed
 
 from ssfl.engines.contract import Engine
+from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import ConfigError, RunError
-from ssfl.work import TrainedRows, Work
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""

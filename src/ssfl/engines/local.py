@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ssfl.engines.contract import Engine
+from ssfl.engines.work import Work
 from ssfl.errors import MethodError
 from ssfl.federation import NEEDS, Labels, Look, Method, Named
-from ssfl.work import Work
 
 
 class Returned(NamedTuple):

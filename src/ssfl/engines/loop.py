@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssfl.core.rows import Layout
+from ssfl.engines.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 from ssfl.federation import (
     Batch,
     Loss,
@@ -13,8 +15,6 @@ from ssfl.federation import (
     evaluated,
     with_own_labels,
 )
-from ssfl.rows import Layout
-from ssfl.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 
 
 class Loop:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ssfl.core.rows import Layout, lengths, placed
+from ssfl.engines.work import Optimizer, Pool, Work
 from ssfl.federation import Named, along
-from ssfl.rows import Layout, lengths, placed
-from ssfl.work import Optimizer, Pool, Work
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ssfl.engines.contract import Engine
+from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import RunError
-from ssfl.work import TrainedRows, Work
 
 _engine: Engine | None = None
 """A process's own copy, from the fork."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssfl.core.rows import Layout, placed
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.place import Place, make_place, sgd
+from ssfl.engines.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 from ssfl.errors import SsflWarning
 from ssfl.federation import (
     METRICS,
@@ -29,9 +31,7 @@ from ssfl.federation import (
     evaluated,
     with_own_labels,
 )
-from ssfl.kernels import convolution
-from ssfl.rows import Layout, placed
-from ssfl.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
+from ssfl.models.kernels import convolution
 
 
 class Recorded(NamedTuple):

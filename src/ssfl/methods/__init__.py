@@ -8,9 +8,9 @@ from dataclasses import field, make_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ssfl import outside
+from ssfl.core import outside
+from ssfl.core.fields import closest
 from ssfl.errors import ConfigError
-from ssfl.fields import closest
 
 if TYPE_CHECKING:
     from ssfl.federation import Method

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Method, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ssfl import thresholds
+from ssfl.core import thresholds
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ssfl import losses
+from ssfl.core import losses
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Method, State, Step
-from ssfl.losses import Losses
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ssfl import draws, losses
+from ssfl.core import draws, losses
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.errors import ConfigError
 from ssfl.federation import Fed, Loss, Method, Named, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 START = 0.2

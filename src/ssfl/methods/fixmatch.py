@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.errors import ConfigError
 from ssfl.federation import Fed, Method, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ssfl import thresholds
+from ssfl.core import thresholds
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
+from ssfl.core.rows import lengths
 from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step, along
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
-from ssfl.rows import lengths
 
 CERTAIN = 0.95
 """How sure the model must be of an image to ask for the same answer around the weights."""

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl import draws, losses, thresholds
+from ssfl.core import draws, losses, thresholds
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Named, State, Step, Users
-from ssfl.losses import Losses
 
 QUANTILES = 1024
 """The resolution of the Beta distribution that mixtures are drawn from."""

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ssfl import draws
+from ssfl.core import draws
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Method, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 

@@ -7,10 +7,10 @@ Published with BatchNorm statistics over every user's images, which no real fede
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ssfl import losses
+from ssfl.core import losses
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step
-from ssfl.fields import setting
-from ssfl.losses import Losses
 from ssfl.methods import parts
 
 

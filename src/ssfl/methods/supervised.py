@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ssfl import losses
+from ssfl.core import losses
+from ssfl.core.fields import setting
+from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Method, State, Step, paper_round
-from ssfl.fields import setting
-from ssfl.losses import Losses
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""The paper's experiments: fifty rows as data, how to run them, what came out beside what was printed."""
+"""The paper's experiments: what was printed, how to run it, and what came out.
+
+Open `rows.py` first: the fifty rows as data.
+"""

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ssfl.config import apply, from_dict
+from ssfl.config.loading import apply, from_dict
+from ssfl.config.settings import Config
 from ssfl.errors import ConfigError
 from ssfl.paper.rows import Run
-from ssfl.settings import Config
 
 Given = dict[str, dict[str, Any]]
 FIDELITIES = ("paper", "reference", "recommended")

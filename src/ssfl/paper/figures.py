@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ssfl.core.schedule import learning_rate
 from ssfl.errors import ConfigError
 from ssfl.paper import rows
 from ssfl.paper.drawing import (
@@ -24,7 +25,6 @@ from ssfl.paper.fidelity import FIDELITIES, settings
 from ssfl.paper.results import Result
 from ssfl.paper.rows import NAMES, Run
 from ssfl.report.plots import STYLES, pyplot
-from ssfl.schedule import learning_rate
 
 PARTICIPANTS = (10, 30, 47)
 TITLES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "emnist": "EMNIST"}

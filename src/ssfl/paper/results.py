@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssfl import runs
-from ssfl.config import as_dict
+from ssfl.config.loading import as_dict
 from ssfl.errors import RunError
 from ssfl.paper.rows import Run
+from ssfl.runs import folder
 
 FILE = "result.json"
 _CURVE = ("accuracy", "loss", "stream_accuracy")
@@ -54,14 +54,14 @@ class Mean:
 
 def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
     """Sum up a run folder that is finished, or diverged; `told` says how it was asked for."""
-    summary = runs.read_summary(path) or {}
+    summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in told:
-        raise RunError(f"{path} is not finished: go on with `{runs.again(path)}`")
-    config = as_dict(runs.read_config(path))
+        raise RunError(f"{path} is not finished: go on with `{folder.again(path)}`")
+    config = as_dict(folder.read_config(path))
     config["data"].pop("root")
     if config["data"]["path"]:
         config["data"]["path"] = Path(config["data"]["path"]).name
-    events = list(runs.read_events(path))
+    events = list(folder.read_events(path))
     rounds = {event["round"]: event for event in events if event["event"] == "round"}
     curve = []
     for event in (event for event in events if "accuracy" in event):
@@ -82,7 +82,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
         "config": config,
     }
     file = path / FILE
-    runs.write_atomic(file, _compact(whole).encode())
+    folder.write_atomic(file, _compact(whole).encode())
     return file
 
 

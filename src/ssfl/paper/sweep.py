@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ssfl import progress, same, train
 from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
+from ssfl.runs import progress, same, train
 
 Tell = Callable[[str], None]
 

@@ -7,7 +7,7 @@ from typing import Any
 from ssfl.paper.fidelity import actual
 from ssfl.paper.results import Result, means
 from ssfl.paper.rows import NAMES, Row, Run
-from ssfl.text import table
+from ssfl.runs.text import table
 
 HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
 

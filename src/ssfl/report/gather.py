@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ssfl import plain_files, runs
-from ssfl.config import as_dict
-from ssfl.deploy import roster
+from ssfl.config.loading import as_dict
+from ssfl.config.settings import Config
+from ssfl.core import plain_files
+from ssfl.core.events import Event
 from ssfl.errors import RunError
-from ssfl.runs import Event
-from ssfl.settings import Config
+from ssfl.runs import folder, roster
 
 Points = list[tuple[int, float]]
 MOST_POINTS = 400
@@ -132,15 +132,15 @@ class Run:
 
 def read(path: Path, name: str) -> Run:
     """A run folder under a name; one line says what is wrong where there is none."""
-    config = runs.read_config(path)
+    config = folder.read_config(path)
     try:
-        events = list(runs.read_events(path))
+        events = list(folder.read_events(path))
     except RunError:
         raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start the run anew") from None
     known = [e for e in events if e["event"] in ("round", "eval", "diversity") and 0 <= e["round"] <= 10**9]
     split = _object(path / "split.json")
     config = roster.joined(config, len(split["sites"]) if isinstance(split.get("sites"), list) else 0)
-    return Run(path, name, config, known, split, runs.read_summary(path) or {})
+    return Run(path, name, config, known, split, folder.read_summary(path) or {})
 
 
 def finite(value: Any) -> float | None:

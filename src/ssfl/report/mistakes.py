@@ -4,7 +4,7 @@ from ssfl.report.blocks import Block, Cell, bars, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.pictures import Seen
 from ssfl.report.words import count
-from ssfl.text import percent
+from ssfl.runs.text import percent
 
 MOST_CLASSES, WORST = 60, 10
 Shares = list[list[float | None]]

@@ -3,11 +3,11 @@ classes, the groups of the rounds; of ten users or of 100,000."""
 
 from collections import Counter
 
+from ssfl.core.events import Event
 from ssfl.report.blocks import Block, bars, text
 from ssfl.report.gather import Run, finite, numbers, whole
 from ssfl.report.words import count
-from ssfl.runs import Event
-from ssfl.text import percent, untested
+from ssfl.runs.text import percent, untested
 
 MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 

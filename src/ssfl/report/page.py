@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ssfl import runs
 from ssfl.errors import SsflError
 from ssfl.report import gather, sections, several, words
+from ssfl.runs import folder
 
 MARK = "<!doctype html><!-- ssfl report -->"
 _PAGE = """{mark}
@@ -48,7 +48,7 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         told = ", ".join(
             f"{name} ({state})" if state != "finished" else name for name, state in states.items()
         )
-    version = runs.versions()["ssfl"]
+    version = folder.versions()["ssfl"]
     return {
         "title": title,
         "subtitle": told if len(told) < 400 else told[:397] + "...",
@@ -79,7 +79,7 @@ def write(paths: Sequence[Path], out: Path | None = None, figures: Path | None =
     told = contents(paths)
     _require_ours(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    runs.write_atomic(target, html(told).encode())
+    folder.write_atomic(target, html(told).encode())
     if figures is None:
         return [target]
     from ssfl.report.figures import draw

@@ -11,14 +11,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ssfl import assemble, checkpoints, external, outside, runs, surroundings
+from ssfl.core import outside
+from ssfl.core.rows import layout_of
 from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError, SsflWarning
-from ssfl.predict import Classifier, load_model
+from ssfl.models import external
 from ssfl.report.gather import Run
-from ssfl.rows import layout_of
-from ssfl.simulation import evaluated_row, network_of, plain_network_of
+from ssfl.runs import assemble, checkpoints, folder, surroundings
+from ssfl.runs.predict import Classifier, load_model
+from ssfl.simulate.simulation import evaluated_row, network_of, plain_network_of
 
 MOST_TESTED = 10_000
 SIDE = 48
@@ -93,7 +95,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if run.config.model.norm_statistics == "recompute":
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
-    runs.require_same_code(run.path, "model", config.model.name)
+    folder.require_same_code(run.path, "model", config.model.name)
     network = network_of(config, data)
     row = evaluated_row(saved.state)
     tensors = config.method.plain(layout_of(network).unflatten(row))

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ssfl.core.events import Event
 from ssfl.errors import SsflError
-from ssfl.runs import Event
 
 STYLES = ["-", "--", "-.", ":"]
 

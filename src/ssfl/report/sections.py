@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from ssfl.config import to_toml
+from ssfl.config.loading import to_toml
 from ssfl.report import costs, mistakes, owners, several, verdict, words
 from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
 from ssfl.report.pictures import Loader, look
 from ssfl.report.several import Family
-from ssfl.text import percent
+from ssfl.runs.text import percent
 
 MOST_DETAILED = 4
 """Of several runs, who has what, confusion and images are shown for so many experiments."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ssfl.report.gather import Points, Run, finite, numbers
-from ssfl.text import percent
+from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
 """Of a collapse: the least mask rate, the most pseudo-labels right, the least fall of accuracy from its best,

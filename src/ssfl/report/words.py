@@ -1,11 +1,11 @@
 """A run in words: what it asks, how it was set, and what came of it."""
 
-from ssfl import outside
-from ssfl.outside import IN_MEMORY
+from ssfl.config.settings import Config
+from ssfl.core import outside
+from ssfl.core.outside import IN_MEMORY
+from ssfl.core.schedule import head_start
 from ssfl.report.gather import Run, finite, inside
-from ssfl.schedule import head_start
-from ssfl.settings import Config
-from ssfl.text import percent
+from ssfl.runs.text import percent
 
 _EPSILONS = {
     "epsilon_sent": "for all that one user sends",

@@ -1,0 +1,21 @@
+"""`ssfl doctor`: say what this machine can do, and what to run first."""
+
+import json
+from pathlib import Path
+
+import typer
+
+from ssfl.cli.options import Json
+from ssfl.errors import SsflError
+
+
+def doctor(json_only: Json = False) -> None:
+    """Say what this machine can do, and what to run first.
+
+    Example: ssfl doctor"""
+    from ssfl.cli import examine as examination
+
+    found = examination.examine(Path())
+    print(json.dumps(found) if json_only else "\n".join(examination.lines(found)))
+    if found["broken"]:
+        raise typer.Exit(SsflError.exit_code)

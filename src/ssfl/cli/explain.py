@@ -1,0 +1,123 @@
+"""What every setting is, from the docstrings under the fields of `config/settings.py`."""
+
+import ast
+import inspect
+import itertools
+import json
+import shutil
+import textwrap
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from ssfl.config import settings
+from ssfl.core.fields import Limits, limits_of
+from ssfl.errors import ConfigError
+from ssfl.methods import METHODS, find
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One setting."""
+
+    key: str
+    """section.name, as --set takes it."""
+    default: str
+    """As it is written; "–" where it is chosen when the data are known."""
+    about: str
+
+
+def section(name: str, kind: type) -> tuple[str, list[Explained]]:
+    """What a section is about, and the settings of its dataclass."""
+    about = " ".join(inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{name}] ").split())
+    texts, limits = docstrings(kind), limits_of(kind)
+    rows = []
+    for field in fields(kind):
+        if field.name in limits:
+            default: Any = field.default
+            shown = "–" if default in (None, (), MISSING) else _written(default)
+            shown = _by_method(name, field.name, default, shown)
+            text = texts.get(field.name, "")
+            text = f"{text} {_allowed(limits[field.name], text)}".strip()
+            rows.append(Explained(f"{name}.{field.name}", shown, text))
+    return about, rows
+
+
+def _allowed(limits: Limits, text: str) -> str:
+    """What a setting may be, where its text does not say it."""
+    if not all(choice in text for choice in limits.choices):
+        return f"(one of {', '.join(limits.choices)})"
+    if limits.least is not None and limits.most is not None and limits.most <= 65536:
+        return f"({limits.least:,} to {limits.most:,})"
+    if limits.least is not None:
+        return f"(at least {limits.least:,})"
+    return f"(at most {limits.most:,})" if limits.most is not None else ""
+
+
+def _by_method(section: str, name: str, default: Any, shown: str) -> str:
+    """The default, and which methods have another; the recommended one's first."""
+    others: dict[str, list[str]] = {}
+    for method in METHODS if section != "method" else ():
+        value = find(method).defaults.get(section, {}).get(name, default)
+        if value != default:
+            others.setdefault(_written(value), []).append(method)
+    parts = [f"{value} with {', '.join(methods)}" for value, methods in others.items()]
+    return "; ".join([*parts, f"else {shown}"] if parts else [shown])
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value).strip('"')
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """The string under each field of a class and of the classes it inherits from."""
+    texts: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except (OSError, TypeError):  # built in, or typed at a prompt
+            continue
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, after in itertools.pairwise(body):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                texts[field.target.id] = " ".join(str(after.value.value).split())
+    return texts
+
+
+def lines(word: str = "") -> list[str]:
+    """Every setting whose key or text holds the word, for a terminal; of a method's name, its own fields."""
+    if word in METHODS or ":" in word:
+        return _lines("method", find(word), "", f"method.name = {word}")[1:]
+    shown: list[str] = []
+    for name, kind in settings.SECTIONS.items():
+        shown += _lines(name, kind, word)
+    fields_of = {
+        method: _lines("method", find(method), word or "\0", f"method.name = {method}") for method in METHODS
+    }
+    for found in fields_of.values():
+        shown += found
+    if not word:
+        names = ", ".join(METHODS)
+        shown += [
+            "",
+            "[method] name, and the fields of that method: `ssfl settings NAME` shows them",
+            f"  {names}",
+        ]
+    if not shown:
+        raise ConfigError(f"no setting has {word!r} in its name or text: `ssfl settings` lists all")
+    return shown[1:] if shown[0] == "" else shown
+
+
+def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
+    """The settings of one section that hold the word, after an empty line and a title."""
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    about, rows = section(name, kind)
+    rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]
+    if not rows and word:
+        return []
+    shown = ["", f"[{name}] {title + ': ' if title else ''}{about}"]
+    for one in rows:
+        shown.append(f"  {one.key} = {one.default}")
+        shown += textwrap.wrap(one.about, width, initial_indent="      ", subsequent_indent="      ")
+    return shown

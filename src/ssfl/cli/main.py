@@ -1,0 +1,105 @@
+"""The command line put together; each command has a file of its own beside this one."""
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from ssfl import signals
+from ssfl.cli import deploy, paper, verbs
+from ssfl.cli.board import board
+from ssfl.cli.check import check
+from ssfl.cli.compare import compare
+from ssfl.cli.contest import contest
+from ssfl.cli.doctor import doctor
+from ssfl.cli.export import export
+from ssfl.cli.new import new
+from ssfl.cli.options import LINE
+from ssfl.cli.predict import predict
+from ssfl.cli.report import report
+from ssfl.cli.resume import resume
+from ssfl.cli.run import run
+from ssfl.cli.settings import settings
+from ssfl.cli.split import split
+from ssfl.core.version import VERSION
+from ssfl.errors import SsflError, SsflWarning
+from ssfl.runs.text import printable
+
+app = typer.Typer(
+    name="ssfl",
+    help="Semi-supervised federated learning: one classifier from a few labels at a server and the "
+    "unlabelled images of many users.",
+    cls=verbs.Verbs,
+    no_args_is_help=True,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(paper.app)
+app.add_typer(deploy.app)
+COMMANDS: tuple[Callable[..., Any], ...] = (
+    doctor, new, run, resume, split, predict, export, compare, settings, check, contest, report, board,
+)  # fmt: skip
+for command in COMMANDS:
+    app.command()(command)
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+) -> None:
+    if version:
+        print(f"ssfl {VERSION}")
+        raise typer.Exit
+
+
+def _tell_warnings() -> None:
+    """Our own warnings in one line; others as Python shows them."""
+    # CPUs without bfloat16 take torch's other way to the same product, which it tells with a stack of C++
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
+    shown = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, SsflWarning):
+            print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)
+        else:
+            shown(message, category, *where, **more)
+
+    warnings.showwarning = show
+
+
+def main() -> None:
+    """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
+    the input, 3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
+    # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _tell_warnings()
+    try:
+        with signals.terminable():
+            code = app(prog_name="ssfl", standalone_mode=False)
+    except verbs.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
+            print(error)
+        else:
+            print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)
+            sys.exit(SsflError.exit_code)
+    except signals.Terminated:
+        print("ssfl: stopped", file=sys.stderr)
+        sys.exit(signals.exit_code(signal.SIGTERM))
+    except SsflError as error:
+        who = f"ssfl (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else "ssfl"
+        print(f"{who}: {printable(' '.join(str(error).split()))}"[:LINE], file=sys.stderr)
+        sys.exit(error.exit_code)
+    except RecursionError:
+        print("ssfl: a file is nested too deeply to be one that ssfl wrote", file=sys.stderr)
+        sys.exit(SsflError.exit_code)
+    except OSError as error:
+        print(f"ssfl: {printable(f'{error.strerror}: {str(error.filename)[:200]}')}", file=sys.stderr)
+        sys.exit(SsflError.exit_code)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,37 @@
+"""`ssfl predict`: class and confidence of images."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssfl.cli.options import Json, RunFolder
+from ssfl.cli.verbs import With
+from ssfl.errors import DataError
+from ssfl.runs.text import printable
+
+
+def predict(
+    run: RunFolder,
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    code: With = None,
+    json_only: Json = False,
+) -> None:
+    """Class and confidence of images.
+
+    Example: ssfl predict runs/quickstart scan.png"""
+    from ssfl.core import outside
+    from ssfl.runs.predict import predict as predicted
+
+    outside.supply(code or [])
+    broken: list[str] = []
+    told = predicted(run, images, broken)
+    if json_only:
+        print(json.dumps(told))
+    else:
+        for row in told:
+            print(printable(row["file"]), printable(row["class"]), f"{row['confidence']:.3f}", sep="\t")
+    if broken:  # after what could be said of the others
+        more = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
+        raise DataError("; ".join(broken[:20]) + more)

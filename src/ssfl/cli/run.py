@@ -1,0 +1,35 @@
+"""`ssfl run`: train a federation."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssfl.cli import verbs
+from ssfl.cli.options import ConfigName, Json, Quiet
+from ssfl.cli.training import carry_out
+from ssfl.cli.verbs import With
+
+
+def run(
+    config: ConfigName = None,
+    sets: verbs.Sets = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    code: With = None,
+    quiet: Quiet = False,
+    json_only: Json = False,
+) -> None:
+    """Train a federation.
+
+    Example: ssfl run --set split.users=20 --set method.name=grouping"""
+    from ssfl.config.loading import PROJECT, load_config
+    from ssfl.core import outside
+
+    outside.supply(code or [])
+    loaded = load_config(config, sets or [])  # before torch is imported, which takes seconds
+    from ssfl.runs import train
+    from ssfl.runs.folder import next_free
+
+    named = Path(config or "quickstart").absolute()
+    target = out or next_free(Path("runs") / (named.parent if named.name == PROJECT else named).stem)
+    carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)

@@ -1,0 +1,25 @@
+"""`ssfl split`: show who would get which images."""
+
+import json
+
+from ssfl.cli import verbs
+from ssfl.cli.options import ConfigName, Json
+from ssfl.runs.text import printable
+
+
+def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = False) -> None:
+    """Show who would get which images.
+
+    Example: ssfl split --set split.skew=1"""
+    from ssfl.config.loading import load_config
+
+    loaded = load_config(config, sets or [])  # before torch is imported
+    from ssfl.data.inventory import describe_split
+    from ssfl.runs import text
+    from ssfl.runs.assemble import load_data, make_parts, resolve
+
+    dataset = load_data(loaded)
+    resolved = resolve(loaded, dataset)
+    described = describe_split(dataset, *make_parts(resolved, dataset))
+    told = text.split(resolved, described)
+    print(json.dumps(described) if json_only else "\n".join(map(printable, told.splitlines())))

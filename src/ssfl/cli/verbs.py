@@ -1,0 +1,181 @@
+"""How the command line introduces itself: the verbs in the order one needs them, each with an example, and
+one line for every mistake in a command."""
+
+import difflib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from ssfl.errors import SsflError
+
+GROUPS = {
+    "Start": ("doctor", "new", "settings"),
+    "Train": ("split", "run", "resume"),
+    "Look": ("report", "board", "compare"),
+    "Use the model": ("predict", "export"),
+    "Several machines": ("keys", "serve", "join"),
+    "Experiments": ("paper", "contest", "check"),
+}
+"""The verbs as `ssfl --help` shows them."""
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What click raises; newer versions of typer bring a click of their own."""
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FILE.py",
+        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
+    ),
+]
+
+
+class Verbs(TyperGroup):
+    """Commands in order and in groups, each with what it is for and one example."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        known = [name for names in GROUPS.values() for name in names]
+        order = {name: place for place, name in enumerate(known)}
+        return sorted(super().list_commands(ctx), key=lambda name: order.get(name, len(order)))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command: Any = super().get_command(ctx, cmd_name)
+        for parameter in getattr(command, "params", ()):
+            if parameter.param_type_name == "argument" and not parameter.help:
+                # typer below 0.21 loses it to click 8.5
+                hints = get_type_hints(getattr(command, "callback", None), include_extras=True)
+                hint = hints[parameter.name]
+                parameter.help = next((info.help for info in getattr(hint, "__metadata__", ())), None)
+        if command is not None and not hasattr(command, "plain"):
+            command.plain = command.get_help
+            # the same versions list arguments twice, and escape brackets for a terminal that they do not use
+            command.format_arguments = lambda ctx, formatter: None
+            command.get_help = lambda ctx: command.plain(ctx).replace("\\[", "[")
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            raise SsflError(f"{ctx.command_path} has no command {args[0]!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        groups = {} if ctx.parent else {t: [n for n in names if n in commands] for t, names in GROUPS.items()}
+        grouped = [name for names in groups.values() for name in names]
+        groups["Commands"] = [name for name in commands if name not in grouped]
+        width = max(map(len, commands)) + 4
+        for title, names in groups.items():
+            if not names:
+                continue
+            with formatter.section(title):
+                for name in names:
+                    what, example = told(commands[name])
+                    formatter.write(f"  {name:{width - 2}}{what}\n")
+                    formatter.write(f"{'':{width}}{example}\n" if example else "")
+
+
+def told(command: Any) -> tuple[str, str]:
+    """What a command is for, in its first sentence, and its example."""
+    text, _, example = " ".join(inspect.cleandoc(command.help or "").split()).partition("Example: ")
+    return text.strip().partition(". ")[0].rstrip("."), example
+
+
+def explained(error: Any) -> str:
+    """A mistake in a command as one line: what is wrong, and how it is written."""
+    context = getattr(error, "ctx", None)
+    what = " ".join(error.format_message().split()).rstrip(".")
+    what = what[:1].lower() + what[1:]
+    if hasattr(error, "possibilities"):
+        known = [one for parameter in context.command.params for one in parameter.opts] if context else []
+        what = f"no option {error.option_name}{_instead(error.option_name, known)}"
+    if context is None:
+        return f"{what}; see `ssfl --help`"
+    _, example = told(context.command)
+    written = f"write it like `{example}`, or " if example else ""
+    return f"{what}; {written}see `{context.command_path} --help`"
+
+
+def _instead(option: str, known: Sequence[str]) -> str:
+    """What somebody who wrote an unknown option may have meant."""
+    from ssfl.config.settings import SECTIONS
+
+    key = option.lstrip("-").replace("-", "_")
+    homes = [section for section, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
+    if homes and "--set" in known:
+        return f": write --set {homes[0]}.{key}=VALUE"
+    if option == "--set":
+        return ": settings are chosen when a run starts"
+    close = difflib.get_close_matches(option, known, 1, 0.75)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def complete_setting(incomplete: str) -> Iterator[str]:
+    """Shell completion of --set: keys, then the values of those that have a choice."""
+    from ssfl.config.settings import SECTIONS
+    from ssfl.core.fields import limits_of
+
+    limits = {f"{s}.{name}": one for s, kind in SECTIONS.items() for name, one in limits_of(kind).items()}
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        words = [f"{key}={value}" for value in limits[key].choices] if key in limits else []
+    else:
+        words = [f"{key}=" for key in limits]
+    yield from (word for word in words if word.startswith(incomplete))
+
+
+def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
+    """Refuse a mistake in --set at once: whatever the command imports may take seconds."""
+    from ssfl.config.loading import check_overrides
+
+    if not context.resilient_parsing:  # nothing is refused while a shell completes a line
+        check_overrides(sets or [])
+    return sets
+
+
+def complete_run(incomplete: str) -> Iterator[str]:
+    """Shell completion of run folders, and of the folders on the way to them."""
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    except OSError:
+        return
+    for entry in entries:
+        word = str(entry) if (entry / "config.toml").is_file() else f"{entry}/"
+        if word.startswith(incomplete):
+            yield word
+
+
+def complete_config(incomplete: str) -> Iterator[str]:
+    """Shell completion of presets and TOML files."""
+    from ssfl.config.loading import presets
+
+    yield from (name for name in presets() if name.startswith(incomplete))
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        word = f"{entry}/" if entry.is_dir() else str(entry)
+        if word.startswith(incomplete) and word.endswith(("/", ".toml")):
+            yield word
+
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting; repeatable.",
+        autocompletion=complete_setting,
+        callback=check_settings,
+    ),
+]
+"""The option of every command that takes settings."""

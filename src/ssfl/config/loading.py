@@ -1,0 +1,298 @@
+"""Configs: TOML in and out, dotted overrides, errors that name the key, the value and the fix.
+
+Order of precedence: a person's keys, the method's `defaults`, the defaults in `settings.py`.
+"""
+
+import dataclasses
+import json
+import tomllib
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssfl import methods
+from ssfl.config.checks import check
+from ssfl.config.settings import NAMES, SECTIONS, Config
+from ssfl.core import outside
+from ssfl.core.fields import checked, closest, limits_of, meant
+from ssfl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ssfl.federation import Method
+
+CONFIGS = Path(__file__).parent / "presets"
+PROJECT = "ssfl.toml"
+"""The config in a folder that `ssfl new` made; the folder's name will do for it."""
+RENAMED = {
+    "method.slow": "federation.slow_average",
+    "method.head_start": "federation.head_start",
+    "method.gate": "federation.gate",
+    "method.combine": "federation.combine",
+    "method.check": "federation.check",
+    "method.server_views": "train.server_views",
+    "method.server_momentum": "method.momentum",
+}
+"""Settings that had another name in the first release."""
+GONE = {
+    "method.objective": "choose another method.name",
+    "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
+    "method.thresholds": "choose method.name=flexmatch, freematch, fl2 or cbafed",
+    "method.fill": "choose method.name=semifl",
+    "method.weighting": "choose method.name=fl2 or cbafed",
+    "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
+    "method.server": "split.labels_at=users or split.server_labels=0 leaves the server nothing to train on",
+}
+"""Settings of the first release that have no successor, and what to do instead."""
+OUTSIDE = ("data.name", "model.name", "method.name")
+"""Settings that may name code from outside by an import path."""
+__all__ = [
+    "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config",
+    "presets", "read", "to_toml", "unchecked",
+]  # fmt: skip
+
+
+def load_config(
+    source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
+) -> Config:
+    """A config from a preset's name, a TOML file or a folder with ssfl.toml in it, and `key=value`s.
+
+    The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
+    are for the digits. A `method` object takes the place of [method].
+    """
+    return from_dict(read(source, overrides), method=method)
+
+
+def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What a person said, section by section; the rest is open."""
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    if source is None:
+        other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
+        source = "own" if other else "quickstart"
+    given = _read(source)
+    apply(given, overrides)
+    return given
+
+
+def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Put `section.key=value`s into the nested dict of a config."""
+    for override in overrides:
+        _set(given, override)
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config.
+
+    A method's own fields are not checked here: its class would import torch.
+    """
+    given: dict[str, Any] = {}
+    apply(given, overrides)
+    name = given.pop("method", {}).get("name")
+    if isinstance(name, str):
+        methods.check_name(name)
+    for section, values in given.items():
+        _section(section, SECTIONS[section], values)
+
+
+def from_dict(
+    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+) -> Config:
+    """A checked config: the given keys over the method's defaults over those of `settings.py`.
+
+    A resolved config names every setting, so that the method's defaults do not apply to it.
+    """
+    config = unchecked(given, resolved=resolved, method=method)
+    check(config)
+    return config
+
+
+def unchecked(
+    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+) -> Config:
+    """A config whose settings are each allowed; whether they go together nobody has asked."""
+    for section, values in given.items():
+        if section not in NAMES:
+            close = closest(section, NAMES)
+            raise ConfigError(
+                f"unknown section [{section}]{meant(close)}",
+                key=section,
+                value=values,
+                fix=f"[{close}]" if close else None,
+            )
+        _check_section(section, values)
+    own = dict(given.get("method", {}))
+    name = own.pop("name", methods.DEFAULT)
+    if not isinstance(name, str):
+        raise ConfigError(f"method.name = {name!r} must be a string", key="method.name", value=name)
+    methods.check_name(name)
+    rest = {section: given.get(section, {}) for section in SECTIONS}
+    for section, values in rest.items():  # typing mistakes show before torch is imported
+        _section(section, SECTIONS[section], values)
+    if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
+        method = methods.recorded(name, own)
+    if method is None:
+        method = _section("method", methods.find(name), own)
+    defaults = {} if resolved else type(method).defaults
+    sections = {
+        section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
+        for section, kind in SECTIONS.items()
+    }
+    return Config(method=method, **sections)
+
+
+def as_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """A config as plain values, section by section."""
+    sections = {section: dataclasses.asdict(getattr(config, section)) for section in NAMES}
+    sections["method"] = {"name": config.method.name, **sections["method"]}
+    return sections
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML; a setting that is None is left out."""
+    blocks = []
+    for section, values in as_dict(config).items():
+        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+        blocks.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def presets() -> list[str]:
+    """The names of the ready-made configs."""
+    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.suffix != ".toml":
+        path = CONFIGS / f"{source}.toml"
+        if not path.is_file():
+            path = Path(source) / PROJECT
+        if not path.is_file() and Path(source).is_dir():
+            raise ConfigError(
+                f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one",
+                value=str(source),
+                fix=f"ssfl new {source} --images FOLDER",
+            )
+        if not path.is_file():
+            close = closest(str(source), presets())
+            hint = meant(close) or f"; presets: {', '.join(presets())}"
+            what = "folder or preset" if len(path.parts) > 2 else "preset"
+            raise ConfigError(
+                f"no {what} {str(source)!r} (a file's name must end in .toml){hint}",
+                value=str(source),
+                fix=close or None,
+            )
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        close = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}{meant(close)}",
+            value=str(source),
+            fix=str(path.with_name(close)) if close else None,
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", value=str(source)) from error
+
+
+def _set(given: dict[str, Any], override: str) -> None:
+    """Put one `section.key=value` into the nested dict; the value is TOML, or else a plain word."""
+    key, equals, text = override.partition("=")
+    section, dot, name = (part.strip() for part in key.partition("."))
+    if not equals or not dot:
+        homes = _homes(section) if equals else []
+        like = f"{homes[0]}.{override}" if homes else "split.users=20"
+        raise ConfigError(
+            f"--set {override!r}: write section.key=value, such as {like}",
+            key=key.strip(),
+            value=text.strip() or None,
+            fix=like if homes else None,
+        )
+    if section not in NAMES:
+        close = closest(section, NAMES)
+        raise ConfigError(
+            f"unknown section {section!r} in --set {override}{meant(close)}",
+            key=f"{section}.{name}",
+            value=_value(text.strip()),
+            fix=f"{close}.{name}={text.strip()}" if close else None,
+        )
+    values = given.setdefault(section, {})
+    _check_section(section, values)
+    limits = limits_of(SECTIONS[section]) if section in SECTIONS else {}
+    values.pop(limits[name].instead if name in limits else "", None)
+    values[name] = value = _value(text.strip())
+    if f"{section}.{name}" in OUTSIDE and isinstance(value, str) and outside.is_path(value):
+        outside.trust(value)
+
+
+def _value(text: str) -> Any:
+    """A value from the command line: TOML, or a number as people write it (.4), or a plain word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _check_section(section: str, values: Any) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"[{section}] must be a section with keys, not {values!r}", key=section, value=values
+        )
+
+
+def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
+    """A section as an object of its dataclass, every value checked against its field's type and limits."""
+    limits, typed = limits_of(kind), {}
+    try:
+        hints = typing.get_type_hints(kind)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"[{name}] the types of {kind.__name__}'s fields are unclear: {error}") from error
+    for field, value in values.items():
+        key = f"{name}.{field}"
+        if field not in limits:
+            raise _unknown(key, value, limits)
+        typed[field] = checked(key, value, hints[field], limits[field])
+    for one in dataclasses.fields(kind):
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if needed and one.name in limits and one.name not in typed:
+            raise ConfigError(f"{name}.{one.name} has no default: set it", key=f"{name}.{one.name}")
+    return kind(**typed)
+
+
+def _unknown(key: str, value: Any, known: Iterable[str]) -> ConfigError:
+    """The error for a key that its section does not have: what it is called now, or what may be meant."""
+    section, _, field = key.partition(".")
+    if key in RENAMED:
+        right, message = RENAMED[key], f"{key} is now {RENAMED[key]}"
+    elif key in GONE:
+        return ConfigError(f"{key} is no setting any more: {GONE[key]}", key=key, value=value, fix=GONE[key])
+    else:
+        close = closest(field, known)
+        homes = [section] if close else _homes(field)
+        right = f"{homes[0]}.{close or field}" if homes else ""
+        hint = meant(right) or f"; [{section}] has {', '.join(known) or 'none but name'}"
+        message = f"unknown key {key}{hint}"
+    return ConfigError(message, key=key, value=value, fix=f"{right}={_word(value)}" if right else None)
+
+
+def _homes(field: str) -> list[str]:
+    """The sections that have a field of this name."""
+    return [section for section, kind in SECTIONS.items() if field in limits_of(kind)]
+
+
+def _word(value: Any) -> str:
+    """A value as it is written after --set."""
+    return value if isinstance(value, str) else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,153 @@
+"""What came of a contest: a table, a JSON file and a picture."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssfl.runs import folder as runs
+from ssfl.runs import text
+
+ROOM = 12.0
+"""How many points below the middle method the picture reaches."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What became of a method."""
+
+    method: str
+    options: tuple[str, ...]
+    accuracies: list[float]
+    """On test images after the last round, a number for each seed that did not break down."""
+    diverged: int
+    images: int
+    """Forward and backward passes of user images in one run."""
+    megabytes: float
+    """Sent to and from users in one run."""
+    rounds: int
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    """(images, megabytes, validation accuracy), the mean over seeds."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Of each run that did not break down: seed, test accuracy, seconds, device, commit."""
+    server_images: int = 0
+    """Forward and backward passes of the server's images in one run; nothing makes them equal."""
+    tries: list[dict[str, Any]] = field(default_factory=list)
+    """What was to choose from, and the accuracy on validation images that it had."""
+    flag: str = ""
+    """What a reader must know about the method."""
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+def table(standings: Sequence[Standing]) -> str:
+    """Best first, with what it cost."""
+    head = ["method", "test accuracy, %", "behind the first", "seeds", "rounds", "user images, million",
+            "server's, million", "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+    rows = [head]
+    for one in standings:
+        mean, deviation = one.mean, one.deviation
+        told = "broke down" if mean is None else f"{mean:.2f}"
+        told += "" if deviation is None else f" ± {deviation:.2f}"
+        told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
+        millions = one.images / 1e6
+        per = ["–" if mean is None or not cost else _short(mean / cost) for cost in (millions, one.megabytes)]
+        seeds = str(len(one.accuracies) + one.diverged)
+        counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
+        counts.append(f"{one.server_images / 1e6:.3g}")
+        chosen = " ".join(one.options) or "–"
+        name = one.method + " *" * bool(one.flag)
+        rows.append([name, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
+    commits = {str(run["commit"]) for one in standings for run in one.runs}
+    note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
+    flagged = [f"\n* {one.method}: {one.flag}" for one in standings if one.flag]
+    return text.table(rows) + _images(standings) + note + "".join(flagged)
+
+
+def _images(standings: Sequence[Standing]) -> str:
+    """How many images the figures are of: of few they say little."""
+    for run in (run for one in standings for run in one.runs):
+        kept = f"; {run['validation_images']:,} training images set aside draw the curves"
+        return f"\naccuracy is of {run['test_images']:,} test images{kept}"
+    return ""
+
+
+def _short(number: float) -> str:
+    """Three digits that count; large numbers whole, since 3.33e+03 is hard to read."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
+def _behind(one: Standing, first: Standing) -> str:
+    """How many points, and the standard error over seeds: a seed's split is the same for both."""
+    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
+    return "–" if one is first else paired(best, theirs)
+
+
+def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
+    """How far numbers by seed are apart where both have the seed, and the standard error; `sign` as in a
+    format."""
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not apart:
+        return "–"
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+    return f"{statistics.mean(apart):{sign}.2f}{error}"
+
+
+def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
+    """contest.json: the standings and how they came about."""
+    entries = [
+        {
+            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
+            "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
+            "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
+            "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,
+        }
+        for one in standings
+    ]  # fmt: skip
+    file = out / "contest.json"
+    runs.write_atomic(file, (json.dumps(told | {"standings": entries}, indent=1) + "\n").encode())
+    return file
+
+
+def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
+    """Validation accuracy against user images and against megabytes, PNG and SVG."""
+    from ssfl.report import plots
+
+    plt = plots.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    for number, one in enumerate(standings):
+        style = {"linestyle": plots.STYLES[number % len(plots.STYLES)], "marker": "osD^vP*X"[number % 8]}
+        for axis, cost, unit in zip(axes, (0, 1), (1e6, 1.0), strict=True):
+            points = [(point[cost] / unit, point[2]) for point in one.curve]
+            if points and points[-1][0]:
+                every = 0.2 if len(points) > 8 else 1
+                label = f"{one.method}: {points[-1][1]:.1f}"
+                axis.plot(*zip(*points, strict=True), label=label, markevery=every, markersize=4, **style)
+            elif points:  # no user takes part: where it ends is a line to beat
+                label = f"{one.method}: {points[-1][1]:.1f} (its end)"
+                axis.axhline(points[-1][1], label=label, color="0.4", linestyle=":")
+    ends = [one.curve[-1][2] for one in standings if one.curve]
+    if ends:  # who collapsed would leave no room for the others
+        lowest = max(0.0, statistics.median(ends) - ROOM)
+        axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
+    judged = [f" of {run['validation_images']:,} images" for one in standings for run in one.runs]
+    axes[0].set(xlabel="user images, million", ylabel=f"validation accuracy{''.join(judged[:1])}, %")
+    axes[1].set(xlabel="megabytes sent")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.locator_params(axis="x", nbins=6)  # in a trial numbers are long, and more would overlap
+    if ends:
+        axes[0].legend(fontsize=8)
+    files = [out / "contest.png", out / "contest.svg"]
+    for file in files:
+        figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return files

@@ -1,0 +1,96 @@
+"""How rows are averaged: every linear rule is one small mixing matrix times the rows.
+
+A stream i becomes  s_i · w_s + (1 - s_i) · mean of w_k over its group G_i.  FedAvg is one group of
+everybody with s = 1/(C+1); grouping is S groups with s_i = 1/(|G_i|+1); a server-weighted average is
+one group with s given.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
+    """The matrix [S, 1 + C] that takes (server, users) to streams; each row sums to one.
+
+    `groups` deals the places 0 to C - 1 of the users' rows. Without a server its column is zero. A
+    group without users takes the server's model, or without a server everybody's mean.
+    """
+    everybody = sorted(user for group in groups for user in group)
+    if everybody != list(range(len(everybody))):
+        raise ValueError(f"groups must deal every user from 0 to C - 1 once, not {everybody}")
+    if not everybody and not server:
+        raise ValueError("nobody to average: no users and no server")
+    matrix = torch.zeros(len(groups), 1 + len(everybody), dtype=torch.float64)
+    for stream, group in enumerate(groups):
+        share = 1 / (len(group) + 1) if server_weight is None else server_weight
+        if not server:
+            share = 0.0
+        elif not group:
+            share = 1.0
+        members = group or everybody
+        matrix[stream, 0] = share
+        for user in members:
+            matrix[stream, 1 + user] = (1 - share) / len(members)
+    return matrix
+
+
+def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """One row of many: their "mean", by `weights` [n] if some are given, or coordinate by coordinate their
+    "median" or "trimmed" mean, without the fifth (at least one) that is least and the fifth that is most,
+    where there are more than two."""
+    count = len(rows)
+    if weights is not None and rule == "mean":
+        return (weights / weights.sum()) @ rows
+    if rule == "mean" or count <= 2:
+        return rows.mean(0)
+    cut = max(1, round(count / 5)) if rule == "trimmed" else (count - 1) // 2
+    return rows.sort(0).values[cut : count - cut].mean(0)
+
+
+def checked(found: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
+    """What was found of the rows, or their median where that has less loss on the server's labels."""
+    return min((found, combined("median", rows)), key=loss)
+
+
+def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Streams [S, P] and their mean [P]: equation (7) with the given mixing matrix."""
+    rows = users if server is None else torch.cat([server[None], users])
+    weights = matrix.to(rows)
+    streams = (weights[:, 1:] if server is None else weights) @ rows
+    return streams, streams.mean(0)
+
+
+def fedavg(server: Any, users: Any) -> Tensor:
+    """Equation (8): (w_s + sum of w_k) / (C + 1); without a server (None) the mean of the users."""
+    return grouping(server, users, [range(len(users))])[1]
+
+
+def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
+    """One average in which the server's share is a given number."""
+    rows = as_rows(users)
+    everybody = [list(range(len(rows)))]
+    return average(as_rows(server), rows, mixing(everybody, True, server_weight))[1]
+
+
+def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
+    """Equation (7): every group averages its users with the server; w_avg is the groups' mean.
+
+    Rows may be tensors, arrays or lists; `groups` lists each group's places among the users.
+    """
+    dealt = [[int(user) for user in group] for group in groups]
+    rows = as_rows(users)
+    if sum(map(len, dealt)) != len(rows):
+        raise ValueError(f"groups deal {sum(map(len, dealt))} users, but there are {len(rows)} rows")
+    own = None if server is None else as_rows(server).to(rows)
+    return average(own, rows, mixing(dealt, own is not None))
+
+
+def as_rows(rows: Any) -> Tensor:
+    """A floating tensor from a tensor, an array, or a list of numbers or rows."""
+    if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Tensor):
+        rows = torch.stack(list(rows))
+    tensor = torch.as_tensor(rows)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.float32)

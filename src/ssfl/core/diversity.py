@@ -1,0 +1,75 @@
+"""Gradient diversity: Definition 1 and the variants of Appendix D, in two normalisations.
+
+Low diversity means that the trainers move one way. That is what agreement looks like, and also what
+a collapse looks like: read it beside the mask rate and the accuracy.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssfl.core.averaging import as_rows
+
+
+def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
+    """Sum over k of ‖g_k‖^q / ‖sum of g_k‖^q for rows [n, P]; q is 2 (squared) or 1.
+
+    Definition 1 is `order=2, squared=True`. Nothing over nothing is nan; something over nothing, inf.
+    """
+    rows = as_rows(gradients).double()
+    norms = torch.linalg.vector_norm(rows, order, dim=1)
+    total = torch.linalg.vector_norm(rows.sum(0), order)
+    power = 2 if squared else 1
+    return float((norms**power).sum() / total**power)
+
+
+def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
+    """What the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
+
+    It is 1 where all agree and n where they are orthogonal (more where they oppose each other), so that
+    larger cohorts look more diverse; Definition 1 is 1/n and 1.
+    """
+    count = len(gradients) if squared else 1
+    return count * gradient_diversity(gradients, order, squared)
+
+
+def variants(
+    rows: dict[str, Tensor],
+    server: dict[str, Tensor | None],
+    groups: Sequence[Sequence[int]],
+) -> dict[str, dict[str, float | None]]:
+    """All sixteen variants, each in both normalisations, over everybody and within groups.
+
+    `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names
+    "gradient" and "update"; `server` likewise, a row each or None. Within groups: each group's value
+    (with the server in every group where it counts), averaged over the users, so that a group counts by its
+    size. Undefined is None.
+    """
+    table: dict[str, dict[str, float | None]] = {}
+    for (kind, users), order, squared, with_server in product(
+        rows.items(), (2, 1), (True, False), (False, True)
+    ):
+        own = server.get(kind) if with_server else None
+        if with_server and own is None:
+            continue
+        head = users[:0] if own is None else own[None]
+        everybody = torch.cat([head, users])
+        within = [torch.cat([head, users[list(group)]]) for group in groups if group]
+        shares = [len(group) / len(users) for group in groups if group]
+        name = f"{kind}_l{order}{'_squared' if squared else ''}{'_server' if with_server else ''}"
+        table[name] = {}
+        for label, measure in (("definition", gradient_diversity), ("authors", authors_diversity)):
+            values = [measure(members, order, squared) for members in within]
+            mean = sum(share * value for share, value in zip(shares, values, strict=True))
+            table[name][label] = _finite(measure(everybody, order, squared))
+            table[name][f"{label}_groups"] = _finite(mean)
+    return table
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no nan and no inf: an undefined diversity is null."""
+    return value if math.isfinite(value) else None

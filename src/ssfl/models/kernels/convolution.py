@@ -1,0 +1,118 @@
+"""Convolutions as operators; `triton_conv.py` computes them."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_use = find_spec("triton") is not None
+MULTIPLE = 16
+"""Tensor cores take channels by sixteen."""
+FEW = 4
+"""Input channels that are few: those of pictures, in a network's first layer."""
+
+
+def usable() -> bool:
+    """Whether there are kernels at all."""
+    return _use
+
+
+def use(wanted: bool) -> None:
+    """Whether to use them from now on."""
+    global _use
+    _use = wanted
+
+
+def suit(x: Tensor, weight: Tensor) -> bool:
+    """Whether these images and filters are for the kernels: bfloat16 on a GPU, channels by sixteen, and
+    places within one model's images that fit into 31 bits."""
+    inputs, outputs = weight.shape[2], weight.shape[1]
+    fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
+    pixels = x.numel() // (len(weight) * inputs)
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and fit
+        and (pixels + MULTIPLE * x.shape[3]) * max(inputs, outputs) < 2**31
+        and _use
+    )
+
+
+def pixels_first(x: Tensor) -> Tensor:
+    """The same numbers as [..., H, W, C], contiguous."""
+    return x.movedim(-3, -1).contiguous()
+
+
+def _out(size: int, kernel: int, stride: int, padding: int) -> int:
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+@torch.library.custom_op("ssfl::convolve", mutates_args=())
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """[n · B, C, H, W] with [n, O, C, k, k] and [n, O]: [n · B, O, H', W']."""
+    from ssfl.models.kernels import triton_conv
+
+    if weight.shape[2] <= FEW:
+        out = triton_conv.first(x.contiguous(), weight.contiguous(), bias, stride, padding)
+    else:
+        out = triton_conv.correlate(pixels_first(x), pixels_first(weight), bias, stride, padding)
+    return out.movedim(-1, -3)
+
+
+@convolve.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
+    return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3)
+
+
+@torch.library.custom_op("ssfl::convolve_images_grad", mutates_args=())
+def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+    from ssfl.models.kernels import triton_conv
+
+    found = triton_conv.spread(pixels_first(grad), pixels_first(weight), size, stride, padding)
+    return found.movedim(-1, -3)
+
+
+@_images_grad.register_fake
+def _(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+    return grad.new_empty(grad.shape[0], *size, weight.shape[2]).movedim(-1, -3)
+
+
+@torch.library.custom_op("ssfl::convolve_weights_grad", mutates_args=())
+def _weights_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> Tensor:
+    from ssfl.models.kernels import triton_conv
+
+    few = x.shape[1] <= FEW
+    x = x.contiguous() if few else pixels_first(x)
+    found = triton_conv.weights_grad(pixels_first(grad), x, few, models, kernel, stride, padding)
+    return found if few else found.movedim(-1, -3)
+
+
+@_weights_grad.register_fake
+def _(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> Tensor:
+    if x.shape[1] <= FEW:
+        return grad.new_empty(models, grad.shape[1], x.shape[1], kernel, kernel)
+    return grad.new_empty(models, grad.shape[1], kernel, kernel, x.shape[1]).movedim(-1, -3)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.stride, ctx.padding = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    x, weight = ctx.saved_tensors
+    to_x = to_weight = to_bias = None
+    if ctx.needs_input_grad[0]:
+        if weight.shape[2] <= FEW:
+            raise NotImplementedError("no gradient for pictures")
+        to_x = _images_grad(grad, weight, list(x.shape[2:]), ctx.stride, ctx.padding)
+    if ctx.needs_input_grad[1]:
+        to_weight = _weights_grad(grad, x, len(weight), weight.shape[-1], ctx.stride, ctx.padding)
+    if ctx.needs_input_grad[2]:
+        to_bias = grad.unflatten(0, (len(weight), -1)).sum((1, 3, 4), dtype=torch.float32).to(grad.dtype)
+    return to_x, to_weight, to_bias, None, None
+
+
+convolve.register_autograd(_backward, setup_context=_remember)

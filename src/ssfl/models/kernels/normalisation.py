@@ -1,0 +1,83 @@
+"""Group normalisation with what follows it as one operator; `triton_norm.py` computes it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssfl.models.kernels.convolution import pixels_first, usable
+
+LARGEST = 32768
+"""Numbers of one image that a program holds at once."""
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return 1 << (value - 1).bit_length()
+
+
+def suit(x: Tensor, groups: int) -> bool:
+    """Whether the kernel takes these images: bfloat16 on a GPU, small enough to be held at once."""
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
+        return False
+    members = x.shape[1] // groups
+    even = x.shape[1] == _power(x.shape[1]) and groups == _power(groups)
+    return even and _power(x.shape[2] * x.shape[3]) * members <= LARGEST
+
+
+@torch.library.custom_op("ssfl::group_norm", mutates_args=())
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
+) -> Tensor:
+    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C]."""
+    from ssfl.models.kernels import triton_norm
+
+    more = None if add is None else pixels_first(add)
+    out = triton_norm.forward(
+        pixels_first(x), weight.contiguous(), bias.contiguous(), more, groups, eps, slope
+    )
+    return out.movedim(-1, -3)
+
+
+@group_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
+) -> Tensor:
+    return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
+
+
+@torch.library.custom_op("ssfl::group_norm_grad", mutates_args=())
+def _grad(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, groups: int, eps: float, slope: float, added: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from ssfl.models.kernels import triton_norm
+
+    found = triton_norm.backward(
+        pixels_first(grad), pixels_first(x), pixels_first(y), weight.contiguous(), groups, eps, slope, added
+    )
+    return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
+
+
+@_grad.register_fake
+def _(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, groups: int, eps: float, slope: float, added: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    to_x, to_add = (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3) for _ in range(2))
+    per_image = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    return (to_x, to_add if added else x.new_empty(0), *per_image)  # type: ignore[return-value]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, add, ctx.groups, ctx.eps, ctx.slope = inputs
+    ctx.added = add is not None
+    ctx.save_for_backward(x, output, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, y, weight = ctx.saved_tensors
+    to_x, to_add, scale, shift = _grad(grad, x, y, weight, ctx.groups, ctx.eps, ctx.slope, ctx.added)
+    per_model = [each.unflatten(0, (len(weight), -1)).sum(1).to(weight.dtype) for each in (scale, shift)]
+    return to_x, *per_model, to_add if ctx.added else None, None, None, None
+
+
+group_norm.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,135 @@
+"""The layers that hold numbers, for one model or for n models at once.
+
+A network written with these runs in two ways without a change to it. With its own parameters it is
+one ordinary PyTorch model. With parameters that have one more dimension in front, [n, ...], handed in
+by `torch.func.functional_call`, it is n models: their images lie one model after another in the batch,
+[n · B, C, H, W], so that everything between these layers (activations, pools, sums) needs no notice.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssfl.core import draws
+from ssfl.models.kernels import convolution
+from ssfl.models.kernels import normalisation as fused
+
+
+class Conv2d(nn.Conv2d):
+    """A square convolution without dilation or groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 4:
+            return super().forward(x)
+        return convolve(x, self.weight, self.bias, self.stride[0], int(self.padding[0]))
+
+
+class Linear(nn.Linear):
+    """A dense layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return super().forward(x)
+        inputs = x.reshape(len(self.weight), -1, x.shape[-1])
+        # this way round the weights' gradient comes in their own order
+        return torch.baddbmm(self.bias[:, :, None], self.weight, inputs.mT).mT.flatten(0, 1)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation of [B, C, ...], each image by itself; statistics at least in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 1:
+            return super().forward(x)
+        models = len(self.weight)
+        if fused.suit(x, self.num_groups):
+            return fused.group_norm(x, self.weight, self.bias, None, self.num_groups, self.eps, 1.0)  # type: ignore[no-any-return]
+        if not x.is_cuda:
+            parts = zip(x.chunk(models), self.weight, self.bias, strict=True)
+            return torch.cat([F.group_norm(part, self.num_groups, w, b, self.eps) for part, w, b in parts])
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        grouped = wide.unflatten(1, (self.num_groups, -1))
+        var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
+        even = ((grouped - mean) * torch.rsqrt(var + self.eps)).flatten(1, 2).unflatten(0, (models, -1))
+        scale, shift = (_per_channel(value, x.dim()) for value in (self.weight, self.bias))
+        return (even * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation of [B, C, ...] whose statistics are replaced, never changed in place.
+
+    torch's own layer writes into its buffers; replacing them keeps a step a pure function, so that
+    many models can be trained at once. The numbers are those of `torch.nn.BatchNorm2d`.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.momentum, self.eps = momentum, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        models = 1 if self.weight.dim() == 1 else len(self.weight)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(0, (models, -1))
+        if self.training:
+            var, mean = torch.var_mean(wide, [1, *range(3, wide.dim())], correction=0)
+            var, mean = var.view_as(self.weight), mean.view_as(self.weight)
+            count = wide.numel() // mean.numel()
+            unbiased = var.detach() * (count / max(count - 1, 1))
+            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
+            self.running_var = self.running_var.lerp(unbiased, self.momentum)
+        else:  # noise that users add, or an attacker, may bring a variance below nothing
+            mean, var = self.running_mean, self.running_var.clamp(min=0)
+        scale = self.weight * torch.rsqrt(var + self.eps)
+        shift = self.bias - mean * scale
+        scale, shift = (_per_channel(value.reshape(models, -1), x.dim()) for value in (scale, shift))
+        return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def normalisation(norm: str, channels: int) -> nn.Module:
+    """The layer that `norm` names; groups hold at least two channels, at most 32 groups."""
+    if norm == "group":
+        return GroupNorm(min(32, channels // 2), channels)
+    return BatchNorm(channels) if norm == "batch" else nn.Identity()
+
+
+def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
+    """Drop whole channels of each image; the mask is a function of the key of its model alone."""
+    count = x.shape[0] * x.shape[1] // keys.numel()
+    kept = draws.uniform(draws.bits(keys, count)) >= rate
+    return x * (kept.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Images [n · B, C, H, W] with the filters [n, O, C, k, k] of their models: [n · B, O, H', W']."""
+    models = len(weight)
+    if convolution.suit(x, weight):
+        return convolution.convolve(x, weight, bias, stride, padding)  # type: ignore[no-any-return]
+    if x.is_cuda:  # as one convolution of n groups of channels
+        side = x.unflatten(0, (models, -1)).transpose(0, 1).flatten(1, 2)
+        out = F.conv2d(side, weight.flatten(0, 1), None, stride, padding, groups=models)
+        out = out.unflatten(1, (models, -1)).transpose(0, 1)
+        return (out if bias is None else out + _per_channel(bias, 4)).flatten(0, 1)  # type: ignore[no-any-return]
+    # one after another is fastest on a CPU
+    biases = [None] * models if bias is None else bias.unbind()
+    parts = zip(x.chunk(models), weight.unbind(), biases, strict=True)
+    return torch.cat([F.conv2d(*part, stride, padding) for part in parts])
+
+
+def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
+    """relu(norm(x) + add), leaky where a slope is given: one pass over the images where that is possible."""
+    if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
+        return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
+    x = norm(x)
+    x = x if add is None else x + add
+    return F.leaky_relu(x, slope) if slope else F.relu(x)
+
+
+def _per_channel(values: Tensor, dims: int) -> Tensor:
+    """[n, C] shaped to go with images [n, B, C, ...] whose folded form has `dims` dimensions."""
+    return values.reshape(len(values), 1, -1, *[1] * (dims - 2))

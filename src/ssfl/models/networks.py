@@ -1,0 +1,217 @@
+"""The networks, built by name; normalisation is an argument, and dropout takes its draws.
+
+Every model is called as `model(images, key)`: images are normalised floats [B, C, H, W]; `key` names
+the dropout masks and is needed in training mode by the one network that drops (`cnn`). Layers with
+parameters come from `layers.py`, so that every network also runs as many models at once.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssfl.errors import ConfigError
+from ssfl.models.layers import Conv2d, Linear, activate, dropout, normalisation
+
+
+class Small(nn.Module):
+    """A two-layer CNN for images of a few pixels, such as the 8×8 digits; strides instead of pools."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = Conv2d(channels, 16, 3, padding=1)
+        self.norm1 = normalisation(norm, 16)
+        self.conv2 = Conv2d(16, 32, 3, stride=2, padding=1)
+        self.norm2 = normalisation(norm, 32)
+        self.fc = Linear(32 * -(-height // 2) * -(-width // 2), classes)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = activate(self.norm1, self.conv1(x))
+        x = activate(self.norm2, self.conv2(x))
+        return self.fc(x.flatten(1))  # type: ignore[no-any-return]
+
+
+class Cnn(nn.Module):
+    """The paper's EMNIST network: 1,204,655 parameters without normalisation at 28×28, 47 classes."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = Conv2d(channels, 32, 3)
+        self.norm1 = normalisation(norm, 32)
+        self.conv2 = Conv2d(32, 64, 3)
+        self.norm2 = normalisation(norm, 64)
+        self.fc1 = Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
+        self.fc2 = Linear(128, classes)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = activate(self.norm1, self.conv1(x))
+        x = F.max_pool2d(self.norm2(self.conv2(x)), 2)
+        if self.training:
+            if key is None:
+                raise ValueError("this network drops channels in training: call it with a key")
+            x = dropout(x, 0.25, key)
+        x = F.relu(x).flatten(1)
+        return self.fc2(F.relu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions beside a shortcut (He et al. 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = normalisation(norm, outputs)
+        self.conv2 = Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = normalisation(norm, outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut.append(Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.shortcut.append(normalisation(norm, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = activate(self.norm1, self.conv1(x))
+        return activate(self.norm2, self.conv2(out), add=self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for 32 pixels: a 3×3 stem without pooling; 11,173,962 parameters with a norm."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        self.conv = Conv2d(shape[0], 64, 3, 1, 1, bias=False)
+        self.norm = normalisation(norm, 64)
+        widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        strides = [1, 1, 2, 1, 2, 1, 2, 1]
+        self.blocks = nn.Sequential(
+            *(BasicBlock(a, b, s, norm) for a, b, s in zip(widths, widths[1:], strides, strict=False))
+        )
+        self.fc = Linear(512, classes)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = self.blocks(activate(self.norm, self.conv(x)))
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class ResNet9(nn.Module):
+    """ResNet-9: four wide layers and two residual pairs; 6,575,370 parameters with a norm."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+
+        def layer(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
+            parts = [Conv2d(inputs, outputs, 3, padding=1), normalisation(norm, outputs)]
+            return nn.Sequential(*parts, nn.ReLU(), *([nn.MaxPool2d(2)] if pool else []))
+
+        self.stem = nn.Sequential(layer(shape[0], 64), layer(64, 128, pool=True))
+        self.pair1 = nn.Sequential(layer(128, 128), layer(128, 128))
+        self.middle = nn.Sequential(layer(128, 256, pool=True), layer(256, 512, pool=True))
+        self.pair2 = nn.Sequential(layer(512, 512), layer(512, 512))
+        self.fc = Linear(512, classes)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = self.stem(x)
+        x = self.middle(x + self.pair1(x))
+        x = x + self.pair2(x)
+        return self.fc(x.amax((2, 3)))  # type: ignore[no-any-return]
+
+
+class Vgg11(nn.Module):
+    """VGG-11 for 96 pixels with a three-layer head; 11,653,770 parameters with a norm."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels, height, width = shape
+        for width_out, pool in [
+            (64, True), (128, True), (256, False), (256, True),
+            (512, False), (512, True), (512, False), (512, True),
+        ]:  # fmt: skip
+            layers += [Conv2d(channels, width_out, 3, padding=1), normalisation(norm, width_out)]
+            layers.append(nn.ReLU())
+            if pool:
+                layers.append(nn.MaxPool2d(2, ceil_mode=True))
+                height, width = (height + 1) // 2, (width + 1) // 2
+            channels = width_out
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Sequential(
+            nn.Flatten(), Linear(512 * height * width, 512), normalisation(norm, 512), nn.ReLU(),
+            Linear(512, 128), nn.ReLU(), Linear(128, classes),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+class WideBlock(nn.Module):
+    """Normalise, activate, convolve, twice (Zagoruyko and Komodakis 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.norm1 = normalisation(norm, inputs)
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm2 = normalisation(norm, outputs)
+        self.conv2 = Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs:
+            self.shortcut = Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = activate(self.norm1, x, slope=0.1)
+        short = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(out)
+        out = activate(self.norm2, self.conv1(out), slope=0.1)
+        return self.conv2(out) + short  # type: ignore[no-any-return]
+
+
+class WideResNet(nn.Module):
+    """Wide-ResNet-28-2, the network of FixMatch and its federated successors."""
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        self.conv = Conv2d(shape[0], 16, 3, 1, 1, bias=False)
+        blocks: list[nn.Module] = []
+        for inputs, outputs, stride in [(16, 32, 1), (32, 64, 2), (64, 128, 2)]:
+            blocks.append(WideBlock(inputs, outputs, stride, norm))
+            blocks += [WideBlock(outputs, outputs, 1, norm) for _ in range(3)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = normalisation(norm, 128)
+        self.fc = Linear(128, classes)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = activate(self.norm, self.blocks(self.conv(x)), slope=0.1)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+MODELS = {
+    "small": Small,
+    "cnn": Cnn,
+    "resnet9": ResNet9,
+    "resnet18": ResNet18,
+    "vgg11": Vgg11,
+    "wide_resnet": WideResNet,
+}
+SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wide_resnet": 8}
+
+
+def suited(shape: tuple[int, int, int], gpu: bool) -> str:
+    """The network for images of this size when nobody chose one: without a GPU one that a CPU can train."""
+    pixels = min(shape[1:])
+    if pixels < 16:
+        return "small"
+    if pixels <= 28 and shape[0] == 1:
+        return "cnn"
+    if not gpu:  # the weights of cnn grow with the pixels, and its time
+        return "cnn" if shape[1] * shape[2] <= 64 * 64 else "small"
+    return "resnet18" if pixels <= 64 else "vgg11"
+
+
+def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
+    """A network with PyTorch's default initial weights, a function of the seed alone."""
+    if min(shape[1:]) < SMALLEST[name]:
+        raise ConfigError(
+            f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels and these have "
+            f"{shape[1]}×{shape[2]}: choose model.name = 'small'"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name](classes, shape, norm)

@@ -1,0 +1,135 @@
+"""Checkpoints of a run: everything that the next round needs, in safetensors.
+
+Each is written whole or not at all and checked when it is read, and the one before it is kept, so that a torn
+file costs a few rounds and never a run.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ssfl.core import plain_files
+from ssfl.errors import RunError
+from ssfl.federation import State
+from ssfl.runs import folder as runs
+
+FORMAT = "1"
+MEMORY = "memory."
+"""Before the names of what a method keeps besides."""
+KEPT = 2
+"""How many there are at a time."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state with what the run had counted by then."""
+
+    state: State
+    totals: dict[str, float]
+    conditions: dict[str, str]
+    """What the last digits depend on: versions, device, engine, threads, users at once."""
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Write checkpoints/round-N.safetensors, then remove all but the last few."""
+    state = checkpoint.state
+    with (path / "events.jsonl").open("rb") as events:
+        os.fsync(events.fileno())  # a checkpoint never outlives the events before it
+    tensors = {
+        "streams": state.streams.detach().cpu().contiguous(),
+        "average": state.average.detach().cpu().contiguous(),
+        "momentum": state.momentum.detach().cpu().contiguous(),
+    }
+    if len(state.strikes):
+        tensors["strikes"] = state.strikes.cpu()
+    for name, kept in sorted(state.memory.items()):
+        tensors[MEMORY + name] = kept.detach().cpu().contiguous()
+    header = {
+        "format": FORMAT,
+        "round": str(state.round),
+        "config": _digest(path),
+        "totals": json.dumps(checkpoint.totals),
+        "conditions": json.dumps(checkpoint.conditions),
+        "sha256": _hash(tensors),
+    }
+    folder = path / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    runs.write_atomic(folder / f"round-{state.round:07d}.safetensors", save(tensors, header))
+    for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def newest(path: Path, device: torch.device) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where there is none at all."""
+    files = sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+    broken = []
+    for file in files:
+        try:
+            return _read(file, device)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            broken.append(f"{file.name} ({error})")
+    if broken:
+        raise RunError(f"no checkpoint of {path} can be read: {'; '.join(broken)}; start a new run")
+    return None
+
+
+def require_memory(path: Path, state: State, begun: State) -> None:
+    """Refuse a state with other tensors than the method keeps: it was written by another version of it."""
+    for name in sorted(state.memory.keys() ^ begun.memory.keys()):
+        known = "does not know" if name in state.memory else "needs"
+        which = "holds" if name in state.memory else "lacks"
+        raise RunError(
+            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method "
+            f"{known}: use the version that wrote it, or start a new run"
+        )
+
+
+def _read(file: Path, device: torch.device) -> Checkpoint:
+    plain_files.require_plain(file)
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata() or {}
+        names = set(opened.keys())
+        known = [name for name in ("streams", "average", "momentum", "strikes") if name in names]
+        known += sorted(name for name in names if name.startswith(MEMORY))
+        tensors = {name: opened.get_tensor(name) for name in known}
+    if header["format"] != FORMAT:
+        raise RunError(
+            f"{file} has checkpoint format {header['format']}, this ssfl reads {FORMAT}: "
+            "install the ssfl that wrote it"
+        )
+    if header["config"] != _digest(file.parent.parent):
+        raise RunError(
+            f"{file} belongs to another config than {file.parent.parent / 'config.toml'}: "
+            "put the config back as it was, or start a new run"
+        )
+    if header["sha256"] != _hash(tensors):
+        raise ValueError("its checksum does not match")
+    if not all(bool(tensors[name].isfinite().all()) for name in ("streams", "average", "momentum")):
+        raise ValueError("it holds numbers that are not finite")
+    streams, average, momentum = (tensors[name].to(device) for name in ("streams", "average", "momentum"))
+    memory = {n.removeprefix(MEMORY): t.to(device) for n, t in tensors.items() if n.startswith(MEMORY)}
+    state = State(int(header["round"]), streams, average, momentum, memory=memory)
+    if "strikes" in tensors:
+        state = replace(state, strikes=tensors["strikes"])
+    return Checkpoint(state, *(plain_files.parse_json(header[name]) for name in ("totals", "conditions")))
+
+
+def _digest(path: Path) -> str:
+    """A checksum of a run's config, without the lines that say how it is carried out."""
+    lines = plain_files.read(path / "config.toml", plain_files.CONFIG).decode("utf-8").splitlines()
+    kept = [line for line in lines if line.split(" = ")[0] not in (*runs.CONDITIONS, "track")]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def _hash(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

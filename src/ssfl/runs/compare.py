@@ -1,0 +1,52 @@
+"""Two runs side by side: the first round, user and quantity in which they differ."""
+
+from pathlib import Path
+from typing import Any
+
+from ssfl.config.loading import as_dict
+from ssfl.runs import folder
+
+
+def settings(first: Path, second: Path) -> list[str]:
+    """The config keys in which two runs differ, each as `key: a | b`."""
+    a, b = (as_dict(folder.read_config(path)) for path in (first, second))
+    return [
+        f"{section}.{key}: {a[section].get(key, '-')} | {b[section].get(key, '-')}"
+        for section in a
+        for key in a[section] | b[section]
+        if a[section].get(key, "-") != b[section].get(key, "-")
+    ]
+
+
+def first_difference(first: Path, second: Path) -> str | None:
+    """Where the events of two runs part, in words; None if they are equal (the clock aside)."""
+    one, two = (list(folder.read_events(path)) for path in (first, second))
+    for a, b in zip(one, two, strict=False):
+        where = f"round {a['round']}"
+        if (a["event"], a["round"]) != (b["event"], b["round"]):
+            return f"{where}: {a['event']} in the first, round {b['round']}: {b['event']} in the second"
+        for key in [*a, *(key for key in b if key not in a)]:
+            if key in folder.WALL_CLOCK or a.get(key) == b.get(key):
+                continue
+            return f"{where}, {_inside(a, b, key)}"
+    if len(one) != len(two):
+        which, rest = ("first", one) if len(one) > len(two) else ("second", two)
+        event = rest[min(len(one), len(two))]
+        return f"round {event['round']}: {event['event']} is in the {which} run alone"
+    return None
+
+
+def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
+    """The first place inside a quantity that differs: a user where it is told by user."""
+    x, y = a.get(key), b.get(key)
+    if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
+        place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)
+        if key.startswith("user_"):
+            users = a.get("returned")
+            user = users[place] if isinstance(users, list) and place < len(users) else place
+            return f"user {user}, {key[5:]}: {x[place]} | {y[place]}"
+        return f"{key}[{place}]: {x[place]} | {y[place]}"
+    if isinstance(x, dict) and isinstance(y, dict):
+        inner = next((k for k in [*x, *y] if x.get(k) != y.get(k) or (k in x) != (k in y)), "")
+        return f"{key}.{inner}: {x.get(inner)} | {y.get(inner)}"
+    return f"{key}: {x} | {y}"

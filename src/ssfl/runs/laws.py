@@ -1,0 +1,206 @@
+"""`ssfl check METHOD`: does a method, or a network, keep the laws that every engine relies on?
+
+Each law is tried on the digits, in float64, with a few users and rounds. A law that fails is told in a plain
+sentence with the likely cause.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssfl.config.loading import load_config
+from ssfl.config.settings import Config
+from ssfl.engines.work import make_batch
+from ssfl.errors import MethodError, SsflError, SsflWarning
+from ssfl.federation import Method, State
+from ssfl.models.external import Factory
+from ssfl.runs import assemble, checkpoints
+from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.surroundings import reproducible
+from ssfl.simulate.simulation import Simulation
+
+CLOSE = 1e-6
+"""The largest relative difference between engines after five rounds in float64."""
+SETTINGS = (
+    "split.users=6", "split.server_labels=50", "federation.participants=4", "federation.rounds=5",
+    "federation.period=3", "train.batch_size=16", "train.precision=float64", "train.momentum_policy=reset",
+    "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
+)  # fmt: skip
+MASKED = (0.2, 0.95)
+"""Between these mask rates a comparison says something: at 0 nothing is trained on, and all agree."""
+THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
+"""Thresholds that are tried, for methods that have one, until the mask rate lies in between."""
+
+
+class Law(NamedTuple):
+    """The outcome of one law."""
+
+    name: str
+    holds: bool
+    told: str
+    """What was found, and where it fails the likely cause."""
+
+
+def check(method: Method | str = "anchored", model: Factory | str | None = None) -> list[Law]:
+    """Try every law on a method, by its name, import path or object, and a network; see `ssfl check`."""
+    overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
+    config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
+    with reproducible(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SsflWarning)
+        config, mask = _with_some_labels(config, model)
+        return list(_laws(config, model, mask))
+
+
+def _laws(config: Config, model: Factory | str | None, mask: float | None) -> Iterator[Law]:
+    def law(name: str, why: str, *others: Callable[[], tuple[float, float]]) -> Law:
+        try:
+            worst = max(apart / (1 + size) for apart, size in (other() for other in others))
+        except (SsflError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+            return Law(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        found = f"largest relative difference {worst:.1e}"
+        return Law(name, worst <= CLOSE, found if worst <= CLOSE else f"{found}: {why}")
+
+    rated = "users do not train" if mask is None else f"mask rate {mask:.2f}"
+    useful = mask is None or 0.02 <= mask <= 0.98 or "labels" in config.method.needs()
+    hint = "" if useful else "; engines agree trivially here: try another threshold"
+    yield Law("some images are trained on and some are not", useful, rated + hint)
+    loop = _played(config, model)
+    vmap = replace(config, run=replace(config.run, engine="vmap"))
+    yield law(
+        "loop equals vmap",
+        "a loss mixes users: every operation must keep the first dimension (users) apart",
+        lambda: _apart(loop, _played(vmap, model)),
+    )
+    few = replace(vmap, run=replace(vmap.run, users_at_once=1))
+    yield law(
+        "one user at a time equals all at once",
+        "what a user computes depends on who else trains",
+        lambda: _apart(_played(vmap, model), _played(few, model)),
+    )
+    yield law(
+        "a resumed run equals an uninterrupted one",
+        "the method keeps something outside of State.memory",
+        lambda: _apart(loop, _resumed(config, model)),
+    )
+    yield law(
+        "a recorded step can be replayed in another round",
+        "a number of the first round was frozen into the step: use tensors of `step`, no Python numbers",
+        lambda: _replayed(vmap, model),
+    )
+    if torch.cuda.is_available():
+        cuda = replace(config, run=replace(config.run, device="cuda", engine="vmap"))
+        yield law("a GPU equals a CPU", "see the laws above", lambda: _apart(loop, _played(cuda, model)))
+
+
+def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:
+    """The config with a threshold at which some images get a pseudo-label, and the mask rate."""
+    has = any(one.name == "threshold" for one in fields(config.method))
+    tried = [config]
+    if has:
+        tried += [replace(config, method=replace(config.method, threshold=t)) for t in THRESHOLDS]  # type: ignore[call-arg]
+    best, rate = config, None
+    for one in tried:
+        rates: list[float] = []
+        _played(one, model, rates)
+        if not rates:
+            return config, None
+        mean = sum(rates) / len(rates)
+        if rate is None or abs(mean - 0.5) < abs(rate - 0.5):
+            best, rate = one, mean
+        if MASKED[0] <= mean <= MASKED[1]:
+            break
+    return best, rate
+
+
+def _played(config: Config, model: Factory | str | None, rates: list[float] | None = None) -> State:
+    """The state after all rounds."""
+    sim = assemble.make(config, model)
+    with closing(sim.engine):
+        state = sim.initial()
+        for _ in range(sim.rounds):
+            state, events = sim.play(state)
+            rate = events[0].get("mask_rate")
+            if rates is not None and rate is not None:
+                rates.append(rate)
+    return state
+
+
+def _resumed(config: Config, model: Factory | str | None) -> State:
+    """The same, through a checkpoint and a new simulation after two rounds."""
+    first = assemble.make(config, model)
+    with closing(first.engine), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.toml").write_text("")
+        (path / "events.jsonl").write_text("")
+        state = first.initial()
+        for _ in range(2):
+            state, _ = first.play(state)
+        checkpoints.write(path, Checkpoint(state, {}, {}))
+        saved = checkpoints.newest(path, torch.device("cpu"))
+        assert saved is not None
+    second = assemble.make(config, model)
+    with closing(second.engine):
+        state = saved.state
+        if state.memory.keys() != second.initial().memory.keys():
+            raise MethodError("the state holds other tensors than initial() names")
+        while state.round < second.rounds:
+            state, _ = second.play(state)
+    return state
+
+
+def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
+    """A user's step, recorded in round 0 and replayed with the tensors of round 3, beside the step itself."""
+    sim = assemble.make(config, model)
+    with closing(sim.engine):
+        if not sim.method.trains_users:
+            return 0.0, 1.0
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        step, given = _flat_step(sim, 0)
+        recorded = make_fx(step)(*given)
+        step, given = _flat_step(sim, 3)
+        again, right = recorded(*given), step(*given)
+        return float((again - right).abs().max()), float(right.abs().max())
+
+
+def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A function of plain tensors that gives the gradient of a user's step, and its arguments in a round."""
+    from ssfl.engines import local
+    from ssfl.engines.vmap import Vmap
+
+    engine, cohort = sim.engine, sim.plan.cohort(round)
+    assert isinstance(engine, Vmap)
+    state = sim.initial()
+    rows = state.streams[list(cohort.streams)]
+    work = sim.plan.users_work(round, cohort)
+    if sim.method.label is not None:
+        work = work.with_labels(local.made_labels(engine, sim.method, rows, work))
+    place = engine._place(len(rows), rows, work)
+    place.load(sim.layout, rows, torch.zeros_like(rows[:, : sim.layout.weights]), work)
+    batch = make_batch(sim.pool, place.work, 0)
+    tensors, layout = torch.utils._pytree.tree_flatten(batch)
+    known = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
+    def step(*given: Tensor) -> Tensor:
+        left = iter(given)
+        whole = [next(left) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+        one = engine._step_of(place, torch.utils._pytree.tree_unflatten(whole, layout))
+        slopes, _ = sim.method.gradient(one, engine._losses["user"])
+        return torch.cat([slope.flatten() for slope in slopes.values()])
+
+    return step, known
+
+
+def _apart(one: State, two: State) -> tuple[float, float]:
+    """The largest difference of two states, and the largest number."""
+    pairs = [(one.average, two.average), (one.streams, two.streams)]
+    pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
+    worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)
+    return worst, float(one.average.abs().max())

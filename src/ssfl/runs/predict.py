@@ -1,0 +1,255 @@
+"""Using a trained model: load it, predict with it, export it."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssfl.core import outside, rows
+from ssfl.data import sources
+from ssfl.data.dataset import WHITE
+from ssfl.data.formats import LARGEST
+from ssfl.errors import DataError, RunError
+from ssfl.models import external, networks
+from ssfl.runs import folder
+
+LONGEST = 1000
+"""Letters that the name of a class may have."""
+SLACK = 1e-3
+"""How far beyond 0 and 1 floats may be: resizing leaves a little."""
+
+
+class Classifier(nn.Module):
+    """A trained network with its normalisation: images as they are in, logits out."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, card: dict[str, Any]) -> None:
+        super().__init__()
+        self.network = network
+        self.card = card
+        self.saved = set(network.state_dict())
+        """The names of the tensors that are written; frozen weights from outside are not."""
+        self.classes: tuple[str, ...] = tuple(card["classes"])
+        self.shape: tuple[int, int, int] = tuple(card["shape"])
+        self.white = int(card.get("white", WHITE))
+        if not 255 <= self.white <= WHITE:
+            raise ValueError(f"white is {self.white}")
+        self.register_buffer("mean", torch.tensor(card["mean"]))
+        self.register_buffer("std", torch.tensor(card["std"]))
+
+    def _require_scaled(self, least: float, most: float) -> None:
+        if least < -SLACK or most > 1 + SLACK:
+            raise ValueError(
+                f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or give uint8"
+            )
+
+    def forward(self, images: Tensor | np.ndarray) -> Tensor:
+        """Logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an array as
+        .npz files have it, [N, H, W] or [N, H, W, 3]."""
+        if not isinstance(images, Tensor):
+            images = torch.from_numpy(np.array(images)).to(self.mean.device)
+            images = images.unsqueeze(-1) if images.dim() == 3 else images
+            if images.dim() == 4 and tuple(images.shape[1:]) != self.shape:
+                images = images.movedim(-1, 1)
+        if tuple(images.shape[1:]) != self.shape:
+            raise ValueError(
+                f"images must be [N, {', '.join(map(str, self.shape))}], not {list(images.shape)}"
+            )
+        scale = 1.0 if images.is_floating_point() else 255.0
+        if scale == 1.0 and len(images) and not torch.compiler.is_compiling():
+            with suppress(RuntimeError):  # within vmap and on "meta" nobody can look
+                self._require_scaled(*(float(value) for value in images.detach().aminmax()))
+        weight = next(self.network.parameters())
+        x = images.to(weight.dtype) / scale
+        x = (x - self.mean[:, None, None]) / self.std[:, None, None]
+        return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
+
+
+def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError for a card that no run writes, before anything as large as it says is built."""
+    if not isinstance(card, dict) or not isinstance(card.get("model"), str):
+        raise ValueError("its card names no network")
+    classes, shape = card.get("classes"), card.get("shape")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError("its card lists no classes")
+    if not any(tensor.dim() and len(classes) == len(tensor) for tensor in tensors.values()):
+        raise ValueError(f"its card lists {len(classes):,} classes, which no layer has")
+    if any(len(name) > LONGEST for name in classes):
+        raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
+    sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
+    if len(sides) != 3 or sides[0] not in (1, 3) or not all(1 <= side <= LARGEST for side in sides[1:]):
+        raise ValueError(f"its card says that images are {str(shape)[:100]}")
+    for key in ("mean", "std"):
+        numbers = card.get(key)
+        right = isinstance(numbers, list) and len(numbers) == sides[0]
+        if not right or not all(isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()):
+            raise ValueError(f"its card has no {key} for each channel")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError("it holds numbers that are not finite")
+
+
+def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
+    """The averaged model of a finished run, in eval mode, with `.classes`.
+
+    Where the network came from outside, `model` makes it again, or is the import path of what does.
+    """
+    path = Path(run)
+    if isinstance(model, str):
+        outside.trust(model)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        folder.read_config(path)  # says so where it is not a run folder at all
+        raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
+    tensors, card = folder.read_model(file)
+    try:
+        check_card(card, tensors)
+    except ValueError as error:
+        raise RunError(f"{file} cannot be used: {error}: export or train it again") from error
+    try:
+        return classifier(tensors, card, path, None if isinstance(model, str) else model)
+    except (KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise RunError(
+            f"{file} does not fit the network that its card names: export or train it again"
+        ) from error
+
+
+def classifier(
+    tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
+) -> Classifier:
+    """The model of these tensors, as its card says, in eval mode."""
+    network = network_of(card, path, make)
+    network.to(next(iter(tensors.values())).dtype)
+    return classifier_of(network, tensors, card)
+
+
+def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:
+    """The network that a model's card names; one from outside only if it was supplied and is unchanged."""
+    name, classes = card["model"], len(card["classes"])
+    channels, height, width = (int(size) for size in card["shape"])
+    if not outside.is_outside(str(name)):
+        return networks.build(name, classes, (channels, height, width), card["norm"])
+    if make is None and name == outside.IN_MEMORY:
+        raise RunError(
+            f"the network of {path} was passed as a Python object, so pass it again: "
+            f"ssfl.load_model({str(path)!r}, model=make)"
+        )
+    known = card["outside"]
+    if make is None:
+        outside.require(name, "model.name")
+        if outside.digest(name) != known["digest"]:
+            raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
+    network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
+    if external.fingerprint(network) != known["frozen"]:
+        raise RunError(
+            f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
+            "them as they were"
+        )
+    return network
+
+
+def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
+    """A network with the trained tensors of a model; what is frozen it has already."""
+    names = set(rows.layout_of(network).names)
+    if set(tensors) != names:
+        raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
+    network.load_state_dict(tensors, strict=False)
+    made = Classifier(external.plain(network), card).eval()
+    made.saved = names
+    return made
+
+
+def predict(
+    run: str | Path,
+    images: Sequence[str | Path],
+    broken: list[str] | None = None,
+    *,
+    model: external.Factory | str | None = None,
+) -> list[dict[str, Any]]:
+    """Class and confidence of each image file; a folder stands for the images in it.
+
+    A file that cannot be read is an error, or a line in `broken` where that is given.
+    """
+    classifier = load_model(run, model)
+    files = sources.image_files(images)
+    told = []
+    for start in range(0, len(files), 256):
+        part, read = [], []
+        for file in files[start : start + 256]:
+            try:
+                read.append(sources.read_image_files([file], *classifier.shape, classifier.white))
+                part.append(file)
+            except DataError as error:
+                if broken is None:
+                    raise
+                broken.append(str(error))
+        if not part:
+            continue
+        with torch.no_grad():
+            shares = classifier(torch.cat(read)).softmax(-1)
+        confidence, label = shares.max(-1)
+        told += [
+            {"file": str(file), "class": classifier.classes[int(index)], "confidence": float(sure)}
+            for file, index, sure in zip(part, label, confidence, strict=True)
+        ]
+    return told
+
+
+def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
+    """Write TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program).
+
+    The program takes uint8 images [N, C, H, W] and includes the normalisation.
+    """
+    classifier = load_model(run, model)
+    files = free_files(target)
+    example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
+    program = torch.export.export(
+        classifier, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
+    )
+    write(classifier, files[:2])
+    program_file = io.BytesIO()
+    torch.export.save(program, program_file)
+    folder.write_atomic(files[2], program_file.getvalue())
+    return files
+
+
+def free_files(target: str | Path) -> list[Path]:
+    """The three files of an export, none of which is there already."""
+    target = Path(target)
+    base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
+    files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
+    if not base.name:
+        raise RunError("give a name to write to, such as digits")
+    taken = [str(file) for file in files if file.exists()]
+    if taken:
+        raise RunError(f"{', '.join(taken)} is there already and is not overwritten: choose another name")
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {base.parent}: {error.strerror}") from error
+    return files
+
+
+def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
+    """Write a model: the safetensors file and its JSON card, which says what becomes of an image file."""
+    channels, height, width = model.shape
+    colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
+    card = model.card | {
+        "reading": f"upright by EXIF; transparent becomes white; 16 bits become 8 ({model.white}: 255); "
+        f"{colours}; stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
+        "input": f"uint8 [N, {channels}, {height}, {width}]",
+        "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
+        "output": "logits",
+    }
+    tensors = {n: tensor for n, tensor in model.network.state_dict().items() if n in model.saved}
+    folder.write_model(files[0], tensors, card)
+    folder.write_atomic(files[1], json.dumps(card, indent=1).encode() + b"\n")
+    return list(files)

@@ -1,0 +1,175 @@
+"""`ssfl.Federation`: a federation round by round, from Python."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssfl.config.settings import Config
+from ssfl.core.events import Event
+from ssfl.data.arrays import Data
+from ssfl.errors import ConfigError
+from ssfl.federation import Method, State
+from ssfl.models.external import Factory
+from ssfl.runs import assemble, folder, predict, same, train
+from ssfl.runs.surroundings import enough_memory, reproducible
+from ssfl.runs.train import Done, Result
+from ssfl.signals import Stop, interruptible
+
+Metric = Callable[[predict.Classifier], float]
+RESERVED = (
+    "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
+    "validation_accuracy",
+)  # fmt: skip
+"""Names that an evaluation has already."""
+
+
+class Federation:
+    """A federation that is played one round at a time: `for done in federation`.
+
+    Each `done` has `round`, `events` and `state`. Leaving the loop pauses it, another loop goes on, and
+    `stop()` saves it and ends it. If the folder `out` exists, its run goes on. Played like this, in pieces,
+    or by `ssfl.run`, a run gives the same bytes.
+
+    `metrics` are functions of the current model (see `model`) that return a number; their values are in the
+    "eval" events.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path,
+        *,
+        model: Factory | str | None = None,
+        data: Data | str | None = None,
+        method: Method | None = None,
+        out: str | Path | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> None:
+        config = train.with_method(config, method)
+        self.path = (
+            Path(out) if out is not None else folder.next_free(Path("runs") / train.plain_name(config))
+        )
+        self.metrics = dict(metrics or {})
+        for name in self.metrics:
+            if name in RESERVED:
+                raise ConfigError(f"metrics: {name!r} is in every evaluation already: choose another name")
+        self.result: Result | None = None
+        """What the run gave, after the last round."""
+        self._asked = Stop()
+        self._open = ExitStack()
+        with reproducible(), enough_memory():
+            try:
+                self._begin(config, model, data, method)
+            except BaseException:
+                self._open.close()
+                raise
+            self._threads = torch.get_num_threads()
+
+    def _begin(
+        self,
+        config: Config,
+        model: Factory | str | None,
+        data: Data | str | None,
+        method: Method | None,
+    ) -> None:
+        there = (self.path / "config.toml").is_file()
+        if there:
+            same.require(assemble.taking(config, data), self.path)
+            config = folder.read_config(self.path)
+            self._open.enter_context(folder.locked(self.path))
+            begun = train.reopened(config, self.path, model, data, lambda message: None, method)
+        else:
+            begun = train.begun(config, self.path, model, data)
+        self._sim, start = self._open.enter_context(begun)
+        self.state: State = start.state
+        """What passes to the next round: streams, average, memory."""
+        self._left: train.Playing | None = train.playing(
+            self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate
+        )
+        summary = folder.read_summary(self.path)
+        if there and summary is not None and train.finished(self.path):
+            self._end(Result(summary.get("accuracy", math.nan), self.history, self.path))
+
+    def __iter__(self) -> Iterator[Done]:
+        return self
+
+    def __next__(self) -> Done:
+        """Play the next round."""
+        if self._left is None:
+            raise StopIteration
+        with reproducible(), enough_memory(), interruptible(False) as self._asked:
+            torch.set_num_threads(self._threads)
+            try:
+                done = next(self._left)
+            except StopIteration as end:
+                self._end(end.value)
+                raise StopIteration from None
+            except BaseException:
+                self._end(None)
+                raise
+        self.state = done.state
+        return done
+
+    def stop(self) -> None:
+        """Save the last round and end here; a new `ssfl.Federation` of the folder, or `ssfl.resume`, goes
+        on."""
+        self._end(None)
+
+    def evaluate(self) -> Event:
+        """The current model's accuracy and the metrics, as in an "eval" event; nothing is written."""
+        with reproducible():
+            torch.set_num_threads(self._threads)
+            return self._evaluate(self.state)
+
+    def model(self) -> predict.Classifier:
+        """The averaged model as it is now, a copy: images in, logits out, as `ssfl.load_model` gives it."""
+        return self._model(self.state)
+
+    @property
+    def config(self) -> Config:
+        """The config, with every choice made."""
+        return self._sim.config
+
+    @property
+    def round(self) -> int:
+        """How many rounds are done."""
+        return self.state.round
+
+    @property
+    def history(self) -> list[Event]:
+        """All events so far."""
+        return list(folder.read_events(self.path))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json, once the last round is played."""
+        return folder.read_summary(self.path)
+
+    def _end(self, result: Result | None) -> None:
+        left, self._left = self._left, None
+        self.result = result or self.result
+        try:
+            if left is not None:
+                left.close()
+        finally:
+            self._open.close()
+
+    def _model(self, state: State) -> predict.Classifier:
+        card = train.model_card(self._sim, {})
+        tensors = {name: tensor.detach().clone() for name, tensor in self._sim.final_tensors(state).items()}
+        return predict.classifier(tensors, card, self.path, self._sim.make).to(self._sim.device)
+
+    def _evaluate(self, state: State) -> Event:
+        event = self._sim.evaluate(state)
+        for name, metric in self.metrics.items():
+            value = metric(self._model(state))
+            try:
+                event[name] = float(value)
+            except (TypeError, ValueError):
+                event[name] = math.nan
+            if not math.isfinite(event[name]):
+                raise ConfigError(f"metrics: {name!r} gave {value!r}: it must return a finite number")
+        return event

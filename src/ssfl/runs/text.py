@@ -1,0 +1,111 @@
+"""Plain text for the terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ssfl.config.settings import Config
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+MOST_USERS = 30
+
+
+def histogram(counts: list[int]) -> str:
+    """A row of bars, one for each class; the largest is at full height, none is a blank."""
+    most = max([*counts, 1])
+    return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
+
+
+def printable(line: str) -> str:
+    """The line without anything that a terminal would take for an order."""
+    return "".join(sign if sign.isprintable() else "?" for sign in line)
+
+
+def percent(share: float) -> str:
+    """A share in words."""
+    return f"{100 * share:.1f} %"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of words as a Markdown table whose columns stand in line; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def split(config: Config, described: dict[str, Any]) -> str:
+    """Who would get what, with a histogram of classes for each user."""
+    users, classes = described["users"], described["classes"]
+    sizes, rows = described["sizes"], described["user_classes"]
+    wanted = config.split
+    scheme = {
+        "skew": f"skew R = {wanted.skew}",
+        "dirichlet": f"Dirichlet({wanted.alpha})",
+        "shards": f"{wanted.classes_per_user} classes per user",
+    }.get(wanted.scheme, wanted.scheme)
+    how = f"by {scheme}"
+    if wanted.scheme == "given":
+        how = "as the data say"
+    elif described["measured_skew"] is None:
+        how = "with equal shares (nobody knows their images' classes: split.scheme and skew do nothing)"
+    elif sum(map(sum, rows)) < sum(sizes):
+        how += " (images without labels in equal shares)"
+    seed = "" if wanted.scheme == "given" else f", seed {wanted.seed}"
+    lines = [
+        f"{users} users {how}{seed}; {len(classes)} classes ({_few(classes)})",
+        f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
+    ]
+    names = described.get("names", [])
+    for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):
+        name = f"   {printable(names[user])}" if names else ""
+        lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}{name}")
+    if users > MOST_USERS:
+        least, _, middle, _, most = described["size_quartiles"]
+        lines.append(
+            f"... and {users - MOST_USERS} more users; all of them hold {least:.0f} to {most:.0f} images, "
+            f"half of them at most {middle:.0f}"
+        )
+    skew = described["measured_skew"]
+    some = ""
+    if sum(map(sum, rows)) < sum(sizes):
+        some = f" among the {sum(described['class_totals']):,} images whose class is known"
+    told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}{some}"
+    lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
+    if described["validation"]:
+        lines.append(f"{described['validation']} images set aside for validation")
+    lines += untested(classes, described["test_classes"])
+    lines.append(_typical(sizes[0], rows[0], classes))
+    if "user_labelled" in described:
+        lines.append(f"labels at the users: {described['user_labelled_total']} images in all")
+    return "\n".join(lines)
+
+
+def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
+    """A line about the classes that have no test image, where there are any."""
+    missing = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if not missing:
+        return []
+    named = printable(_few(missing))
+    return [f"no test image of {len(missing)} of {len(classes)} classes ({named}): accuracy leaves them out"]
+
+
+def loose(images: int) -> list[str]:
+    """A line about images beside the sub-folders of unlabelled/, where there are any."""
+    if not images:
+        return []
+    return [f"{images} images beside the sub-folders of unlabelled/ form one more user"]
+
+
+def _typical(size: int, counts: list[int], classes: list[str]) -> str:
+    """What one user would look like, in words."""
+    if not sum(counts):
+        return f"user 0 holds {size} images whose classes nobody knows"
+    order = sorted(range(len(counts)), key=lambda label: -counts[label])
+    shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
+    more = " and so on" if sum(count > 0 for count in counts) > 3 else ""
+    known = "" if sum(counts) == size else f", {sum(counts)} of known class"
+    return f"user 0, for example, holds {size} images{known}: {', '.join(shares)}{more}"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 12 else [*names[:5], "...", names[-1]])

@@ -1,0 +1,150 @@
+"""Who takes part in each round, and what everybody trains on: a function of the config and the split."""
+
+import builtins
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ssfl.config.settings import Config
+from ssfl.core import draws
+from ssfl.core.cohort import Cohort, draw_cohort
+from ssfl.core.rows import placed
+from ssfl.core.schedule import head_start, learning_rate
+from ssfl.data.hands import Hands, Index
+from ssfl.engines.work import Work, round_keys
+
+Positions = Callable[[int, Tensor, Tensor, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Lists of image indices, one after another, so that any number of owners is two arrays."""
+
+    images: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, lists: Sequence[Index], device: torch.device) -> "Owners":
+        hands = Hands.of(lists)
+        return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
+
+    def at(self, owners: Tensor, places: Tensor) -> Tensor:
+        """The image at each place [n, m] of each owner [n]."""
+        index = self.starts[owners][:, None] + places
+        return self.images[index.clamp(max=len(self.images) - 1)]  # an owner of nothing, at the end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rounds of one experiment."""
+
+    config: Config
+    """Resolved."""
+    users: Owners
+    labelled: Owners | None
+    server: Owners
+    """The server's labelled images, as those of its one owner."""
+    positions: Positions
+    """The engine's way to compute `work.positions`."""
+    device: torch.device
+
+    @property
+    def participants(self) -> int:
+        return self.config.federation.participants or 0
+
+    @property
+    def at_once(self) -> int:
+        return self.config.run.users_at_once or 1
+
+    @property
+    def own_streams(self) -> bool:
+        """Whether every user goes on from a model of its own."""
+        return self.config.method.start == "user"
+
+    @property
+    def streams(self) -> int:
+        return self.config.split.users if self.own_streams else self.config.federation.groups or 1
+
+    @property
+    def replicas(self) -> int:
+        """How many models the server trains at a time."""
+        return self.streams if getattr(self.config.method, "server_replicas", False) else 1
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The views that users' steps need."""
+        return tuple(view for view in ("weak", "strong") if view in self.config.method.uses())
+
+    def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
+        """Who takes part in a round, and what they and the server train on."""
+        cohort = self.cohort(round)
+        own = self.server_work(round) if len(self.server.images) else None
+        return cohort, self.users_work(round, cohort), own
+
+    def cohort(self, round: int) -> Cohort:
+        federation, rounds = self.config.federation, self.config.federation.rounds or 0
+        if not self.config.method.trains_users or round < head_start(federation.head_start, rounds):
+            return Cohort((), (), ((),) * self.streams, (), ())
+        return draw_cohort(
+            round,
+            seed=self.config.run.seed,
+            users=self.config.split.users,
+            participants=self.participants,
+            groups=self.streams,
+            dropout=federation.dropout,
+            filled=federation.group_sizes == "filled",
+            own_streams=self.own_streams,
+        )
+
+    def steps_before(self, round: int) -> int:
+        """Steps of every trainer before a round."""
+        federation = self.config.federation
+        steps = round * federation.period
+        if not federation.extra_step:
+            return steps
+        epoch = max(1, federation.epoch_images // self.config.train.batch_size // federation.period)
+        return steps + -(-round // epoch)
+
+    def rates(self, round: int) -> tuple[float, ...]:
+        train = self.config.train
+        rate = partial(
+            learning_rate,
+            base=train.lr,
+            steps=builtins.round(train.horizon * self.steps_before(self.config.federation.rounds or 0)),
+            warmup=train.warmup,
+            cycles=train.cycles,
+            floor=train.floor,
+        )
+        return tuple(rate(step) for step in range(self.steps_before(round), self.steps_before(round + 1)))
+
+    def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
+        seed, size = self.config.run.seed, self.config.train.batch_size
+        first, rates = size * self.steps_before(round), self.rates(round)
+        anew = self.config.train.batches == "restart"
+
+        def batches(owners: Owners, purpose: str) -> Tensor:
+            sizes = owners.sizes[who]
+            base = draws.key(seed, purpose, round) if anew else draws.key(seed, purpose)
+            start, count = 0 if anew else first, size * len(rates)
+            places = self.positions(base, trainers, sizes.clamp(min=1), start, count)
+            chosen = owners.at(who, places)
+            return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
+
+        user = role == "user"
+        labelled = batches(self.labelled, "labelled") if user and self.labelled is not None else None
+        keys = round_keys(seed, round, trainers)
+        seats = self.at_once if user else len(trainers)
+        views = self.views if user else ("mixed" if self.config.train.server_views == "both" else "weak",)
+        return Work(role, views, keys, batches(owners, "batches"), labelled, rates, seats)
+
+    def users_work(self, round: int, cohort: Cohort) -> Work:
+        who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
+        return self._work(round, "user", who, self.users, who)
+
+    def server_work(self, round: int) -> Work:
+        trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)
+        return self._work(round, "server", trainers, self.server, trainers * 0)

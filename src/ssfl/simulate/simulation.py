@@ -1,0 +1,330 @@
+"""A federation on one machine: plays rounds, evaluates, and tells what happened as events.
+
+`runs/assemble.py` makes one from a config; `runs/train.py` loops over its rounds. Nothing here writes a file.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssfl.config.settings import Config
+from ssfl.core import draws, outside
+from ssfl.core.clock import Phases
+from ssfl.core.cohort import Cohort
+from ssfl.core.events import Event
+from ssfl.core.rows import Layout, row_of, statistics, write_row
+from ssfl.data import split
+from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Index
+from ssfl.engines import choice, local
+from ssfl.engines.dist import Dist
+from ssfl.engines.memory import peak
+from ssfl.engines.work import Pool, TrainedRows, Work
+from ssfl.errors import DivergedError
+from ssfl.federation import Method, Named, State
+from ssfl.models import external, networks
+from ssfl.simulate import measuring, scoring
+from ssfl.simulate.plan import Plan
+from ssfl.simulate.rounds import Round
+from ssfl.simulate.sending import sent_back
+
+SLOW = "slow"
+"""What the slow average over rounds is called in a state's memory."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One experiment, ready to play rounds."""
+
+    dataset: Dataset
+    parts: split.Parts
+    validation: Index
+    pool: Pool
+    model: nn.Module
+    layout: Layout
+    engine: choice.Engine
+    plan: Plan
+    device: torch.device
+    make: external.Factory | None = None
+    """What makes the network, if it was passed as a Python object."""
+    brought: dict[str, Any] = field(default_factory=dict)
+    """How a network and a method from outside are known again: `assemble.brought`."""
+    _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
+    """What was prepared of the next round while the device was busy with the last."""
+
+    @property
+    def config(self) -> Config:
+        """Resolved: nothing is left to be chosen."""
+        return self.plan.config
+
+    @property
+    def method(self) -> Method:
+        return self.config.method
+
+    @property
+    def crowd(self) -> Dist | None:
+        """The other processes, where users are spread over some."""
+        return self.engine if isinstance(self.engine, Dist) else None
+
+    @property
+    def rounds(self) -> int:
+        return self.config.federation.rounds or 0
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the server has labelled images to train on."""
+        return len(self.parts.server) > 0
+
+    @property
+    def holds_models(self) -> bool:
+        """Whether the users' models are needed together before they are averaged."""
+        federation = self.config.federation
+        robust = federation.gate or federation.check or federation.combine != "mean"
+        return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
+
+    @cached_property
+    def server_counts(self) -> Tensor:
+        """How many labelled images of each class the server has, [classes]."""
+        labels = self.pool.labels[self.plan.server.images]
+        return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
+
+    def initial(self) -> State:
+        """Every stream and the server start from the same random weights (seed run.seed)."""
+        network = network_of(self.config, self.dataset, self.make)
+        row = row_of(network, self.layout).to(self.device, self.pool.wide)
+        slots = {
+            "reset": 0,
+            "slot": self.plan.participants + self.plan.replicas,
+            "user": self.config.split.users + self.plan.replicas,
+        }[self.config.train.momentum_policy]
+        momentum = row.new_zeros(slots, self.layout.weights)
+        gate = self.config.federation.gate
+        strikes = torch.zeros(self.config.split.users if gate else 0, dtype=torch.int64)
+        state = State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
+        nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
+        workers = _Simulated(self, 0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
+        memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
+        if self.config.federation.slow_average:
+            memory[SLOW] = row.clone()
+        return replace(state, memory=memory)
+
+    def play(self, state: State) -> tuple[State, list[Event]]:
+        """The next round and what it tells; raises where a number is not finite."""
+        ready = self._ahead.get(state.round)
+        cohort, users, own = self.plan.prepare(state.round) if ready is None else ready
+        every = self.config.run.diversity_every
+        last = state.round + 1 == self.rounds
+        diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
+        phases = Phases(self.device)
+        fed = Round(self, state, cohort, _Simulated(self, state.round, cohort, users, own, phases), diverse)
+        new = self.played(state, fed)
+        self.prepare(new.round)
+        events = [self.round_event(new.round, fed)]
+        if diverse:
+            with phases.during("diversity"):
+                event = measuring.diversity_event(
+                    self.engine, self.crowd, self.method, self.plan, state, fed.cohort, fed.log
+                )
+                events.append(event)
+        events[0]["phases"] = phases.seconds()
+        return new, events
+
+    def played(self, state: State, fed: Round) -> State:
+        """The method's round, and what the general settings add to every method's."""
+        new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
+        if self.config.model.norm_statistics == "server" and log.server_row is not None:
+            streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
+            streams[:, count:] = average[count:] = log.server_row[count:]
+            new = replace(new, streams=streams, average=average)
+        if federation.slow_average:
+            # warm-up: the average starts with a short window, so that the first rounds fade quickly
+            stays = min(federation.slow_average, new.round / (new.round + 9))
+            slow = stays * new.memory[SLOW] + (1 - stays) * new.average
+            new = replace(new, memory=new.memory | {SLOW: slow})
+        if log.refused:
+            strikes = new.strikes.clone()
+            strikes[[fed.cohort.users[place] for place in log.refused]] += 1
+            new = replace(new, strikes=strikes)
+        return new
+
+    def prepare(self, round: int) -> None:
+        """What the next round needs of this machine, while its device works."""
+        if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
+            self._ahead.clear()
+            self._ahead[round] = self.plan.prepare(round)
+
+    def evaluate(self, state: State) -> Event:
+        """The averaged model on the test images, if it is time for them, and on the validation images, if
+        there are any."""
+        row = self.final_row(state)
+        event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
+        when = self.config.run.test
+        if when == "every" or (when == "last" and state.round == self.rounds):
+            test = self.dataset.test_images.to(self.device), self.dataset.test_labels
+            accuracy, loss, per_class = self.score(row, *test)
+            self._require_finite(state.round, "the averaged model on the test images", [loss])
+            event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
+            # a good average can hide streams that have collapsed
+            if len(state.streams) > 1 and self.method.start == "group":
+                event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
+        if len(self.validation):
+            held = torch.from_numpy(self.validation)
+            images = self.pool.images[held.to(self.device)]
+            accuracy, loss, _ = self.score(row, images, self.dataset.labels[held])
+            self._require_finite(state.round, "the averaged model on the validation images", [loss])
+            event["validation_accuracy"] = accuracy
+        return event
+
+    def final_row(self, state: State) -> Tensor:
+        """w_avg, or its slow average; statistics recomputed on the server's images where that was asked
+        for."""
+        row = evaluated_row(state)
+        if self.config.model.norm_statistics != "recompute":
+            return row
+        write_row(self.model, self.layout, row)
+        self.model.train()
+        moved = {name.rpartition(".")[0] for name in statistics(self.model)}
+        norms: list[Any] = [self.model.get_submodule(name) for name in sorted(moved)]
+        usual = [layer.momentum for layer in norms]
+        with torch.no_grad():
+            for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
+                for layer in norms:  # the plain mean over batches
+                    layer.momentum = 1 / (count + 1)
+                key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
+                self.model(
+                    self.pool.normalised(self.pool.images[chosen], self.pool.wide), key.to(self.device)
+                )
+        for layer, momentum in zip(norms, usual, strict=True):
+            layer.momentum = momentum
+        return row_of(self.model, self.layout)
+
+    def final_tensors(self, state: State) -> dict[str, Tensor]:
+        """The averaged model by the names of its plain network."""
+        return self.method.plain(self.layout.unflatten(self.final_row(state)))
+
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
+        """How well a model does on these images."""
+        write_row(self.model, self.layout, row)
+        return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
+
+    def predicted(self, row: Tensor, images: Tensor) -> Tensor:
+        """The probabilities [B, classes] that a model predicts for uint8 images."""
+        write_row(self.model, self.layout, row)
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(self.pool.normalised(images.to(self.device), self.pool.wide))
+        return logits.softmax(-1)  # type: ignore[no-any-return]
+
+    def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        if most not in self._server_images:
+            images = self.plan.server.images
+            if most is not None:
+                images = images[self.pool.labels[images].argsort(stable=True)]
+                images = images[:: -(-len(images) // most)]
+            self._server_images[most] = images, self.pool.labels[images].cpu()
+        images, labels = self._server_images[most]
+        return self.pool.images[images], labels
+
+    @cached_property
+    def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """What `server_images` has found."""
+        return {}
+
+    def message_bytes(self) -> int:
+        """The size of one model on its way."""
+        return self.layout.length * self.pool.wide.itemsize
+
+    def round_event(self, round: int, fed: Round) -> Event:
+        """What a round tells: who took part, their metrics and the bytes that travelled."""
+        size, cohort, log = self.message_bytes(), fed.cohort, fed.log
+        event: Event = {
+            "event": "round",
+            "round": round,
+            "lr": self.plan.rates(round - 1)[0],
+            "participants": list(cohort.drawn),
+            "returned": list(cohort.users),
+            "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
+            "bytes_down": size * len(cohort.drawn) + log.sent_bytes,
+            "bytes_up": size * len(cohort.users) + log.reported_bytes,
+        }
+        if self.config.federation.gate:
+            event["refused"] = {str(cohort.users[place]): why for place, why in log.refused.items()}
+        if log.users is not None:
+            names = list(log.users.metrics)
+            numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
+            *metrics, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
+            measured = dict(zip(names, metrics, strict=True))
+            for place, (user, *one) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
+                if place not in log.refused:
+                    self._require_finite(round, f"user {user}", one)
+            event |= measuring.of_users(measured, norms, log.refused)
+        if log.server is not None:
+            both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
+            event["server_loss"], event["server_update_norm"] = both
+            event["server_models"] = log.server_steps
+            self._require_finite(round, "the server", both)
+        return event | log.told
+
+    def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
+        if not all(math.isfinite(number) for number in numbers):
+            federation = self.config.federation
+            attacked = f"lower federation.attack_scale (now {federation.attack_scale}), "
+            raise DivergedError(
+                f"training broke down in round {round}: the loss or update of {who} is not finite; "
+                f"in a new run {attacked if federation.attackers else ''}lower train.lr "
+                f"(now {self.config.train.lr}) or add train.warmup steps"
+            )
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """`Workers` of this process: the engine trains everybody."""
+
+    sim: Simulation
+    round: int
+    cohort: Cohort
+    users: Work
+    own: Work | None
+    phases: Phases
+
+    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+        """Nothing travels."""
+        return cohort
+
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> local.Returned:
+        """Some of the cohort's users."""
+        sim, work = self.sim, replace(self.users.of(part), sent=given)
+        with self.phases.during("users"):
+            back = local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
+        who = self.cohort.users[part]
+        return back._replace(rows=sent_back(sim.config, sim.layout, self.round, who, rows, back.rows))
+
+    def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
+        """The server, one model or several."""
+        assert self.own is not None
+        with self.phases.during("server"):
+            return self.sim.engine.train(rows, momentum, self.own)
+
+
+def evaluated_row(state: State) -> Tensor:
+    """The row that is evaluated and saved: the slow average where there is one."""
+    return state.memory.get(SLOW, state.average)
+
+
+def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """The network that is trained, with its initial weights; `make` makes one that is in memory."""
+    return config.method.network(plain_network_of(config, dataset, make))
+
+
+def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """The network itself, before a method wraps it."""
+    name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
+    if outside.is_outside(name):
+        return external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    return networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
