@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ssfl.config.settings import Config
+from ssfl.core import statistics
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MOST_USERS = 30
@@ -23,6 +24,18 @@ def printable(line: str) -> str:
 def percent(share: float) -> str:
     """A share in words."""
     return f"{100 * share:.1f} %"
+
+
+def interval(right: float, count: int) -> str:
+    """The 95 % interval of a share, in percent."""
+    low, high = statistics.wilson(right, count)
+    return f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def accuracy(right: float, count: int) -> str:
+    """An accuracy with its count and its 95 % interval."""
+    share = percent(right / count) if count else "-"
+    return f"{share} ({right:,.0f} of {count:,}; 95 % interval {interval(right, count)})"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
