@@ -6,6 +6,7 @@ Plain arithmetic without torch: the board and the command line use it too.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 Z = 1.959963984540054
@@ -23,7 +24,8 @@ class Interval(NamedTuple):
     high: float
 
 
-class Paired(NamedTuple):
+@dataclass(frozen=True)
+class Paired:
     """Two models judged by the same images."""
 
     count: int
@@ -83,9 +85,9 @@ def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> 
     margins = right * (count - right) * other * (count - other)
     phi = 0.0
     if margins:
-        product = both * neither - won * lost
+        product = float(both * neither - won * lost)
         if product > 0:
-            product = max(product - count / 2, 0)
+            product = max(product - count / 2, 0.0)
         phi = product / math.sqrt(margins)
     down, up = first - a.low, b.high - second
     low = math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
@@ -101,7 +103,7 @@ def mcnemar(won: int, lost: int) -> float:
     if not total:
         return 1.0
     tail = sum(math.comb(total, k) for k in range(min(won, lost) + 1))
-    return min(1.0, 2 * tail / 2**total)
+    return float(min(1.0, 2 * tail / 2**total))
 
 
 def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:
@@ -124,7 +126,8 @@ def is_uneven(counts: Sequence[float]) -> bool:
     return len(known) > 1 and max(known) > UNEVEN * min(known)
 
 
-class Bin(NamedTuple):
+@dataclass(frozen=True)
+class Bin:
     """The images whose confidence lies in one part of 0 to 1."""
 
     low: float

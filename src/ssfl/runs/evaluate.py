@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class Evaluation:
             "calibration": {
                 "error": self.calibration_error,
                 "mean_confidence": self.mean_confidence,
-                "bins": [one._asdict() for one in self.bins],
+                "bins": [asdict(one) for one in self.bins],
             },
             "mistakes": [
                 {
