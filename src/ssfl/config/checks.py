@@ -111,6 +111,11 @@ def _check_comparison(config: Config) -> None:
     for engine, why in (("dist", "several processes"), ("sites", "real sites")):
         if run.folds and run.engine == engine:
             raise _error("run.folds", run.folds, f"does not go with {why}: set run.folds=0", "run.folds=0")
+    if run.folds and config.privacy.clip is not None:
+        raise _error(
+            "run.folds", run.folds, "would spend the users' privacy again in every fold: set run.folds=0",
+            "run.folds=0",
+        )  # fmt: skip
     if run.baseline and run.engine == "dist":
         raise _error(
             "run.baseline", True, "does not go with run.engine = 'dist': set run.baseline=false",
