@@ -5,7 +5,7 @@ from ssfl.core import outside
 from ssfl.core.outside import IN_MEMORY
 from ssfl.core.schedule import head_start
 from ssfl.report.gather import Run, finite, inside
-from ssfl.runs.text import percent
+from ssfl.runs.text import interval, percent
 
 _EPSILONS = {
     "epsilon_sent": "for all that one user sends",
@@ -98,6 +98,8 @@ def setting(run: Run) -> list[str]:
 def answer(run: Run) -> str:
     """What came of it."""
     kind, points = run.judged_by, run.judged
+    if kind == "folds":
+        return _folded(run)
     if not points:
         late = run.test_kept and kind == "test"
         what = "The test images are looked at in the last round" if late else "No evaluation yet"
@@ -106,12 +108,29 @@ def answer(run: Run) -> str:
     there = finite(run.split.get(kind))
     images = f"the {there:,.0f} {kind} images" if there else f"the {kind} images"
     text = f"After {at:,} of {run.planned:,} rounds the model gets {percent(last)} of {images} right"
+    if run.score is not None and run.score.count and not run.finished:
+        text += f" (95 % interval {interval(run.score.right, run.score.count)})"
+    if run.finished and run.score is not None:
+        text = f"The model gets {run.score.told} of {images} right"
     if best[1] - last >= 0.005:
         text += f"; its best evaluation, in round {best[0]:,}, gave {percent(best[1])}"
     if run.classes:
         text += f". Guessing would give about {percent(1 / len(run.classes))}"
     text += ". The test images are never looked at" if kind == "validation" else ""
     return text + ("." if run.finished else ". The run is not finished.")
+
+
+def _folded(run: Run) -> str:
+    """What came of a run whose labelled images were held out in folds."""
+    score = run.score
+    if score is None:
+        return f"{run.played:,} of {run.planned:,} rounds are played; the folds come after them."
+    groups = finite(inside(run.summary.get("folds"), "groups"))
+    kept = f" Images of the same of {groups:,.0f} patients or groups stayed together." if groups else ""
+    return (
+        f"In cross-validation {score.told} of the labelled images are right, each judged by a model that had "
+        f"not seen it.{kept} The final model was trained on all of them."
+    )
 
 
 def count(many: int, noun: str) -> str:
