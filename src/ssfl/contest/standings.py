@@ -77,7 +77,8 @@ class Standing:
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
     head = ["method", "test accuracy, %", "right", "95 % interval", "behind the first", "seeds", "rounds",
-            "user images, million", "server's, million", "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+            "user images, million", "server's, million", "sent, MB", "% per million images", "% per MB",
+            "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation

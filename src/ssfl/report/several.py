@@ -79,7 +79,8 @@ def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[s
         return [f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."]
     few = f"{pair.count:,} test images are too few to tell the best two apart"
     said = few if pair.count < statistics.FEW else "The best two do not clearly differ"
-    return [f"{said}: of {pair.count:,} test images, {numbers} ({between})."]
+    of = "" if pair.count < statistics.FEW else f"of {pair.count:,} test images, "
+    return [f"{said}: {of}{numbers} ({between})."]
 
 
 def families(found: Sequence[Run]) -> list[Family]:

@@ -111,7 +111,11 @@ def answer(run: Run) -> str:
     if run.score is not None and run.score.count and not run.finished:
         text += f" (95 % interval {interval(run.score.right, run.score.count)})"
     if run.finished and run.score is not None:
-        text = f"The model gets {run.score.told} of {images} right"
+        right = f"{run.score.right:,} of {run.score.count:,}" if run.score.count else percent(run.score.share)
+        text = f"The model gets {right} {kind} images right"
+        if run.score.count:
+            among = interval(run.score.right, run.score.count)
+            text += f": {percent(run.score.share)}, with a 95 % interval of {among}"
     if best[1] - last >= 0.005:
         text += f"; its best evaluation, in round {best[0]:,}, gave {percent(best[1])}"
     if run.classes:
@@ -126,10 +130,11 @@ def _folded(run: Run) -> str:
     if score is None:
         return f"{run.played:,} of {run.planned:,} rounds are played; the folds come after them."
     groups = finite(inside(run.summary.get("folds"), "groups"))
-    kept = f" Images of the same of {groups:,.0f} patients or groups stayed together." if groups else ""
+    kept = f" The images of each of {groups:,.0f} patients or groups stayed together." if groups else ""
     return (
-        f"In cross-validation {score.told} of the labelled images are right, each judged by a model that had "
-        f"not seen it.{kept} The final model was trained on all of them."
+        f"In cross-validation {score.right:,} of {score.count:,} labelled images are right, each judged by a "
+        f"model that had not seen it: {percent(score.share)}, with a 95 % interval of "
+        f"{interval(score.right, score.count)}.{kept} The final model was trained on all of them."
     )
 
 
