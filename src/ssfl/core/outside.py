@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, SsflError
 
 IN_MEMORY = "in memory"
 """The name of what was passed as a Python object."""
@@ -70,6 +70,22 @@ def load(name: str, key: str) -> Any:
         close = difflib.get_close_matches(wanted, [n for n in vars(found) if not n.startswith("_")], 1)
         hint = f": did you mean {close[0]}?" if close else ": check the name"
         raise ConfigError(f"{said}: {module} has no {wanted!r}{hint}") from None
+
+
+def called(name: str, key: str) -> Any:
+    """What the function that an import path names returns; it takes no arguments."""
+    function, said = load(name, key), f"{key} = {name!r}"
+    if not callable(function):
+        raise ConfigError(f"{said} is a {type(function).__name__}: name a function", key=key, value=name)
+    try:
+        return function()
+    except SsflError as error:
+        raise ConfigError(f"{said}: {error}", key=key, value=name) from error
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{said}: it raised {type(error).__name__}: {reason}", key=key, value=name
+        ) from error
 
 
 def require(name: str, key: str) -> Path:

@@ -140,6 +140,11 @@ class Data:
         return f"ssfl.Data({len(self.dataset.images)} images, {len(self.dataset.classes)} classes{users})"
 
 
+def unlabelled(given: Any, what: str) -> Tensor:
+    """uint8 [N, C, H, W] of an array of images, or of an `ssfl.Data`, whose labels are not looked at."""
+    return given.dataset.images if isinstance(given, Data) else _images(given, what)
+
+
 def check_views(data: Dataset, images: Tensor) -> None:
     """Raises if an augmentation that was passed in does not keep the rules, tried on these images."""
     for name, view in (("weak", data.weak), ("strong", data.strong)):
