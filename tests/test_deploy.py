@@ -26,7 +26,7 @@ from ssfl.cli import main
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, Federation
 from ssfl.core import outside
-from ssfl.deploy import centre, fleet, keys, site, view, wire
+from ssfl.deploy import centre, fleet, images, keys, site, view, wire
 from ssfl.deploy.images import Files
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
@@ -480,12 +480,12 @@ def test_a_site_names_what_it_cannot_read_and_goes_on_with_the_rest(folders: Pat
     broken.write_bytes(good.read_bytes()[:40])
     empty.write_bytes(b"")
     lines: list[str] = []
-    assert site.usable([broken, empty, good], lines.append) == [good]
+    assert images.usable([broken, empty, good], lines.append) == [good]
     assert len(lines) == 2
     assert str(broken) in lines[0]
     assert str(empty) in lines[1]
     with pytest.raises(DataError, match="none of 2 image files can be read"):
-        site.usable([broken, empty], lines.append)
+        images.usable([broken, empty], lines.append)
 
 
 def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Path) -> None:
