@@ -53,7 +53,7 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
         if name in ("fixmatch", "fedmatch"):
             continue
         sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3", "split.seed=2022"]
-        sets.append("run.test=last")
+        sets += ["run.test=last", "run.baseline=false"]
         config = entry(name).config
         rounds, epochs = config.federation.rounds, config.federation.epochs
         federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)
