@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import ssfl
 from ssfl.config.settings import Config
@@ -384,7 +385,7 @@ def test_only_reports_are_overwritten(folder: Path, tmp_path: Path) -> None:
     assert target.read_text() == "precious"
 
 
-def test_the_verdict_comes_first_and_no_picture_twice(quick: Callable[..., Config], tmp_path: Path) -> None:
+def test_the_verdict_comes_first_and_no_picture_twice(tmp_path: Path) -> None:
     pixels = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
     labels = load_digits().target
     np.savez(
