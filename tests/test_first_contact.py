@@ -133,7 +133,8 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
     assert f"  {told}\n" in ssfl("new", "mine", "--images", "scans")[1]
     assert f"\n{told}\n" in ssfl("split", "mine")[1]
     code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
-    assert (code, err) == (0, f"ssfl: warning: {told}; add some\n")
+    assert code == 0
+    assert err.endswith(f"ssfl: warning: {told}; add some\n")
     assert ssfl("report", "runs/mine")[0] == 0
     assert f"There is {told}." in Path("runs/mine/report.html").read_text()
 
@@ -155,7 +156,8 @@ def test_sub_folders_of_unlabelled_are_users_and_loose_files_one_more(ssfl: Call
         "12",
     ]
     code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
-    assert (code, err) == (0, f"ssfl: warning: {told}\n")
+    assert code == 0
+    assert err.startswith(f"ssfl: warning: {told}\n")
     described = json.loads(Path("runs/mine/split.json").read_text())
     assert described["names"] == ["a", "b", "loose files"]
     assert described["sizes"] == [10, 11, 12]

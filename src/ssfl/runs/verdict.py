@@ -88,7 +88,7 @@ def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -
     elif shown.on == "test" and shown.conclusion == "hurt":
         lines.append(
             "The federated model is kept all the same, because test images must not choose a model: "
-            "--folds 5 lets the labelled images choose."
+            "--set data.validation=0.2, or --folds 5, lets held-out labels choose."
         )
     return {
         "text": " ".join(lines),
