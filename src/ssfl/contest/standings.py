@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ssfl.core.statistics import wilson
 from ssfl.runs import folder as runs
 from ssfl.runs import text
 
@@ -44,14 +45,40 @@ class Standing:
         return statistics.mean(self.accuracies) if self.accuracies else None
 
     @property
+    def images_tested(self) -> int | None:
+        """How many test images every accuracy is of."""
+        counts = {run["test_images"] for run in self.runs}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """In percent, of the mean accuracy: what that many test images can tell."""
+        if self.mean is None or not self.images_tested:
+            return None
+        low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
+        return 100 * low, 100 * high
+
+    @property
+    def right(self) -> tuple[str, str]:
+        """How many test images are right, on average over the seeds, and the interval of their share."""
+        if self.mean is None or self.interval is None or self.images_tested is None:
+            return "–", "–"
+        low, high = self.interval
+        return (
+            f"{self.mean / 100 * self.images_tested:.4g} of {self.images_tested:,}",
+            f"{low:.1f} to {high:.1f}",
+        )
+
+    @property
     def deviation(self) -> float | None:
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "behind the first", "seeds", "rounds", "user images, million",
-            "server's, million", "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+    head = ["method", "test accuracy, %", "right", "95 % interval", "behind the first", "seeds", "rounds",
+            "user images, million", "server's, million", "sent, MB", "% per million images", "% per MB",
+            "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation
@@ -61,7 +88,7 @@ def table(standings: Sequence[Standing]) -> str:
         millions = one.images / 1e6
         per = ["–" if mean is None or not cost else _short(mean / cost) for cost in (millions, one.megabytes)]
         seeds = str(len(one.accuracies) + one.diverged)
-        counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
+        counts = [*one.right, _behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
         counts.append(f"{one.server_images / 1e6:.3g}")
         chosen = " ".join(one.options) or "–"
         name = one.method + " *" * bool(one.flag)
@@ -105,7 +132,8 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
     """contest.json: the standings and how they came about."""
     entries = [
         {
-            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
+            "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
+            "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
             "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,

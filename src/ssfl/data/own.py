@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssfl.core.plain_files import open_plain
-from ssfl.data import formats, pictures
+from ssfl.data import folds, formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.data.hands import Hands
@@ -223,7 +223,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     "unlabelled" are users.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
-    class is held out.
+    class is held out, or nothing where `test_fraction` is 0.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -267,7 +267,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
             *(file for name in UNLABELLED for file in bare[place / name]),
         )
     ]
-    if not any(test.values()):
+    if split and "test" in inner and not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
     for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
         if not pictures.list_images(entry):
@@ -289,8 +289,9 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
     channels = 1 if all(grey for grey, _ in found) else 3
     white = pictures.white_of(max(largest for _, largest in found))
     images = pictures.decode_all(everything, channels, size, white)
-    test_labels = torch.tensor(files.labels(files.test))
-    images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]
+    test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
+    first = len(images) - len(test_labels)
+    images, test_images = images[:first], images[first:]
     return Dataset(
         folder.resolve().name,
         images,
@@ -301,8 +302,16 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
         *statistics(images),
         flip=channels == 3,
         white=white,
+        groups=folds.subjects(_homes(folder, files.train)),
         **owners(files),
     )
+
+
+def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
+    """Each labelled training image with the folder of its class."""
+    inner = [(file, name) for name, files in train.items() for file in files]
+    split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
+    return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
 
 
 def owners(files: Files) -> dict[str, Any]:
@@ -317,6 +326,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
     """At least one image of a class for testing, drawn by a hash of the names: the same for every split."""
+    if not fraction:
+        return []
     if len(files) < 2:
         raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
 

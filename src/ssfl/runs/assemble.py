@@ -65,7 +65,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=data.test_fraction,
+        test_fraction=0.0 if config.run.folds else data.test_fraction,
     )  # fmt: skip
 
 
@@ -172,8 +172,17 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             config.run,
             eval_every=config.run.eval_every or max(5, count // 100),
             checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
+            baseline=_compared(config, labels),
         ),
     )
+
+
+def _compared(config: Config, server_labels: int) -> bool:
+    """Whether a run also trains a server-only model: where users and server train, by itself on one's own
+    images."""
+    own = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    return wanted and config.method.trains_users and server_labels > 0
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
