@@ -101,6 +101,9 @@ class Federation:
     authors' code (47 users in 5 groups: 10, 10, 10, 10, 7)."""
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, local steps per round."""
+    local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
+    """Users train so many passes over their own images in a round instead of T steps, so that a user with more
+    images takes more steps. The learning rate then stays the same within a round."""
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """How many rounds; or give epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
@@ -165,13 +168,24 @@ class Train:
     """c, how many half turns the cosine makes; above 1/2 it reaches the floor."""
     horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
     """The schedule's length as a multiple of the run's; above 1 only its beginning is used."""
+    schedule: str = setting("paper", choices=("paper", "annealing"))
+    """The cosine: the "paper"'s, cos(π · cycles · progress), or "annealing", (1 + cos(π · progress)) / 2, as
+    PyTorch's CosineAnnealingLR, to which cycles do not apply."""
     floor: float = setting(1e-4, least=0, most=1, what="a fraction of train.lr")
     """ε, the least fraction of the base rate."""
-    momentum_policy: str = setting("reset", choices=("reset", "slot", "user"))
-    """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
+    momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
+    """Momentum at the start of a round: "reset" to zero, kept by the "server" alone, or kept by server and
+    users, for each "slot" of a round or for each "user"."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second one strong), or "suited": both,
     but weak alone for images of fewer than 16 pixels a side, of which strong views would leave little."""
+    server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
+    """Images per step of the server. Default: batch_size."""
+    server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
+    """Steps of the server per round, during which its learning rate stays the same. Default: as many as the
+    users' (federation.period)."""
+    server_lr: float | None = setting(None, least=0, most=1000, what="a learning rate")
+    """The server's base learning rate. Default: lr."""
     batches: str = setting("continue", choices=("continue", "restart"))
     """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
     precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))

@@ -369,7 +369,7 @@ def build(
     layout = layout_of(model)
     train = config.train
     kept, policy, users = 0, train.momentum_policy, config.split.users
-    if policy != "reset":
+    if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
         setting = f"train.momentum_policy = {policy!r}"
         instead = "'slot' or 'reset'" if policy == "user" else "'reset'"

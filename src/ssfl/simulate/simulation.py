@@ -99,6 +99,7 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
+            "server": self.plan.replicas,
             "slot": self.plan.participants + self.plan.replicas,
             "user": self.config.split.users + self.plan.replicas,
         }[self.config.train.momentum_policy]
@@ -264,10 +265,15 @@ class Simulation:
                 if place not in log.refused:
                     self._require_finite(round, f"user {user}", one)
             event |= measuring.of_users(measured, norms, log.refused)
+            steps = [len(self.plan.rates(round - 1))] * len(norms)
+            if "steps" in measured or self.plan.local_steps is None:  # real sites do not tell
+                event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
         if log.server is not None:
             both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = both
             event["server_models"] = log.server_steps
+            size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
+            event["server_images"] = size * log.server_steps
             self._require_finite(round, "the server", both)
         return event | log.told
 
