@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.core.schedule import learning_rate
+from ssfl.data import split
 from ssfl.engines.work import Work
 from ssfl.runs import assemble
 from ssfl.simulate.plan import Owners
@@ -114,3 +117,36 @@ def test_annealing_is_pytorchs(quick: Make) -> None:
         theirs.step()
     sim = made(quick, "train.schedule=annealing", "train.warmup=0")
     assert sim.plan.rates(2)[0] == pytest.approx(sim.config.train.lr / 2)
+
+
+def test_semifl_as_published_in_miniature() -> None:
+    small = ["data.name=digits", "split.users=10", "split.server_labels=50", "split.alpha=1",
+             "model.name=small", "federation.participants=3", "federation.rounds=2",
+             "federation.local_epochs=0.5", "train.server_batch_size=25", "train.server_steps=4",
+             "method.threshold=0.1", "run.threads=1", "run.device=cpu", "run.engine=vmap"]  # fmt: skip
+    whole = load_config("semifl-published")
+    assert whole.federation.local_epochs == 5
+    assert whole.train.server_steps == 5 * (whole.split.server_labels or 0) / 250
+    sim = assemble.make(load_config("semifl-published", small))
+    state, events = sim.initial(), []
+    for _ in range(2):
+        state, (event, *_) = sim.play(state)
+        events.append(event)
+    assert [event["server_images"] for event in events] == [100, 100]
+    assert all(event["images"] % 10 == 0 for event in events)
+    assert sum(event["images"] for event in events) > 0
+    assert state.momentum.shape[0] == 11  # of every user and of the server
+    assert sim.plan.rates(1)[0] == pytest.approx(0.015)
+
+
+def test_a_capped_dirichlet_split_has_users_of_more_equal_sizes() -> None:
+    labels = np.repeat(np.arange(10), 500)
+    plain = split.dirichlet(labels, 20, 0.1, 100)
+    capped = split.dirichlet(labels, 20, 0.1, 100, capped=True)
+    assert sorted(np.concatenate([capped.server, *capped.users]).tolist()) == list(range(5000))
+    assert max(map(len, capped.users)) < max(map(len, plain.users))
+    # who had a fair share before a class has none of it
+    for user in capped.users:
+        counts = np.bincount(labels[np.asarray(user)], minlength=10)
+        before = np.concatenate([[0], counts.cumsum()[:-1]])
+        assert not counts[before >= 4900 / 20].any()

@@ -62,6 +62,9 @@ class Split:
     """Give the server's images to every user besides its own, as DataSharing does."""
     alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
     """Concentration of scheme "dirichlet"."""
+    capped: bool = False
+    """With scheme "dirichlet", users that have their fair share of the images already get none of the classes
+    that follow, as in SemiFL's code: users' numbers of images then differ less."""
     classes_per_user: int = setting(2, least=1, most=10**6, what="classes")
     """Classes each user holds in scheme "shards"."""
     mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="weights")
@@ -102,8 +105,8 @@ class Federation:
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, local steps per round."""
     local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
-    """Users train so many passes over their own images in a round instead of T steps, so that a user with more
-    images takes more steps. The learning rate then stays the same within a round."""
+    """Users train so many passes over their own images in a round instead of T steps: a user with more images
+    takes more steps. The learning rate then stays the same within a round."""
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """How many rounds; or give epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")

@@ -41,8 +41,8 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """[n, T · B]: whether the model is sure enough of each image, by one threshold or one per class; images of
-    steps that a user does not take do not count."""
+    """[n, T · B]: whether the model is sure enough of each image, by one threshold or one per class. Images
+    of steps that a user does not take do not count."""
     confidence, label = look.answers.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.answers, threshold)

@@ -281,7 +281,7 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
     elif wanted.scheme == "iid":
         parts = split.iid(*given, *more)
     elif wanted.scheme == "dirichlet":
-        parts = split.dirichlet(*given, wanted.alpha, *more)
+        parts = split.dirichlet(*given, wanted.alpha, *more, capped=wanted.capped)
     elif wanted.scheme == "shards":
         parts = split.shards(*given, wanted.classes_per_user, *more)
     elif wanted.scheme == "mixture":
