@@ -220,7 +220,7 @@ def test_cbafeds_server_joins_the_average_by_its_number_of_images() -> None:
     report = {"counts": counts, "images": torch.tensor([3.0, 1.0], dtype=torch.float64)}
     memory = {"counts": torch.ones(2).double(), "stored": torch.zeros(0).double()}
     workers = Adding([1, 5], [30], weight=[3, 1], report=report)
-    new, _ = played(sim, start([10], **memory), cohort, workers)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, workers)
     # users 11 and 15 weigh 3 and 1; the server trains the model that they were sent, and has 2 labels: 40
     assert workers.served == [[10]]
     assert new.average.item() == pytest.approx((3 * 11 + 1 * 15 + 2 * 40) / 6)
@@ -228,10 +228,10 @@ def test_cbafeds_server_joins_the_average_by_its_number_of_images() -> None:
     assert new.memory["counts"].tolist() == [1 + 3, 1 + 1]
     # one confident image of a single user is one in three, and none at all leaves the server alone
     few = Adding([1, 5], [30], weight=[0, 1], report=report)
-    new, _ = played(sim, start([10], **memory), cohort, few)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, few)
     assert new.average.item() == pytest.approx((1 * 15 + 2 * 40) / 3)
     nobody = Adding([1, 5], [30], weight=[0, 0], report=report)
-    new, _ = played(sim, start([10], **memory), cohort, nobody)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, nobody)
     assert new.average.item() == 40
 
 

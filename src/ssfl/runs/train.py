@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,7 @@ def _finish(
         "users_at_once": sim.config.run.users_at_once,
         "versions": folder.versions(),
         "commit": provenance.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if "validation_accuracy" in evaluation:
         summary["validation_accuracy"] = evaluation["validation_accuracy"]
