@@ -25,7 +25,7 @@ HEAD = ("method", "test accuracy, %", "first minus this, 95 % interval", "seeds"
 INTRODUCTION = """# Leaderboard
 
 Methods side by side under one protocol, best first. This page is written by `python -m
-benchmarks.leaderboard` from the files in [`results/leaderboard/`](../results/leaderboard), which `ssfl
+benchmarks.leaderboard` from the files in `results/leaderboard/`, which `ssfl
 contest` made: each has the resolved configs, versions, device, date and commit of its runs, and what
 every try scored. [Contest](contest.md) says what is the same for all methods and how each chose its
 learning rate and threshold.
