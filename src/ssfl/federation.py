@@ -439,6 +439,9 @@ class Fed(Protocol):
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """The accuracy, averaged over classes, on `most` of the server's labelled images, minus chance."""
 
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
+
     def tell(self, **metrics: float) -> None:
         """Add numbers to the round's event."""
 

@@ -133,6 +133,9 @@ class Federation:
     a "trimmed" mean or the "median"."""
     check: bool = False
     """Use a group's median instead of its average where it does better on the server's labelled images."""
+    skip_unlabelled: bool = False
+    """Leave users that had no pseudo-label in a round out of its average; otherwise their models, which did
+    not move or only decayed, count like the others."""
     dropout: float = setting(0.0, least=0, most=0.999, what="a probability below 1: somebody must come back")
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -182,6 +185,9 @@ class Train:
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second one strong), or "suited": both,
     but weak alone for images of fewer than 16 pixels a side, of which strong views would leave little."""
+    server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
+    """The part of the server's labelled images that it does not train on. A method's guard and
+    federation.check judge by these instead of by images that it has learned by heart."""
     server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
     """Images per step of the server. Default: batch_size."""
     server_steps: int | None = setting(None, least=1, most=10**6, what="steps")

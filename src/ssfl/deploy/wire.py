@@ -122,6 +122,12 @@ def check(config: Config) -> None:
         ("train.precision", train.precision, train.precision != "float64", "float32"),
         ("federation.dropout", config.federation.dropout, config.federation.dropout == 0, "0"),
         ("federation.attackers", config.federation.attackers, config.federation.attackers == 0, "0"),
+        (
+            "federation.skip_unlabelled",
+            config.federation.skip_unlabelled,
+            not config.federation.skip_unlabelled,
+            "false",
+        ),
         ("run.diversity_every", config.run.diversity_every, config.run.diversity_every == 0, "0"),
     ]
     for key, value, fits, instead in fitting:

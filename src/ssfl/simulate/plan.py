@@ -51,6 +51,8 @@ class Plan:
     positions: Positions
     """The engine's way to compute `work.positions`."""
     device: torch.device
+    judges: Tensor | None = None
+    """The server's labelled images that it does not train on, if any: what is judged is judged by them."""
 
     @property
     def participants(self) -> int:

@@ -157,6 +157,11 @@ class Round:
         ]
         return sum(each) / len(each) - 1 / len(each)
 
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
+        images, _ = self.sim.server_images(most)
+        return float(self.sim.predicted(row, images).amax(-1).mean())
+
     # --- training -------------------------------------------------------------------------------------------
 
     def train_server(self, row: Tensor) -> Trained:
@@ -234,6 +239,9 @@ class Round:
             momentum = self._momentum(slots[part] if keeps else None, sent)
             back = self.workers.train(sent, momentum, part, given)
             self.log.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in given.values())
+            if self.sim.config.federation.skip_unlabelled:
+                learned = (back.metrics["mask_rate"] > 0).to(sent.dtype)
+                back = back._replace(weight=learned if back.weight is None else learned * back.weight)
             kept.append(back.momentum)
             # Equations (7) and (8): each group averages its users (the server joins in `_averaged`).
             if hold:

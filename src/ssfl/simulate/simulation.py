@@ -85,6 +85,7 @@ class Simulation:
         """Whether the users' models are needed together before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.check or federation.combine != "mean"
+        robust = robust or federation.skip_unlabelled
         return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
 
     @cached_property
@@ -222,9 +223,10 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        """The server's labelled images, or those that it does not train on, if any; about `most` of them,
+        some of every class, and their labels."""
         if most not in self._server_images:
-            images = self.plan.server.images
+            images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
                 images = images[self.pool.labels[images].argsort(stable=True)]
                 images = images[:: -(-len(images) // most)]
