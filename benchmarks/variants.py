@@ -102,7 +102,7 @@ SCREEN: Variants = {
     "semifl, learning rate 0.03": ["method.name=semifl", "train.lr=0.03"],
     "cbafed": ["method.name=cbafed"],
 }  # fmt: skip
-"""Ideas to screen with one seed on photographs (learning rate 0.1): those that help are measured with more."""
+"""Ideas to screen with one seed on photographs (learning rate 0.1); those that help get more seeds."""
 SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 
 
