@@ -261,6 +261,17 @@ class Look(NamedTuple):
     """What the round sent besides the model, [n, ...]."""
     has_labels: bool
     """Whether users hold labelled images of their own."""
+    taken: Tensor | None = None
+    """[n]: how many of the T steps each user takes, where users differ; what the others show does not
+    count."""
+
+    @property
+    def drawn(self) -> Tensor:
+        """[n, T · B]: whether each image belongs to a step that its user takes."""
+        users, steps, size = self.images.shape
+        if self.taken is None:
+            return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
+        return torch.arange(steps * size, device=self.images.device) < size * self.taken[:, None]
 
 
 class Labels(NamedTuple):
@@ -276,6 +287,8 @@ class Labels(NamedTuple):
     """[n]: a user's weight in the average; 0 is as if it had dropped out."""
     pace: Tensor | None = None
     """[n]: the part of the learning rate that a user takes."""
+    steps: Tensor | None = None
+    """[n]: how many steps each user takes, at most those it was asked for; None is all of them."""
     reach: Tensor | None = None
     """[n]: the factor by which a user's update is scaled before it is sent."""
     report: Named = {}  # noqa: RUF012 (never changed)
@@ -429,6 +442,9 @@ class Fed(Protocol):
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """The accuracy, averaged over classes, on `most` of the server's labelled images, minus chance."""
+
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
 
     def tell(self, **metrics: float) -> None:
         """Add numbers to the round's event."""

@@ -281,7 +281,7 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
     elif wanted.scheme == "iid":
         parts = split.iid(*given, *more)
     elif wanted.scheme == "dirichlet":
-        parts = split.dirichlet(*given, wanted.alpha, *more)
+        parts = split.dirichlet(*given, wanted.alpha, *more, capped=wanted.capped)
     elif wanted.scheme == "shards":
         parts = split.shards(*given, wanted.classes_per_user, *more)
     elif wanted.scheme == "mixture":
@@ -369,7 +369,7 @@ def build(
     layout = layout_of(model)
     train = config.train
     kept, policy, users = 0, train.momentum_policy, config.split.users
-    if policy != "reset":
+    if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
         setting = f"train.momentum_policy = {policy!r}"
         instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
@@ -385,9 +385,23 @@ def build(
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
+    server, judges = parts.server, None
+    if train.server_held_out and len(server):
+        held_out, kept_in = split.hold_out(
+            dataset.labels.numpy()[server], train.server_held_out, config.split.seed
+        )
+        if not len(held_out) or not len(kept_in):
+            raise ConfigError(
+                f"train.server_held_out = {train.server_held_out} of {len(server)} labelled images leaves "
+                "none to train on or none to judge by: change it, or set it to 0",
+                key="train.server_held_out",
+                value=train.server_held_out,
+                fix="train.server_held_out=0",
+            )
+        server, judges = server[kept_in], torch.from_numpy(server[held_out]).to(device)
     plan = Plan(
-        config, Owners.of(parts.users, device), labelled, Owners.of([parts.server], device),
-        engine.positions, device,
+        config, Owners.of(parts.users, device), labelled, Owners.of([server], device),
+        engine.positions, device, judges,
     )  # fmt: skip
     return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device, make, known)
 
