@@ -22,7 +22,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
 from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError, SsflError
+from ssfl.errors import ConfigError
 from ssfl.models import backbones, external, networks
 from ssfl.models.kernels import convolution
 from ssfl.runs import doubts
@@ -32,8 +32,6 @@ from ssfl.simulate.simulation import Simulation, plain_network_of
 
 CORES = torch.get_num_threads()
 """What torch would use: all of the machine's cores, or what the environment says."""
-
-
 VIEWS = 4
 """How many weak and how many strong views of an image are kept where the first part of a network is frozen."""
 
@@ -76,16 +74,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
 
 def _from_outside(name: str) -> Data:
     """The data that a function outside the package returns."""
-    function = outside.load(name, "data.name")
-    if not callable(function):
-        raise ConfigError(f"data.name = {name!r} is a {type(function).__name__}: name a function")
-    try:
-        made = function()
-    except SsflError as error:
-        raise ConfigError(f"data.name = {name!r}: {error}") from error
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"data.name = {name!r}: it raised {type(error).__name__}: {reason}") from error
+    made = outside.called(name, "data.name")
     if not isinstance(made, Data):
         raise ConfigError(f"data.name = {name!r} returned a {type(made).__name__}: return an ssfl.Data")
     return made
