@@ -2,9 +2,9 @@
 
     python benchmarks/scans.py FOLDER --set model.train=head --out results/scans.json
 
-FOLDER has one sub-folder for each class and `unlabelled/` with one for each site. Every method trains on four
-fifths of the labelled pictures and all unlabelled ones, and predicts the last fifth; folds keep the pictures of
-a patient together, as far as file names tell. No other picture is looked at, so that settings can be chosen.
+FOLDER has one sub-folder for each class and `unlabelled/` with one for each site. Every variant trains on
+four fifths of the labelled pictures and all unlabelled ones, and predicts the last fifth. Folds keep the
+pictures of a patient together, as far as file names tell. No other picture is looked at.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from ssfl.simulate.simulation import Simulation, plain_network_of
 CORES = torch.get_num_threads()
 """What torch would use: all of the machine's cores, or what the environment says."""
 VIEWS = 4
-"""How many weak and how many strong views of an image are kept where the first part of a network is frozen."""
+"""How many weak and how many strong views of an image are kept if a network has a frozen trunk."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -327,7 +327,7 @@ def make(
 
 
 def scaled_for(config: Config, dataset: Dataset) -> Dataset:
-    """The data set with the normalisation of a pretrained network: that with which its weights were learned."""
+    """The data set with the normalisation that a pretrained network learned its weights with."""
     if config.model.name not in backbones.NAMES:
         return dataset
     channels = dataset.shape[0]
