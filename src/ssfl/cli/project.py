@@ -10,7 +10,7 @@ import torch
 from ssfl.config.loading import PROJECT, load_config
 from ssfl.config.settings import Config, Data, Model
 from ssfl.core.fields import limits_of
-from ssfl.data import own, pictures
+from ssfl.data import decoding, own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import ConfigError, DataError, SsflError
 from ssfl.models import networks
@@ -78,9 +78,10 @@ def inspect(folder: Path, by_itself: bool) -> Found:
     if not pictures.list_images(folder):
         raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")
     files = own.sort_files(folder, Data.test_fraction)
-    headers = [found for _, found in pictures.each(files.everything, pictures.header)]
-    sizes = Counter((width, height) for width, height, _ in headers)
-    return Found(folder, files, sizes, all(grey for *_, grey in headers))
+    good, broken = decoding.headers(files.everything)
+    files = own.readable(files, broken, "skip")
+    sizes = Counter((header.width, header.height) for header in good.values())
+    return Found(folder, files, sizes, all(header.grey for header in good.values()))
 
 
 def most_users(found: Found) -> int:

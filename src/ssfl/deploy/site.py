@@ -21,7 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
-from ssfl.data import pictures, sources, split
+from ssfl.data import decoding, pictures, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
@@ -61,11 +61,14 @@ class Site:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
                 raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
-            images = sources.read_image_files(self.files, *agreed.shape, agreed.white)
-            brighter = sum(pictures.survey(file)[1] > agreed.white for file in self.files)
-            if brighter:
+            channels, *size = agreed.shape
+            found = decoding.decoded(self.files, (size[0], size[1]), channels, agreed.white)
+            if found.broken:  # they were whole when this site joined
+                raise DataError(decoding.told(found.broken, len(self.files)))
+            images = found.images
+            if found.cut:
                 self.tell(
-                    f"{brighter:,} of {len(self.files):,} images have values above {agreed.white:,}, the "
+                    f"{found.cut:,} of {len(self.files):,} images have values above {agreed.white:,}, the "
                     "largest that the centre's images have bits for: these are cut off"
                 )
             nothing = np.zeros(0, np.int64)
@@ -144,15 +147,19 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     return predict.write(model, predict.free_files(target)[:2])
 
 
+def _try(file: Path) -> None:
+    """Raises if an image file cannot be read."""
+    pictures.decode(file, 1)
+
+
 def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
     """The image files that can be read; the others are named."""
     good = []
-    for file in files:
-        try:
-            pictures.decode(file, 1)
-            good.append(file)
-        except DataError as error:
-            tell(f"left out: {error}")
+    for number, found in decoding.each(files, _try, "checking images"):
+        if isinstance(found, DataError):
+            tell(f"left out: {found}")
+        else:
+            good.append(files[number])
     if not good:
         raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
     return good

@@ -65,7 +65,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=data.test_fraction,
+        test_fraction=data.test_fraction, broken=data.broken,
     )  # fmt: skip
 
 
