@@ -40,8 +40,8 @@ class Data:
     """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
     grey by their pixel values."""
     broken: str = setting("skip", choices=("skip", "stop"))
-    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends the
-    command. Both name them together."""
+    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
+    the command. Both name them together."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Image files as one array: decoded once, on all cores, into a memory-mapped file that commands share.
 
-An entry of the cache is a file of pixels and `index.json`. Its key is a fingerprint of the files (paths, sizes,
-times of change) and of what was asked for. Pixels are read from the file when a batch needs them, so that there
-may be more images than memory holds.
+An entry of the cache is a file of pixels and `index.json`. Its key is a fingerprint of the files (paths,
+sizes, times of change) and of what was asked for. Pixels are read from the file when a batch needs them, so
+that there may be more images than memory holds.
 """
 
 import errno

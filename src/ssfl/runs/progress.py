@@ -6,9 +6,11 @@ from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ssfl.core.events import Event
+from ssfl.runs.remaining import Pace
+from ssfl.runs.remaining import told as remaining
 from ssfl.simulate import privacy
 
 T = TypeVar("T")
@@ -35,18 +37,17 @@ class Reporter:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.began = self.shown = time.monotonic()
-        self.rounds = self.first = 0
+        self.shown = time.monotonic()
+        self.pace = Pace(0, 1)
         self.told, self.accuracy = "starting", ""
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"),
-            TextColumn("left"), TimeRemainingColumn(), console=self.console,
+            TextColumn("{task.fields[left]}"), console=self.console,
             disable=not self.console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=None, told=self.told)
+        self.task = self.bar.add_task("", total=None, told=self.told, left="")
 
     def __enter__(self) -> "Reporter":
-        self.bar.start()
         return self
 
     def __exit__(
@@ -61,23 +62,28 @@ class Reporter:
         if event["event"] == "privacy":
             self.console.print(privacy.told(event), soft_wrap=True, highlight=False)
             return
+        if event["event"] == "forecast":
+            for line in event["lines"]:
+                self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+            return
+        self.pace.add(event)
         if event["event"] == "start":
-            self.rounds, self.first = event["rounds"], event["round"]
-            self.began = time.monotonic()
-            self.bar.update(self.task, total=self.rounds, completed=self.first)
+            self.pace = Pace(event["rounds"], event.get("eval_every", 1))
+            self.pace.round = event["round"]
+            self.bar.start()  # not before: what is loaded has bars of its own
+            self.bar.update(self.task, total=self.pace.rounds, completed=event["round"])
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
             alone = "without users  " if event.get("alone") else ""
             self.told = f"{alone}{mask}{event['seconds']:.2f} s/round"
         elif event["event"] == "eval":
             self.accuracy = f"{accuracy(event)}  "
-        self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told)
+        left = self.pace.left
+        words = "" if left is None else f"{remaining(left)} left"
+        self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told, left=words)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):
             self.shown = time.monotonic()
-            # the time before the first round, of loading and compiling, does not come again
-            pace = (self.shown - self.began) / max(event["round"] - self.first, 1)
-            left = pace * (self.rounds - event["round"])
             told = (self.accuracy if event["event"] == "eval" else "") + self.told
-            line = f"round {event['round']}/{self.rounds}  {told}  {left:.0f} s left"
+            line = f"round {event['round']}/{self.pace.rounds}  {told}  {words}"
             self.console.print(line, soft_wrap=True, highlight=False)

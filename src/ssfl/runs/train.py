@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.config.settings import Data as DataSettings
 from ssfl.core import outside, plain_files
@@ -24,7 +23,9 @@ from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.federation import Method, State
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints, folder, provenance, same, track
+from ssfl.runs import forecast as costs
 from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.choose import load_config
 from ssfl.runs.surroundings import enough_memory, reproducible
 from ssfl.signals import interruptible
 from ssfl.simulate import privacy
@@ -98,16 +99,21 @@ def run(
     model: Factory | str | None = None,
     data: Data | str | None = None,
     method: Method | None = None,
+    forecast: bool = False,
 ) -> Result:
     """Train from the start into a new run folder (default: the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
-    the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path "FILE.py:name" will
-    do. `method` is an object of an `ssfl.Method` class.
+    A preset's name, a TOML file or a folder of images will do for a config. `model` is a function without
+    arguments that makes the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path
+    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first gets what the run is
+    expected to cost, as an event with "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
     with reproducible(), enough_memory(), begun(config, path, model, data) as (sim, start):
+        if forecast and report is not None:
+            told = costs.lines(sim, costs.measure(sim, start.state))
+            report({"event": "forecast", "round": 0, "lines": told})
         return rounds(sim, path, start, report)
 
 
@@ -305,7 +311,8 @@ def _playing(
     history = list(folder.read_events(path)) if leads else []
     stop = 0  # the signal that asked for it
     if report is not None:
-        report({"event": "start", "round": state.round, "rounds": sim.rounds})
+        told = {"rounds": sim.rounds, "eval_every": every.eval_every or 1}
+        report({"event": "start", "round": state.round, **told})
 
     def tell(event: Event) -> None:
         if leads:
