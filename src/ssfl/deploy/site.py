@@ -1,4 +1,4 @@
-"""A site: unlabelled images in a folder, and one connection out to the centre. Nothing listens here.
+"""A site: unlabelled images, and one connection out to the centre. Nothing listens here.
 
 To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in its own process and ignores the
 app bundle that Flower would install and run: what a centre sends is numbers, never a program.
@@ -6,7 +6,7 @@ app bundle that Flower would install and run: what a centre sends is numbers, ne
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
-from ssfl.data import decoding, pictures, split
+from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
+from ssfl.deploy.images import Images, Tell
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
@@ -35,7 +36,6 @@ from ssfl.simulate.simulation import Simulation
 
 POLL = 0.5
 """Seconds between two questions to the centre whether there is work."""
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Site:
     """The images of one site, and the work on them."""
 
     name: str
-    files: list[Path]
+    images: Images
     device: str = "auto"
     threads: int | None = None
     tell: Tell = print
@@ -61,16 +61,7 @@ class Site:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
                 raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
-            channels, *size = agreed.shape
-            found = decoding.decoded(self.files, (size[0], size[1]), channels, agreed.white)
-            if found.broken:  # they were whole when this site joined
-                raise DataError(decoding.told(found.broken, len(self.files)))
-            images = found.images
-            if found.cut:
-                self.tell(
-                    f"{found.cut:,} of {len(self.files):,} images have values above {agreed.white:,}, the "
-                    "largest that the centre's images have bits for: these are cut off"
-                )
+            images = self.images.read(agreed.shape, agreed.white, self.tell)
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))
@@ -147,24 +138,6 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     return predict.write(model, predict.free_files(target)[:2])
 
 
-def _try(file: Path) -> None:
-    """Raises if an image file cannot be read."""
-    pictures.decode(file, 1)
-
-
-def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
-    """The image files that can be read; the others are named."""
-    good = []
-    for number, found in decoding.each(files, _try, "checking images"):
-        if isinstance(found, DataError):
-            tell(f"left out: {found}")
-        else:
-            good.append(files[number])
-    if not good:
-        raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
-    return good
-
-
 def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
     """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
     app = ClientApp(mods=list(mods))
@@ -174,7 +147,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
             site.end(asked, message.content)
-        content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
+        content = RecordDict({"told": MetricRecord({"images": len(site.images)})})
         content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)
 
@@ -188,7 +161,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         metrics = trained.metrics
         told = f"loss {float(metrics['loss']):.3f}  mask rate {float(metrics['mask_rate']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
-        return Message(wire.pack_trained(trained, len(site.files), round, private), reply_to=message)
+        return Message(wire.pack_trained(trained, len(site.images), round, private), reply_to=message)
 
     return app
 
@@ -202,7 +175,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
     with reproducible(), silenced():
         while not site.done:
             with connected(address, key, patience) as connection:
-                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
+                site.tell(f"connected to {address} as {site.name} with {len(site.images)} images")
                 try:
                     _attend(connection, app, site)
                 except (httpx.HTTPError, ObjectPullError, ObjectPushError) as error:

@@ -21,7 +21,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError, SsflError
+from ssfl.errors import ConfigError
 from ssfl.models import external, networks
 from ssfl.models.kernels import convolution
 from ssfl.runs import doubts
@@ -71,16 +71,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
 
 def _from_outside(name: str) -> Data:
     """The data that a function outside the package returns."""
-    function = outside.load(name, "data.name")
-    if not callable(function):
-        raise ConfigError(f"data.name = {name!r} is a {type(function).__name__}: name a function")
-    try:
-        made = function()
-    except SsflError as error:
-        raise ConfigError(f"data.name = {name!r}: {error}") from error
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"data.name = {name!r}: it raised {type(error).__name__}: {reason}") from error
+    made = outside.called(name, "data.name")
     if not isinstance(made, Data):
         raise ConfigError(f"data.name = {name!r} returned a {type(made).__name__}: return an ssfl.Data")
     return made

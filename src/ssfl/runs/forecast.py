@@ -68,10 +68,11 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
     parameters = f"{sim.layout.weights:,} parameters"
     taking = federation.participants or 0
     users = f"{taking} of {sim.config.split.users}" if taking < sim.config.split.users else f"{taking}"
+    tested = len(sim.dataset.test_labels)
     kind = "grey" if channels == 1 else "colour"
     found = [
         f"{sim.config.model.name} ({parameters}) on {kind} images of {width}x{height}; {users} users, "
-        f"{len(sim.parts.server):,} labelled images at the server, {len(sim.dataset.test_labels):,} for tests",
+        f"{len(sim.parts.server):,} labelled images at the server, {tested:,} for tests",
         f"{sim.rounds:,} rounds of {federation.period} steps with {train.batch_size} images",
     ]
     if expected is not None:

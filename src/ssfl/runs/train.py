@@ -105,8 +105,8 @@ def run(
 
     A preset's name, a TOML file or a folder of images will do for a config. `model` is a function without
     arguments that makes the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path
-    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first gets what the run is
-    expected to cost, as an event with "lines".
+    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first
+    gets what the run is expected to cost, as an event with "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
