@@ -116,7 +116,7 @@ def choose(
     federation = settings["federation"]
     federation["period"] = steps = said.get("federation", {}).get("period", steps)
     settings["split"]["users"] = users = said.get("split", {}).get("users") or (
-        AT_MOST if sites else most_users(facts)
+        AT_MOST if sites else most_users(facts, said)
     )
     few = users if facts.files.users else min(users, 4)  # of users that are only dealt images, some will do
     federation["participants"] = few if not gpu else users
@@ -136,7 +136,7 @@ def choose(
     return Choice(settings, why)
 
 
-def most_users(facts: Facts) -> int:
+def most_users(facts: Facts, said: Mapping[str, Any]) -> int:
     """One for each sub-folder of unlabelled/, or as many as get images, at most ten.
 
     The split is tried with the labels alone, so that the config is known to run.
@@ -155,7 +155,9 @@ def most_users(facts: Facts) -> int:
     named = len(facts.files.users)
     for users in [named] if named else range(min(USERS, len(train)), 0, -1):
         try:
-            config = loading.load_config("own", [f"split.users={users}"])
+            given = loading.read("own")
+            given["split"] = {**given["split"], **said.get("split", {}), "users": users}
+            config = loading.from_dict(given)
             assemble.make_parts(assemble.resolve(config, dataset), dataset)
             return users
         except SsflError:
@@ -280,12 +282,16 @@ def load_config(
     facts = inspect(
         Path(path), data.get("test_fraction", Data.test_fraction), data.get("broken", Data.broken)
     )
+    if facts.files.users and not sites:
+        named = len(facts.files.users)
+        assemble.require_users(said.get("split", {}).get("users", named), named, True)
     chosen = choose(facts, cores(), on_gpu(said), has_pretrained(), said, sites)
-    for line in chosen.why:
-        progress.say(line)
     for section, values in chosen.settings.items():
         given[section] = {**given.get(section, {}), **values, **said.get(section, {})}
-    return loading.from_dict(given, method=method)
+    config = loading.from_dict(given, method=method)
+    for line in chosen.why:
+        progress.say(line)
+    return config
 
 
 def on_gpu(said: Mapping[str, Any]) -> bool:
