@@ -79,11 +79,19 @@ class Model:
     """[model] The network."""
 
     name: str | None = setting(
-        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"), paths=True
+        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
     )
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
-    "FILE.py:name" or "package.module:name". Default: what suits the image size; without a GPU one that a CPU
-    can train."""
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; lite0, which starts from ImageNet weights (extra
+    "pretrained"); or a function that makes any nn.Module: "FILE.py:name" or "package.module:name". Default:
+    what suits the image size; without a GPU one that a CPU can train."""
+    train: str = setting("head", choices=("head", "last", "all"))
+    """What is trained of lite0: the "head" (the last layer), the "last" block, the last convolution and the
+    head, or "all". The rest is frozen and never sent."""
+    weights: str | None = None
+    """Start from the weights in this .safetensors file. Default: random ones, and ImageNet's for lite0."""
+    cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
+    """V: if the first part of the network is frozen, compute its output once for V weak and V strong views of
+    every image, and train on those. Default: 4 for lite0, unless all of it is trained."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))

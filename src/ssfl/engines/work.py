@@ -14,6 +14,7 @@ from torch import Tensor
 from ssfl.core import draws
 from ssfl.core.rows import placed
 from ssfl.data import augment
+from ssfl.engines.features import Features
 from ssfl.federation import Batch, Labels, Named
 
 SHUFFLE_ROUNDS = 24
@@ -38,6 +39,8 @@ class Pool:
     weak: augment.View = augment.WEAK
     """How weak views are made, and `strong` the strong ones."""
     strong: augment.View = augment.STRONG
+    features: Features | None = None
+    """What a frozen trunk makes of the images, where only the rest of the network is trained."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -45,7 +48,21 @@ class Pool:
         return torch.promote_types(self.dtype, torch.float32)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """What the network gets of uint8 images as they are."""
+        if self.features is not None:
+            return self.features.plain(images, dtype or self.dtype)
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
+
+    def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
+        """What the network gets of weak or strong views, one for each key, of images that `source` gave."""
+        view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
+        if self.features is not None:
+            return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
+        return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
+
+    def source(self, places: Tensor) -> Tensor:
+        """What `views` are made of: the images at these places, or the places alone."""
+        return self.images[places] if self.features is None else places
 
 
 @dataclass(frozen=True)
@@ -219,33 +236,27 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
 
-    def views(view: augment.View, images: Tensor, keys: Tensor) -> Tensor:
-        drawn = draws.bits(draws.fold(keys[:, None], slots), view.draws)
-        made = pool.normalised(view.make(images, drawn.flatten(0, 1), pool.flip))
+    def views(kind: str, images: Tensor, keys: Tensor) -> Tensor:
+        made = pool.views(kind, images, draws.fold(keys[:, None], slots).flatten())
         return made.reshape(rows, -1, *made.shape[1:])
 
-    def weak_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(pool.weak, images, keys)
-
-    def strong_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(pool.strong, images, keys)
-
-    images = pool.images[chosen.reshape(-1)]
+    images = pool.source(chosen.reshape(-1))
     weak = strong = own = own_labels = None
     if "strong" in work.views:
-        strong = strong_views(images, strong_keys)
+        strong = views("strong", images, strong_keys)
     if "weak" in work.views:
-        weak = weak_views(images, weak_keys)
+        weak = views("weak", images, weak_keys)
     if "mixed" in work.views:
-        second = (slots % 2 == 1).view(1, -1, 1, 1, 1)
-        weak = torch.where(second, strong_views(images, strong_keys), weak_views(images, weak_keys))
+        plain = views("weak", images, weak_keys)
+        second = (slots % 2 == 1).view(1, -1, *[1] * (plain.dim() - 2))
+        weak = torch.where(second, views("strong", images, strong_keys), plain)
     given = {name: at(tensor) for name, tensor in work.given.items()}
     for number, (name, others) in enumerate(work.more.items()):
-        more = pool.images[at(others).reshape(-1)]
-        given[name] = weak_views(more, draws.fold(weak_keys, size + number))
+        more = pool.source(at(others).reshape(-1))
+        given[name] = views("weak", more, draws.fold(weak_keys, size + number))
     if labelled is not None:
-        images = pool.images[labelled.clamp(min=0).reshape(-1)]
-        own = weak_views(images, labelled_keys)
+        images = pool.source(labelled.clamp(min=0).reshape(-1))
+        own = views("weak", images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given | sent)

@@ -17,7 +17,7 @@ from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError
-from ssfl.models import external, networks
+from ssfl.models import backbones, external, networks
 from ssfl.runs import folder
 
 LONGEST = 1000
@@ -126,15 +126,30 @@ def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
     """The model of these tensors, as its card says, in eval mode."""
-    network = network_of(card, path, make)
+    network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
 
 
-def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:
-    """The network that a model's card names; one from outside only if it was supplied and is unchanged."""
+def network_of(
+    card: dict[str, Any],
+    path: Path,
+    make: external.Factory | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> nn.Module:
+    """The network that a model's card names; one from outside only if it was supplied and is unchanged.
+
+    What is frozen is taken from `tensors` if the model was saved whole.
+    """
     name, classes = card["model"], len(card["classes"])
     channels, height, width = (int(size) for size in card["shape"])
+    saved = tensors if card.get("whole") else None
+    if name in backbones.NAMES:
+        network: nn.Module = backbones.build(
+            name, classes, (channels, height, width), card["train"], saved is None
+        )
+        _require_frozen(network, saved, card["outside"], path)
+        return network
     if not outside.is_outside(str(name)):
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
@@ -148,17 +163,29 @@ def network_of(card: dict[str, Any], path: Path, make: external.Factory | None =
         if outside.digest(name) != known["digest"]:
             raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
     network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
+    _require_frozen(network, saved, known, path)
+    return network
+
+
+def _require_frozen(
+    network: nn.Module, saved: dict[str, Tensor] | None, known: dict[str, Any], path: Path
+) -> None:
+    """Raises if what is frozen, after loading what was saved of it, is not what the model was trained with."""
+    if saved is not None:
+        external.plain(network).load_state_dict(saved)
     if external.fingerprint(network) != known["frozen"]:
         raise RunError(
-            f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
-            "them as they were"
+            f"the layers or frozen weights of {known['name']} are not those that {path} was trained with: "
+            "supply them as they were"
         )
-    return network
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
     """A network with the trained tensors of a model; what is frozen it has already."""
     names = set(rows.layout_of(network).names)
+    if card.get("whole"):
+        names = set(external.plain(network).state_dict())
+        tensors = external.plain(network).state_dict() | tensors  # a row holds what is trained alone
     if set(tensors) != names:
         raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
     network.load_state_dict(tensors, strict=False)

@@ -21,6 +21,7 @@ from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.federation import Method, State
+from ssfl.models import backbones
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints, folder, provenance, same, track
 from ssfl.runs import forecast as costs
@@ -29,7 +30,7 @@ from ssfl.runs.choose import load_config
 from ssfl.runs.surroundings import enough_memory, reproducible
 from ssfl.signals import interruptible
 from ssfl.simulate import privacy
-from ssfl.simulate.simulation import Simulation
+from ssfl.simulate.simulation import Simulation, is_saved_whole
 
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
@@ -437,6 +438,8 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),
         "versions": folder.versions(),
+        **({"train": sim.config.model.train} if sim.config.model.name in backbones.NAMES else {}),
+        **({"whole": True} if is_saved_whole(sim.config) else {}),
         **({"outside": sim.brought["model"]} if "model" in sim.brought else {}),
     }
 

@@ -27,7 +27,7 @@ from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, TrainedRows, Work
 from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
-from ssfl.models import external, networks
+from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
 from ssfl.simulate.plan import Plan
 from ssfl.simulate.rounds import Round
@@ -204,8 +204,13 @@ class Simulation:
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """The averaged model by the names of its plain network."""
-        return self.method.plain(self.layout.unflatten(self.final_row(state)))
+        """The averaged model by the names of its plain network; of a network that is saved whole, what is
+        frozen too."""
+        trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
+        if not is_saved_whole(self.config):
+            return trained
+        whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
+        return whole.state_dict() | trained
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
         """How well a model does on these images."""
@@ -326,5 +331,17 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
     """The network itself, before a method wraps it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
-        return external.named(name, make, len(dataset.classes), dataset.shape, seed)
-    return networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    elif name in backbones.NAMES:
+        own = config.model.weights is not None
+        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, not own)
+    else:
+        network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    if config.model.weights is not None:
+        weights.load(external.plain(network), config.model.weights)
+    return network
+
+
+def is_saved_whole(config: Config) -> bool:
+    """Whether the saved model holds what is frozen too, so that it can be used without other files."""
+    return config.model.name in backbones.NAMES or config.model.weights is not None
