@@ -10,7 +10,6 @@ from typing import Any
 from ssfl.board import folder
 from ssfl.board.folder import text
 from ssfl.report.gather import finite
-from ssfl.runs.remaining import Pace
 
 TAIL = 1 << 18
 SETTINGS = 300
@@ -39,8 +38,7 @@ def run(handle: int, name: str) -> dict[str, Any]:
         "left": None,
         "age": _age(handle),
     }
-    every = _whole(config.get("run", {}).get("eval_every")) or 1
-    return told if state == "finished" else told | _so_far(handle, told["rounds"], every, state == "running")
+    return told if state == "finished" else told | _so_far(handle, state == "running")
 
 
 class Finished:
@@ -69,20 +67,20 @@ def _changed(handle: int, file: str) -> int:
         return 0
 
 
-def _so_far(handle: int, rounds: int | None, every: int, running: bool) -> dict[str, Any]:
+def _so_far(handle: int, running: bool) -> dict[str, Any]:
     """Round, accuracy (on validation images too: test images may come last) and seconds left of an unfinished
     run, from the end of its events."""
     found: dict[str, Any] = {"round": 0}
-    pace = Pace(rounds or 0, every)
+    left = None
     for event in _last_events(handle):
         found["round"] = max(found["round"], _whole(event.get("round")) or 0)
         for key, name in (("accuracy", "accuracy"), ("validation", "validation_accuracy")):
             if event.get("event") == "eval" and finite(event.get(name)) is not None:
                 found[key] = finite(event[name])
-        if finite(event.get("seconds")) is not None:
-            pace.add(event)
-    if running and rounds and pace.left is not None:
-        found["left"] = finite(pace.left)
+        if event.get("event") == "round":
+            left = finite(event.get("left"))  # what the terminal shows
+    if running and left is not None:
+        found["left"] = max(0.0, left)
     return found
 
 

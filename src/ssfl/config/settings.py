@@ -33,7 +33,8 @@ class Data:
     size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to this many pixels square."""
     test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a part of the labelled images")
-    """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
+    """The part of a folder's labelled images held out for testing where it has no test/ of its own. With
+    run.folds nothing is: each labelled image is tested in its fold."""
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
@@ -216,6 +217,13 @@ class Run:
     for runs by which something is chosen; the others look at the validation images (data.validation)."""
     checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
+    baseline: bool | None = None
+    """Also train a model on the server's labels alone, with the same start and as many steps, and say whether
+    the unlabelled images helped. If they hurt on held-out labels, the server-only model is kept. Default: yes
+    for your own images, no for known data sets."""
+    folds: int = setting(0, least=0, most=100, what="folds; 0 is none")
+    """Cross-validate on the server's labelled images: each is held out in one of so many shorter runs. Images
+    of one patient stay together where file names or sub-folders show it. The final model uses all labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

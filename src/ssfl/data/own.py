@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssfl.core.plain_files import open_plain
-from ssfl.data import decoding, formats, pictures
+from ssfl.data import decoding, folds, formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.data.hands import Hands
@@ -224,7 +224,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     "unlabelled" are users.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
-    class is held out.
+    class is held out, or nothing where `test_fraction` is 0.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -268,7 +268,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
             *(file for name in UNLABELLED for file in bare[place / name]),
         )
     ]
-    if not any(test.values()):
+    if split and "test" in inner and not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
     for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
         if not pictures.list_images(entry):
@@ -287,8 +287,9 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
     files = sort_files(folder, test_fraction)
     found = decoding.decoded(files.everything, None if size is None else (size, size))
     files = readable(files, found.broken, broken)
-    test_labels = torch.tensor(files.labels(files.test))
-    images, test_images = found.images[: -len(test_labels)], found.images[-len(test_labels) :]
+    test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
+    first = len(found.images) - len(test_labels)
+    images, test_images = found.images[:first], found.images[first:]
     return Dataset(
         folder.resolve().name,
         images,
@@ -302,6 +303,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
         deep=found.deep > 0,
         grey=found.grey,
         broken=len(found.broken),
+        groups=folds.subjects(_homes(folder, files.train)),
         **owners(files),
     )
 
@@ -326,13 +328,20 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
         if not some:
             where = files.train[name][0].parent
             raise DataError(f"{where}: none of its images can be read; replace them or remove the folder")
-    if not any(test.values()):
+    if any(files.test.values()) and not any(test.values()):
         raise DataError(f"none of the test images can be read, such as {next(iter(left_out))}; replace them")
     places = [place for place, file in enumerate(files.unlabelled) if file not in left_out]
     return replace(
         files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],
         homes=[files.homes[place] for place in places],
     )  # fmt: skip
+
+
+def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
+    """Each labelled training image with the folder of its class."""
+    inner = [(file, name) for name, files in train.items() for file in files]
+    split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
+    return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
 
 
 def owners(files: Files) -> dict[str, Any]:
@@ -347,6 +356,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
     """At least one image of a class for testing, drawn by a hash of the names: the same for every split."""
+    if not fraction:
+        return []
     if len(files) < 2:
         raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
 

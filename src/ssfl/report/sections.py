@@ -5,12 +5,12 @@ from statistics import fmean
 from typing import Any
 
 from ssfl.config.loading import to_toml
-from ssfl.report import costs, mistakes, owners, several, verdict, words
+from ssfl.report import collapse, costs, mistakes, owners, several, words
 from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
 from ssfl.report.pictures import Loader, look
 from ssfl.report.several import Family
-from ssfl.runs.text import percent
+from ssfl.runs.text import duration, percent
 
 MOST_DETAILED = 4
 """Of several runs, who has what, confusion and images are shown for so many experiments."""
@@ -48,7 +48,7 @@ def make(found: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _question(run: Run) -> list[Block]:
-    said = verdict.judge(run)
+    said = collapse.judge(run)
     return [
         text(words.question(run), "lead"),
         {"kind": "tiles", "items": _tiles(run)},
@@ -89,7 +89,7 @@ def _standings(found: Sequence[Run], families: Sequence[Family]) -> list[Block]:
         made.append(text(f"Of {which} on validation images: test images are never looked at there.", "note"))
     made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
     for run in found:
-        said = verdict.judge(run)
+        said = collapse.judge(run)
         made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
         made += [] if run.finished else [text(f"{run.name}: {words.answer(run)}")]
     told = "" if len(families) == 1 else f"The setting of {found[0].name}: "
@@ -108,7 +108,7 @@ def _standing(family: Family) -> list[str]:
     return [
         seeds,
         *map(several.spread, (family.ends, masks, right)),
-        costs.duration(fmean(cost["seconds"] for cost in spent)),
+        duration(fmean(cost["seconds"] for cost in spent)),
         costs.size(fmean(cost["bytes_up"] + cost["bytes_down"] for cost in spent)),
     ]
 
@@ -171,7 +171,7 @@ def _title(found: Sequence[Run]) -> str:
 def _diversity(run: Run) -> list[Block]:
     if not run.config.method.trains_users:
         return [text("Users do not train in this run: it has no gradients to compare and no pseudo-labels.")]
-    said = verdict.judge(run)
+    said = collapse.judge(run)
     spread = [_series("over everybody", run.diversity("definition"))]
     if run.grouped:
         spread.append(_series("within groups", run.diversity("definition_groups")))
@@ -293,5 +293,5 @@ def _late(points: Points) -> float | None:
 
 
 def _marks(run: Run) -> list[Block]:
-    since = verdict.judge(run).since
+    since = collapse.judge(run).since
     return [] if since is None else [{"x": since, "text": f"from round {since:,}: sure and wrong"}]

@@ -68,7 +68,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=data.test_fraction, broken=data.broken,
+        test_fraction=0.0 if config.run.folds else data.test_fraction, broken=data.broken,
     )  # fmt: skip
 
 
@@ -175,6 +175,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             config.run,
             eval_every=config.run.eval_every or max(5, count // 100),
             checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
+            baseline=_compared(config, labels),
         ),
     )
 
@@ -187,6 +188,14 @@ def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> Model:
         views = VIEWS if name in backbones.NAMES and model.train != "all" else 0
     weights = None if model.weights is None else _absolute(model.weights)
     return replace(model, name=name, cached_views=views, weights=weights)
+
+
+def _compared(config: Config, server_labels: int) -> bool:
+    """Whether a run also trains a server-only model: where users and server train, by itself on one's own
+    images."""
+    own = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    return wanted and config.method.trains_users and server_labels > 0
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:

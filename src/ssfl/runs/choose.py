@@ -24,6 +24,7 @@ from ssfl.data import decoding, own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import DataError, SsflError
 from ssfl.runs import assemble
+from ssfl.runs.text import duration
 
 if TYPE_CHECKING:
     from ssfl.federation import Method
@@ -188,13 +189,14 @@ def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Giv
     fitting = [pair for pair in VIEWS if pair[0] == (pixels or pair[0])] or [(pixels or 224, 4)]
     size, views = next((pair for pair in fitting if seconds(*pair) <= BUDGET), fitting[-1])
     settings["data"]["size"] = size
-    if "cached_views" in limits_of(Model) and views != 4:
+    if views != assemble.VIEWS and "cached_views" not in said.get("model", {}):
         settings["model"]["cached_views"] = views
     why = (
         "what the pretrained network was made for" if size == 224 else f"{facts.images:,} images: 224 is slow"
     )
     return [
-        f"network lite0, pretrained on ImageNet: best for {facts.images:,} images",
+        f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
+        f"once, in about {duration(seconds(size, views))}",
         f"images of {size} pixels a side ({_found(facts)}): {_asked(pixels) or why}",
     ]
 

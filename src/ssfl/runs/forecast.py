@@ -14,7 +14,8 @@ from ssfl.engines import local
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Work
 from ssfl.federation import State
-from ssfl.runs.remaining import told
+from ssfl.runs import comparing
+from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
@@ -35,12 +36,14 @@ class Forecast:
     evaluations: int
     evaluation: float
     """Seconds that an evaluation takes."""
+    compared: float
+    """Seconds for the models that the run is compared with."""
     memory: int
     """Bytes that all processes of the run hold."""
 
     @property
     def seconds(self) -> float:
-        return self.rounds * self.round + self.evaluations * self.evaluation
+        return self.rounds * self.round + self.evaluations * self.evaluation + self.compared
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
@@ -58,7 +61,8 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
     last = sim.rounds
     evaluations = -(-last // every) - state.round // every
     rounds = last - state.round
-    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), memory[0])
+    more = comparing.expected(sim.config, users + server, server)
+    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), more, memory[0])
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
@@ -77,7 +81,7 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
     ]
     if expected is not None:
         found[1] += (
-            f": about {told(expected.seconds)} ({expected.round:.2g} s a round) and "
+            f": about {duration(expected.seconds)} ({duration(expected.round)} a round) and "
             f"{expected.memory / 1e9:.1f} GB of memory, measured with one step"
         )
     if sim.dataset.grey is not None and not sim.config.data.flip:
@@ -135,6 +139,8 @@ def _evaluation(sim: Simulation, state: State) -> float:
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
     some = min(SCORED, len(sim.dataset.test_labels))
     test = sim.dataset.test_images[:some].to(sim.device), sim.dataset.test_labels[:some]
+    if sim.pool.features is not None:  # they are computed once
+        sim.score(state.average, *test)
     seconds = _timed(sim, lambda: sim.score(state.average, *test))
     return seconds * max(1.0, images / max(some, 1))
 

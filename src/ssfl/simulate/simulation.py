@@ -18,6 +18,7 @@ from ssfl.core.clock import Phases
 from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
 from ssfl.core.rows import Layout, row_of, statistics, write_row
+from ssfl.core.statistics import balanced
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -164,11 +165,14 @@ class Simulation:
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
-        if when == "every" or (when == "last" and state.round == self.rounds):
+        tested = len(self.dataset.test_labels)
+        if tested and (when == "every" or (when == "last" and state.round == self.rounds)):
             test = self.dataset.test_images.to(self.device), self.dataset.test_labels
             accuracy, loss, per_class = self.score(row, *test)
             self._require_finite(state.round, "the averaged model on the test images", [loss])
             event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
+            event |= {"correct": round(accuracy * tested), "count": tested}
+            event["balanced_accuracy"] = balanced(per_class)
             # a good average can hide streams that have collapsed
             if len(state.streams) > 1 and self.method.start == "group":
                 event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
@@ -178,6 +182,7 @@ class Simulation:
             accuracy, loss, _ = self.score(row, images, self.dataset.labels[held])
             self._require_finite(state.round, "the averaged model on the validation images", [loss])
             event["validation_accuracy"] = accuracy
+            event |= {"validation_correct": round(accuracy * len(held)), "validation_count": len(held)}
         return event
 
     def final_row(self, state: State) -> Tensor:
@@ -216,6 +221,11 @@ class Simulation:
         """How well a model does on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
+
+    def classified(self, row: Tensor, images: Tensor) -> Tensor:
+        """The class that a model predicts for each of these uint8 images, on the CPU."""
+        write_row(self.model, self.layout, row)
+        return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
         """The probabilities [B, classes] that a model predicts for uint8 images."""
