@@ -27,7 +27,7 @@ def draw(file: Path, seed: int = 0, size: tuple[int, int] = (40, 30), kind: str 
     """A picture of noise: "L" grey, "RGB" colours, "same" grey stored as RGB, "deep" 16 bits."""
     rng = np.random.default_rng(seed)
     grey = rng.integers(0, 256, size[::-1], dtype=np.uint8)
-    pixels = {
+    pixels: np.ndarray = {
         "L": lambda: grey,
         "RGB": lambda: rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8),
         "same": lambda: np.stack([grey] * 3, -1),

@@ -230,10 +230,11 @@ def test_doctor_says_what_is_here_and_what_to_run_first(ssfl: Call) -> None:
     assert "svhn     not in data; --set data.name=svhn --set data.download=true gets 246 MB" in out
     assert "ssfl run --set data.path=data/mine.npz" in out
     assert "run first\n  ssfl run " in out
+    assert "delete it with `rm -r " in out
     code, out, _ = ssfl("doctor", "--json")
     told = json.loads(out)
     assert (code, told["broken"], told["folder"]["writable"]) == (0, [], True)
-    assert set(told["extras"]) == {"report", "board", "track", "privacy", "flower"}
+    assert set(told["extras"]) == {"pretrained", "report", "board", "track", "privacy", "flower"}
 
 
 def test_doctor_tells_what_is_missing_or_broken(tmp_path: Path) -> None:

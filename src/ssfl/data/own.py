@@ -310,14 +310,16 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
 
 def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     """The files that can be read; the others are named together, in a warning or, if the policy is "stop", in
-    an error."""
+    an error; "silent" leaves that to whoever reads the files again."""
     if not broken:
         return files
     everything = files.everything
     line = decoding.told(broken, len(everything))
     if policy == "stop":
         raise DataError(f"{line}; replace them, or leave them out with --set data.broken=skip")
-    warnings.warn(f"{line}; they are left out (--set data.broken=stop stops here)", SsflWarning, stacklevel=4)
+    if policy != "silent":
+        line += "; they are left out (--set data.broken=stop stops here)"
+        warnings.warn(line, SsflWarning, stacklevel=4)
     left_out = {everything[number] for number in broken}
 
     def kept(part: dict[str, list[Path]]) -> dict[str, list[Path]]:

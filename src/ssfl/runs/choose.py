@@ -281,9 +281,8 @@ def load_config(
     loading.from_dict(given, method=method)  # mistakes show before thousands of files are opened
     said.setdefault("data", {})["path"] = path
     data = said["data"]
-    facts = inspect(
-        Path(path), data.get("test_fraction", Data.test_fraction), data.get("broken", Data.broken)
-    )
+    broken = "stop" if data.get("broken") == "stop" else "silent"  # they are named when they are read
+    facts = inspect(Path(path), data.get("test_fraction", Data.test_fraction), broken)
     if facts.files.users and not sites:
         named = len(facts.files.users)
         assemble.require_users(said.get("split", {}).get("users", named), named, True)

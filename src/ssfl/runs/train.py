@@ -44,6 +44,7 @@ SCORES = (
 """What summary.json says of how good the model is."""
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
+MODEL = "model.safetensors"
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
 
@@ -346,6 +347,10 @@ def _playing(
         nonlocal saving, saved, kept
         began = time.perf_counter()
         checkpoints.write(path, Checkpoint(state, totals, now))
+        if state.round < sim.rounds:  # a run that is stopped here can predict
+            known = [event for event in history if event["event"] == "eval"]
+            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
+            folder.write_model(path / "checkpoints" / MODEL, sim.final_tensors(state), card)
         saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
 
     private = sim.config.privacy.clip is not None
@@ -438,7 +443,8 @@ def _finish(
         evaluation = kept.evaluate(last)
     judged = judged_by(evaluation, compared)
     tensors = kept.final_tensors(last)
-    folder.write_model(path / "model.safetensors", tensors, model_card(kept, evaluation | judged))
+    folder.write_model(path / MODEL, tensors, model_card(kept, evaluation | judged))
+    (path / "checkpoints" / MODEL).unlink(missing_ok=True)
     summary: dict[str, Any] = {
         **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
         "rounds": state.round,
@@ -505,7 +511,7 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "norm": sim.config.model.norm,
         "classes": list(sim.dataset.classes),
         "shape": list(sim.dataset.shape),
-        "white": sim.dataset.white,
+        **({"white": sim.dataset.white} if sim.dataset.deep else {}),
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,
