@@ -38,7 +38,11 @@ class Data:
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
-    """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
+    """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
+    grey by their pixel values."""
+    broken: str = setting("skip", choices=("skip", "stop"))
+    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
+    the command. Both name them together."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ class Standing:
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
     head = ["method", "test accuracy, %", "right", "95 % interval", "first minus this [95 %]", "seeds",
-            "collapsed", "rounds", "user images, million", "passes, million", "server images, million", "sent, MB",
-            "chosen"]  # fmt: skip
+            "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
+            "sent, MB", "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation

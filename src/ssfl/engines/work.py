@@ -18,6 +18,8 @@ from ssfl.engines.features import Features
 from ssfl.federation import Batch, Labels, Named
 
 SHUFFLE_ROUNDS = 24
+VALUES = 1 << 23
+"""So many values of views are made at once: 2,048 images of 32×32 in colour, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,11 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
     """The views of every step in turn, made several steps at a time, about so many images at once.
 
-    On a CPU a call costs more than a small image. The bytes are those of `make_batch`.
+    On a CPU a call costs more than a small image. The bytes are those of `make_batch`. Large images are made
+    fewer at a time: their views would fill the memory.
     """
     trainers, _, size = work.batches.shape
+    at_once = min(at_once, VALUES // pool.images[0].numel())
     steps, stride = work.played, max(1, at_once // (trainers * size))
     for first in range(0, steps, stride):
         some = torch.arange(first, min(first + stride, steps), device=work.keys.device)

@@ -68,7 +68,7 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=0.0 if config.run.folds else data.test_fraction,
+        test_fraction=0.0 if config.run.folds else data.test_fraction, broken=data.broken,
     )  # fmt: skip
 
 
@@ -203,18 +203,26 @@ def _with_owners(config: Config, dataset: Dataset) -> Config:
     if dataset.users is None:
         return config
     owners, said = len(dataset.users), config.split.users
-    again = config.split.scheme == "given"  # a run that goes on
-    if said != owners and (again or (config.data.path is not None and said != Split.users)):
-        where = "unlabelled/ has a sub-folder for each of" if config.data.path else "the data name"
-        raise ConfigError(
-            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out"
-        )
+    if config.split.scheme == "given" or (config.data.path is not None and said != Split.users):
+        require_users(said, owners, config.data.path is not None)  # a run that goes on, or a person's number
     kept = {
         key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
     }
     config = replace(config, split=Split("given", owners, seed=config.split.seed, **kept))
     check(config)
     return config
+
+
+def require_users(said: int, owners: int, folder: bool) -> None:
+    """Raises if somebody asks for another number of users than the data name."""
+    if said != owners:
+        where = "unlabelled/ has a sub-folder for each of" if folder else "the data name"
+        raise ConfigError(
+            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out",
+            key="split.users",
+            value=said,
+            fix=f"split.users={owners}",
+        )
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:

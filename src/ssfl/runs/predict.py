@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from ssfl.core import outside, rows
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
-from ssfl.errors import DataError, RunError
+from ssfl.errors import DataError, RunError, SsflWarning
 from ssfl.models import backbones, external, networks
 from ssfl.runs import folder
 
@@ -98,7 +99,8 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
-    """The averaged model of a finished run, in eval mode, with `.classes`.
+    """The averaged model of a run, in eval mode, with `.classes`; of a run that was stopped, the model of its
+    last checkpoint, with a warning.
 
     Where the network came from outside, `model` makes it again, or is the import path of what does.
     """
@@ -107,9 +109,18 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         outside.trust(model)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        folder.read_config(path)  # says so where it is not a run folder at all
-        raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
+        config = folder.read_config(path)  # says so where it is not a run folder at all
+        file = path / "checkpoints" / "model.safetensors"
+        if not file.is_file():
+            raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
     tensors, card = folder.read_model(file)
+    if file.parent.name == "checkpoints" and path.is_dir():
+        warnings.warn(
+            f"{path} is not finished: this is its model after round {card.get('round')} of "
+            f"{config.federation.rounds}; `{folder.again(path)}` goes on",
+            SsflWarning,
+            stacklevel=2,
+        )
     try:
         check_card(card, tensors)
     except ValueError as error:
@@ -269,9 +280,12 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
     """Write a model: the safetensors file and its JSON card, which says what becomes of an image file."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
+    deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"
+    if "white" not in model.card:
+        deep = f"8 bits for each value, as in training (a file of 16 bits: x * 255 / {model.white})"
     card = model.card | {
-        "reading": f"upright by EXIF; transparent becomes white; 16 bits become 8 ({model.white}: 255); "
-        f"{colours}; stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
+        "reading": f"upright by EXIF; transparent becomes white; {deep}; {colours}; "
+        f"stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
         "input": f"uint8 [N, {channels}, {height}, {width}]",
         "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
         "output": "logits",

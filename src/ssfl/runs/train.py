@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.config.settings import Data as DataSettings
 from ssfl.core import outside, plain_files
@@ -29,7 +28,9 @@ from ssfl.federation import Method, State
 from ssfl.models import backbones
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints, comparing, folder, provenance, same, text, track
+from ssfl.runs import forecast as costs
 from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.choose import load_config
 from ssfl.runs.comparing import Compared
 from ssfl.runs.remaining import Clock
 from ssfl.runs.surroundings import enough_memory, reproducible
@@ -44,6 +45,7 @@ SCORES = (
 """What summary.json says of how good the model is."""
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
+MODEL = "model.safetensors"
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
 
@@ -116,16 +118,21 @@ def run(
     model: Factory | str | None = None,
     data: Data | str | None = None,
     method: Method | None = None,
+    forecast: bool = False,
 ) -> Result:
     """Train from the start into a new run folder (default: the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
-    the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path "FILE.py:name" will
-    do. `method` is an object of an `ssfl.Method` class.
+    A preset's name, a TOML file or a folder of images will do for a config. `model` is a function without
+    arguments that makes the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path
+    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first
+    gets what the run is expected to cost, as an event with "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
     with reproducible(), enough_memory(), begun(config, path, model, data) as (sim, start):
+        if forecast and report is not None:
+            told = costs.lines(sim, costs.measure(sim, start.state))
+            report({"event": "forecast", "round": 0, "lines": told})
         return rounds(sim, path, start, report)
 
 
@@ -341,6 +348,10 @@ def _playing(
         nonlocal saving, saved, kept
         began = time.perf_counter()
         checkpoints.write(path, Checkpoint(state, totals, now))
+        if state.round < sim.rounds:  # a run that is stopped here can predict
+            known = [event for event in history if event["event"] == "eval"]
+            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
+            folder.write_model(path / "checkpoints" / MODEL, sim.final_tensors(state), card)
         saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
 
     private = sim.config.privacy.clip is not None
@@ -433,7 +444,8 @@ def _finish(
         evaluation = kept.evaluate(last)
     judged = judged_by(evaluation, compared)
     tensors = kept.final_tensors(last)
-    folder.write_model(path / "model.safetensors", tensors, model_card(kept, evaluation | judged))
+    folder.write_model(path / MODEL, tensors, model_card(kept, evaluation | judged))
+    (path / "checkpoints" / MODEL).unlink(missing_ok=True)
     summary: dict[str, Any] = {
         **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
         "rounds": state.round,
@@ -501,7 +513,7 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "norm": sim.config.model.norm,
         "classes": list(sim.dataset.classes),
         "shape": list(sim.dataset.shape),
-        "white": sim.dataset.white,
+        **({"white": sim.dataset.white} if sim.dataset.deep else {}),
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,
