@@ -67,7 +67,8 @@ import os, pathlib, signal, sys
 from ssfl.deploy import link
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-print(link._start(folder, None, "127.0.0.1", port, "secret", 1000, print).pid, flush=True)
+with link.listening("127.0.0.1", port) as public, link.own_socket(folder) as (own, _):
+    print(link.start(folder, None, public, own, "secret", 1000, 0, print).pid, flush=True)
 os._exit(1)
 """
     command = [sys.executable, "-c", script, str(tmp_path), str(free_port())]

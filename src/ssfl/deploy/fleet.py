@@ -9,12 +9,11 @@ from queue import Empty, Queue
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
 from torch import Tensor
 
 from ssfl.core.events import Event
 from ssfl.deploy import wire
+from ssfl.deploy.internals import LATE, NodeInfo
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
 
@@ -26,8 +25,6 @@ LATER = 300.0
 """Seconds until a site that did not say who it is is asked again: it shall not hold up every round."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
-LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""What Flower says of an answer that did not come, or not wholly, while its message held."""
 Tell = Callable[[str], None]
 
 

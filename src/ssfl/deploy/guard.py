@@ -1,55 +1,37 @@
 """What the centre's port lets through: sites' requests, of the right size, one answer to each message.
 
 Flower reads a request of any size, takes an array at its word and keeps silent about a second answer. Here
-such requests are refused before anything of them is stored, and the centre is told by whom and why.
+such requests are refused before anything of them is stored, and the centre is told by whom and why. Whoever
+does not sign a request with a known key is refused by its headers; nothing more of it is read.
 """
 
 import asyncio
 import hmac
 import json
 import os
-import ssl
 import time
-from asyncio import sslproto
-from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
-from flwr.app import Array
-from flwr.common.constant import (
-    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
-    SYSTEM_TIME_TOLERANCE,
-    TIMESTAMP_HEADER,
-    TIMESTAMP_TOLERANCE,
-)
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import PushObjectRequest
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_body,
-    get_object_head_values_from_object_content,
-    get_object_id,
-    iterate_object_tree,
-)
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from google.protobuf.message import DecodeError
 
+from ssfl.deploy import internals
+from ssfl.deploy.notes import Notes
+
 SECRET = "x-ssfl-secret"
-OPEN = ("/v1/fleet/", "/health")
 FLEET = "/v1/fleet/"
+VISIT = "ssfl.visit"
+"""Where a request's connection is found in its state; requests over the centre's own channel have none."""
 ROOM = 65_536
 """Bytes that an answer may have besides its model: names, numbers, Flower's own. Others have less."""
 PARTS = 8
 """Objects of an answer besides the chunks of its model: the message, its records, the array."""
-AGAIN = 60.0
-"""Seconds in which the same stranger is told of once."""
+STALLED = 60.0
+"""Seconds in which something more of a body must come."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Tell = Callable[[dict[str, Any]], None]
-NodeOf = Callable[[bytes], int | None]
 
 
 def teller(descriptor: int) -> Tell:
@@ -63,6 +45,12 @@ def teller(descriptor: int) -> Tell:
     return tell
 
 
+class Door(Protocol):
+    """What is used of the port."""
+
+    def admit(self, visit: Any, node: int) -> bool: ...
+
+
 class Refused(Exception):
     """A request that goes no further."""
 
@@ -70,50 +58,88 @@ class Refused(Exception):
 class Guard:
     """An ASGI application around Flower's."""
 
-    def __init__(self, app: Any, secret: str, model_bytes: int, tell: Tell, node_of: NodeOf) -> None:
-        self.app, self.secret, self.tell, self.node_of = app, secret.encode(), tell, node_of
+    port: Door
+
+    def __init__(
+        self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Tell, keys_only: bool
+    ) -> None:
+        self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
         self.most = model_bytes + ROOM
-        self.chunks = -(-(model_bytes + ROOM) // FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
-        self.most_at_once = min(self.most, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + ROOM)
+        self.chunks = -(-self.most // internals.CHUNK)
+        self.most_at_once = min(self.most, internals.CHUNK + ROOM)
         self.ready = False
         """Whether the centre has registered its sites and begun its run: until then all keys are unknown."""
         self.up = self.down = 0
+        self.nodes: dict[bytes, int | None] = {}
+        """The node of each public key that was asked for since sites were last registered."""
         self.answered: dict[int, tuple[str, str]] = {}
         """The message that each node answered last, and its answer."""
         self.left: dict[int, int] = {}
         """How many bytes each node's answer may still have."""
-        self.strangers: dict[tuple[str, str], float] = {}
-        """When a stranger was last told of."""
+        self.notes = Notes(tell)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self.flower.app(scope, receive, send)
             return
-        headers, path = dict(scope["headers"]), scope["path"]
-        if not path.startswith(OPEN) and not hmac.compare_digest(
-            headers.get(SECRET.encode(), b""), self.secret
-        ):
-            await _answer(send, 403, b"for the centre alone")
-        elif not path.startswith(FLEET):
-            self.ready = self.ready or path.endswith("/start-run")
-            await self.app(scope, receive, send)
-        elif not self.ready:
-            await _answer(send, 503, b"the centre is not ready yet")
-        else:
-            await self._fleet(scope, headers, receive, send)
+        headers, path, visit = dict(scope["headers"]), scope["path"], scope["state"].pop(VISIT, None)
+        if visit is None:
+            await self._private(scope, headers, receive, send)
+            return
+        visit.busy, visit.since, visit.unread = True, time.monotonic(), 0
+        try:
+            if not path.startswith(FLEET):
+                self._note(None, visit.host, "a request for what only the centre may ask")
+                await _answer(send, 403, b"for the centre alone")
+            elif not self.ready:
+                await _answer(send, 503, b"the centre is not ready yet")
+            else:
+                await self._fleet(scope, headers, visit, receive, send)
+        finally:
+            visit.busy, visit.since, visit.unread = False, time.monotonic(), 0
 
-    async def _fleet(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _private(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        """A request of the centre."""
+        if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
+            await _answer(send, 403, b"for the centre alone")
+            return
+        await self.flower.app(scope, receive, send)
+        self.ready = self.ready or scope["path"].endswith("/start-run")
+        if "/control/" in scope["path"]:
+            self.nodes.clear()
+
+    def _node(self, public: bytes) -> int | None:
+        """The node with a public key."""
+        if public not in self.nodes:
+            if len(self.nodes) > 10_000:
+                self.nodes.clear()
+            self.nodes[public] = self.flower.node_of(public)
+        return self.nodes[public]
+
+    async def _fleet(
+        self, scope: Any, headers: dict[bytes, bytes], visit: Any, receive: Receive, send: Send
+    ) -> None:
         """A site's request."""
-        path, host = scope["path"], (scope.get("client") or ("?", 0))[0]
+        path, host = scope["path"], visit.host
+        joining = not self.keys_only and path.endswith(("/register-node", "/activate-node"))
+        key = internals.signer(headers, lambda public: joining or self._node(public) is not None)
+        if isinstance(key, str):
+            self._note(None, host, key)
+            await _answer(send, 401, key.encode())
+            return
+        node = self._node(key)
+        if node is not None and not self.port.admit(visit, node):
+            self._note(node, host, "more connections at once than a site needs", lost=False)
+            await _answer(send, 429, b"too many connections")
+            return
         pushing = path.endswith(("/push-object", "/push-messages"))
-        node = await asyncio.to_thread(self._sender, headers) if pushing else None
         try:
             body = await self._read(headers, receive, self.most_at_once if pushing else ROOM)
             self.up += len(body)
-            if node is not None and path.endswith("/push-messages"):
-                self._check_message(node, body)
-            elif node is not None and pushing:
-                self._check_object(node, body)
+            if path.endswith("/push-messages"):
+                self._check_message(node or 0, body)
+            elif pushing:
+                self._check_object(node or 0, body)
         except Refused as refused:
             self._note(node, host, str(refused), lost=not str(refused).startswith("a second"))
             await _answer(send, 400, str(refused).encode())
@@ -128,17 +154,13 @@ class Guard:
         async def watch(message: Any) -> None:
             if message["type"] == "http.response.body":
                 self.down += len(message.get("body", b""))
-            elif message["status"] == 401 and not await asyncio.to_thread(self._sender, headers):
-                # (a site that was busy while the centre was started anew has its number of before)
-                self._note(None, host, "a wrong signature")
-            elif message["status"] >= 400 and path.endswith("/activate-node"):
-                if not await asyncio.to_thread(self._known, body):  # or else it is in use already
-                    self._note(None, host, "an unknown key")
             elif message["status"] >= 400 and pushing:
                 self._note(node, host, "a message that cannot be read")
             await send(message)
 
-        await self.app(scope, replay, watch)
+        await self.flower.app(scope, replay, watch)
+        if joining:
+            self.nodes.pop(key, None)
         if path.endswith(("/pull-object", "/pull-messages")):
             self._traffic()
 
@@ -152,45 +174,25 @@ class Guard:
             raise Refused(f"a body of {size} bytes, far too large: at most {most} were expected")
         body = bytearray()
         while True:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), STALLED)
+            except TimeoutError:
+                raise Refused(f"a body that stopped: {len(body)} of {size} bytes") from None
             if message["type"] == "http.disconnect":
                 raise Refused(f"a truncated body: {len(body)} of {size} bytes")
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)
 
-    def _sender(self, headers: dict[bytes, bytes]) -> int | None:
-        """The node that signed a request; Flower checks that as well, but does not tell."""
-        try:
-            public, signature = (
-                b64decode(headers[name.encode()], validate=True)
-                for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
-            )
-            signed = headers[TIMESTAMP_HEADER.encode()]
-            age = (now() - datetime.fromisoformat(signed.decode())).total_seconds()
-            fresh = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-            if fresh and verify_signature(bytes_to_public_key(public), signed, signature):
-                return self.node_of(public)
-        except (KeyError, ValueError, TypeError):
-            pass
-        return None
-
-    def _known(self, body: bytes) -> bool:
-        """Whether the key is registered that a site wants to take its place with."""
-        try:
-            return self.node_of(_parsed(ActivateNodeRequest(), body).public_key) is not None
-        except Refused:
-            return False
-
     def _check_message(self, node: int, body: bytes) -> None:
         """The announcement of an answer: one, its sender's own, to one message, of few parts."""
-        request = _parsed(PushMessagesRequest(), body)
+        request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers at once")
         told = request.messages_list[0].metadata
         if told.src_node_id != node or not told.reply_to_message_id:
             raise Refused("an answer in another's name, or to nothing")
-        parts = sum(1 for _ in iterate_object_tree(request.message_object_trees[0]))
+        parts = internals.count_parts(request.message_object_trees[0])
         if parts > self.chunks + PARTS:
             raise Refused(f"an answer of {parts} parts, far too many")
         answered, answer = self.answered.get(node, ("", ""))
@@ -201,18 +203,18 @@ class Guard:
 
     def _check_object(self, node: int, body: bytes) -> None:
         """A part of an answer: what it says it is, and together with the others no more than a model."""
-        request = _parsed(PushObjectRequest(), body)
+        request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
         if self.left[node] < 0:
             raise Refused(f"more than the {self.most} bytes of an answer")
-        if get_object_id(content) != request.object_id:
+        if not internals.is_intact(request.object_id, content):
             raise Refused("a truncated or altered part of an answer")
         try:
-            kind = get_object_head_values_from_object_content(content)[0]
             # an array may name a chunk again and again, and be as large as it likes when it is put together
-            if kind == "Array":
-                chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            array = internals.array_chunks(content)
+            if array is not None:
+                chunks = json.loads(array)["arraychunk_ids"]
                 if len(chunks) > self.chunks:
                     raise Refused(f"an array of {len(chunks)} chunks, far too many")
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -220,36 +222,14 @@ class Guard:
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
         """Tell the centre; `lost` is whether the answer that it waits for cannot come any more."""
-        if node is None and not self._fresh(host, why):
-            return
-        self.tell({"node": node, "from": host, "reason": why, "lost": lost})
+        self.notes.add(node, host, why, lost)
 
-    def _fresh(self, host: str, why: str) -> bool:
-        """Whether a stranger's fault has not been told lately: whoever knocks often fills no log."""
-        current = time.monotonic()
-        self.strangers = {key: at for key, at in self.strangers.items() if current - at < AGAIN}
-        if (host, why) in self.strangers or len(self.strangers) >= 100:
-            return False
-        self.strangers[host, why] = current
-        return True
+    def failed(self, host: str, reason: str) -> None:
+        """A connection ended before there was a request: plain HTTP, a distrusted certificate."""
+        self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:
         self.tell({"up": self.up, "down": self.down})
-
-    def watch_handshakes(self) -> None:
-        """Tell of connections that fail before there is a request: plain HTTP, distrusted certificates.
-
-        asyncio closes them without a word and has no hook for it.
-        """
-        stock = sslproto.SSLProtocol._on_handshake_complete
-
-        def complete(protocol: Any, error: BaseException | None) -> None:
-            if isinstance(error, ssl.SSLError) and error.reason:
-                host = (protocol._get_extra_info("peername") or ("?", 0))[0]
-                self._note(None, host, _handshake(error.reason))
-            stock(protocol, error)
-
-        setattr(sslproto.SSLProtocol, stock.__name__, complete)
 
 
 def _handshake(reason: str) -> str:
@@ -260,7 +240,8 @@ def _handshake(reason: str) -> str:
     return f"no TLS that can be understood ({reason.lower().replace('_', ' ')})"
 
 
-def _parsed(request: Any, body: bytes) -> Any:
+def _parsed(path: str, body: bytes) -> Any:
+    request = internals.TYPES[path][0]()
     try:
         request.ParseFromString(body)
     except DecodeError:
