@@ -1,8 +1,14 @@
 """The centre's port under attack: a real SuperLink in its own process, TLS, light sites and strangers."""
 
+import os
+import re
+import resource
 import socket
+import ssl
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -16,7 +22,7 @@ from ssfl.deploy import keys, link
 from ssfl.deploy.fleet import Fleet
 from ssfl.errors import SsflError
 from stage import free_port
-from waiting import wait_until
+from waiting import descendants, wait_until
 
 SITES = ("aachen", "bonn", "calais")
 NUMBERS = 20_000
@@ -83,3 +89,109 @@ def test_a_port_that_cannot_be_opened_is_told_in_one_line() -> None:
     for host in ("203.0.113.7", "no such host"):
         with pytest.raises(SsflError, match="--host"), link.listening(host, free_port()):
             pass
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def memory() -> int:
+    """Bytes that the SuperLink's process holds in memory."""
+    [pid] = [pid for pid in descendants(os.getpid()) if b"ssfl.deploy.port" in command_of(pid)]
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """The common limit of 1,024 open files, in processes that are started meanwhile; strangers need more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"needs 4,096 open files for the strangers, and {hard} are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+CLIENT_HELLO = bytes.fromhex("160301020001")  # the first six bytes of one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [b"", CLIENT_HELLO], ids=["idle", "half a ClientHello"])
+def test_rounds_go_on_while_strangers_hold_connections(
+    said: bytes, tmp_path: Path, few_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,200 of them, and the SuperLink may open 1,024 files."""
+    monkeypatch.setattr(link, "COMMAND", [sys.executable, "-c", LIMITED, "ssfl.deploy.port"])
+    with scene(tmp_path) as made, ExitStack() as held:
+        assert made.round() == 3
+
+        def knock() -> None:
+            for _ in range(1200):
+                stranger = held.enter_context(socket.socket())
+                stranger.settimeout(20)
+                try:
+                    stranger.connect((made.host, made.port))
+                    stranger.sendall(said)
+                except OSError:
+                    pass
+
+        knocking = threading.Thread(target=knock, daemon=True)
+        knocking.start()
+        for _ in range(5):
+            assert made.round() == 3
+        wait_until(lambda: not knocking.is_alive(), "the strangers cannot connect")
+        assert made.round() == 3
+        # a site that comes now is let in too
+        made.crowd.over.set()
+        with light.crowd(f"{made.host}:{made.port}", [keys.read_site(tmp_path / "keys" / "bonn.site")]):
+            wait_until(lambda: made.round() >= 1, "no new connection gets through")
+        assert (tmp_path / "link" / "link.log").stat().st_size < 1_000_000
+
+
+def stranger(host: str, port: int) -> ssl.SSLSocket:
+    """A connection with TLS, and without a key."""
+    trust = ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    return trust.wrap_socket(socket.create_connection((host, port), 60))
+
+
+HEAD = b"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\n\r\n"
+
+
+@pytest.mark.slow
+def test_bodies_of_strangers_are_not_kept(tmp_path: Path, few_files: None) -> None:
+    """400 of them promise 50 KB each, and send 40."""
+    with scene(tmp_path) as made, ExitStack() as held:
+        for _ in range(3):
+            assert made.round() == 3
+        before, answered = memory(), 0
+        for _ in range(400):
+            one = held.enter_context(stranger(made.host, made.port))
+            with suppress(OSError):  # answered and closed before all was sent
+                one.sendall(HEAD + b"x" * 40_000)
+                answered += one.recv(100).startswith(b"HTTP/1.1 401")
+        assert answered > 0
+        assert made.round() == 3
+        assert memory() - before < 50 * 2**20
+        # neither are headers without an end
+        with stranger(made.host, made.port) as endless, pytest.raises(OSError):  # noqa: PT011, PT012
+            endless.sendall(b"POST / HTTP/1.1\r\n")
+            for _ in range(1000):
+                endless.sendall(b"a: " + b"b" * 10_000 + b"\r\n")
+        wait_until(lambda: len(made.refused()) >= 2, "the refusals were not told")
+        reasons = {event["reason"] for event in made.refused()}
+        assert "a request without a signature" in reasons
+        assert any("headers" in reason for reason in reasons)
+        assert made.round() == 3

@@ -27,6 +27,7 @@ ROOM = 65_536
 """Bytes that an answer may have besides its model: names, numbers, Flower's own. Others have less."""
 PARTS = 8
 """Objects of an answer besides the chunks of its model: the message, its records, the array."""
+ENDLESS = "headers without an end"
 STALLED = 60.0
 """Seconds in which something more of a body must come."""
 Receive = Callable[[], Awaitable[Any]]
@@ -233,6 +234,8 @@ class Guard:
 
 
 def _handshake(reason: str) -> str:
+    if reason == ENDLESS:
+        return reason
     if "HTTP" in reason:
         return "plain HTTP: this port speaks TLS"
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason):

@@ -36,6 +36,7 @@ RETRYING = 60.0
 BEAT = 20.0
 """Seconds between two signs of life of the run."""
 BACKLOG = 1024
+COMMAND = [sys.executable, "-m", "ssfl.deploy.port"]
 LONGEST = 100
 """Bytes that the path of a Unix socket may have, and a few less."""
 Note = Callable[[dict[str, Any]], None]
@@ -179,7 +180,7 @@ def start(
     with (folder / "link.log").open("a+b") as log:
         # a session of its own: Ctrl-C and SIGTERM are for the centre, which ends its round and then this
         process = subprocess.Popen(
-            [sys.executable, "-m", "ssfl.deploy.port", *map(str, sockets)], env=environment,
+            [*COMMAND, *map(str, sockets)], env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             pass_fds=[telling, *sockets],
         )  # fmt: skip

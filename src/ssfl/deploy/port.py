@@ -171,7 +171,7 @@ def watched(stock: Any, port: Port) -> Any:
             visit = self.visit
             if not visit.busy:
                 if visit.unread > HEAD:
-                    port.failed(visit.host, "headers without end")
+                    port.failed(visit.host, guard.ENDLESS)
                     port.end(visit)
                     return
                 if not visit.unread and visit.node is not None:
