@@ -38,12 +38,13 @@ def answer(message: Message) -> Message:
 class Crowd:
     """Sites in threads of this process."""
 
+    reply: Callable[[Message], Message] = answer
     over: threading.Event = field(default_factory=threading.Event)
     lost: list[str] = field(default_factory=list)
     """Connections that had to be made again, and why."""
     threads: list[threading.Thread] = field(default_factory=list)
 
-    def attend(self, address: str, key: SiteKey, reply: Callable[[Message], Message] = answer) -> None:
+    def attend(self, address: str, key: SiteKey) -> None:
         """Answer whatever comes until it is over."""
         while not self.over.is_set():
             try:
@@ -54,7 +55,7 @@ class Crowd:
                             self.over.wait(0.5)
                             continue
                         began = time.monotonic()
-                        connection.send(reply(message), time.monotonic() - began)
+                        connection.send(self.reply(message), time.monotonic() - began)
             except (httpx.HTTPError, CannotCarry) as error:
                 self.lost.append(f"{key.name}: {error!r}")
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
+from flwr.app import Error, Message
 
 import light
-from ssfl.deploy import keys, link
+from ssfl.deploy import guard, internals, keys, link, notes
 from ssfl.deploy.fleet import Fleet
 from ssfl.errors import SsflError
 from stage import free_port
@@ -56,13 +57,13 @@ class Scene:
 @contextmanager
 def scene(folder: Path, host: str = "127.0.0.1") -> Iterator[Scene]:
     """A SuperLink with three light sites that are there."""
-    ring, port, lines, notes = folder / "keys", free_port(), list[str](), Queue[dict[str, Any]]()
+    ring, port, lines, told = folder / "keys", free_port(), list[str](), Queue[dict[str, Any]]()
     keys.init(ring, [host])
     sites = [keys.read_site(keys.add(ring, name)) for name in SITES]
     with link.running(
-        folder / "link", ring, host, port, keys.sites(ring), 60.0, 4 * NUMBERS, notes.put
+        folder / "link", ring, host, port, keys.sites(ring), 60.0, 4 * NUMBERS, told.put
     ) as grid:
-        fleet = Fleet(grid, list(SITES), len(SITES), 60.0, 60.0, lines.append, notes)
+        fleet = Fleet(grid, list(SITES), len(SITES), 60.0, 60.0, lines.append, told, exclude=grid.exclude)
         with light.crowd(f"{host}:{port}", sites) as there:
             made = Scene(fleet, there, host, port, folder, lines)
             made.gathered()
@@ -195,3 +196,83 @@ def test_bodies_of_strangers_are_not_kept(tmp_path: Path, few_files: None) -> No
         assert "a request without a signature" in reasons
         assert any("headers" in reason for reason in reasons)
         assert made.round() == 3
+
+
+def signed(made: Scene, name: str) -> internals.Caller:
+    """Requests that a site's key signs, whatever they are."""
+    key = keys.read_site(made.folder / "keys" / f"{name}.site")
+    http = httpx.Client(verify=False, timeout=60)
+    return internals.Caller(http, f"https://{made.host}:{made.port}", lambda: internals.signed(key.private))
+
+
+def statuses(call: internals.Caller, path: str, content: bytes, times: int) -> list[int]:
+    """How the same request is answered again and again."""
+    found = []
+    for _ in range(times):
+        try:
+            call.post(f"v1/fleet/{path}", content)
+            found.append(200)
+        except httpx.HTTPStatusError as error:
+            found.append(error.response.status_code)
+    return found
+
+
+def test_a_site_that_is_noisy_or_left_out_fills_no_log(tmp_path: Path) -> None:
+    with scene(tmp_path) as made:
+        noisy = signed(made, "bonn")
+        assert set(statuses(noisy, "push-object", b"\xff" * 1000, 60)) == {400}
+        wait_until(lambda: len(made.refused()) >= notes.AT_ONCE, "the refusals were not told")
+        made.round()
+        assert len(made.refused()) == notes.AT_ONCE
+        assert {event["site"] for event in made.refused()} == {"bonn"}
+        # left out, it is told so once and then dropped, without a line for each request
+        before = len(made.lines)
+        made.fleet.leave_out([1])
+        found = statuses(noisy, "push-object", b"\xff" * 1000, 60)
+        assert found[-1] == 403
+        assert found.count(400) <= guard.FAREWELL
+        assert made.round() == 2
+        assert len(made.refused()) == notes.AT_ONCE
+        assert len(made.lines) - before == 1
+        # strangers who ask for what is closed get a line for each kind
+        with httpx.Client(verify=False) as anybody:
+            for _ in range(20):
+                assert anybody.post(f"https://{made.host}:{made.port}/docs").status_code == 403
+        wait_until(lambda: len(made.refused()) > notes.AT_ONCE, "a 403 was not told")
+        assert [event["site"] for event in made.refused()[notes.AT_ONCE :]] == [None]
+
+
+def test_what_was_only_counted_is_told_once_a_minute() -> None:
+    told: list[dict[str, Any]] = []
+    kept = notes.Notes(told.append)
+    for number in range(1000):
+        kept.add(7, "10.0.0.1", "x" * 30_000, True)
+        kept.add(None, f"10.0.{number // 4 % 256}.1", "no key", True)
+        kept.count(8, "10.0.0.2", "left out")
+    assert len(told) == notes.AT_ONCE + notes.SENDERS - 2
+    assert max(len(note["reason"]) for note in told) < 1000
+    told.clear()
+    kept.began -= notes.PERIOD
+    kept.flush()
+    by = {note["node"] or note["from"]: note["reason"] for note in told}
+    assert by[7].startswith(f"{1000 - notes.AT_ONCE} more")
+    assert by[8].startswith("1000 more")
+    assert int(by[notes.OTHERS].split()[0]) > 0
+    assert max(map(len, by.values())) < 1000
+    assert all(not note["lost"] for note in told)
+    told.clear()
+    kept.flush(end=True)
+    assert told == []
+
+
+def test_long_texts_are_cut(tmp_path: Path) -> None:
+    def fail(message: Message) -> Message:
+        return Message(Error(0, "no disk " * 4000), reply_to=message)
+
+    lines: list[str] = []
+    with scene(tmp_path) as made:
+        made.fleet.tell = lines.append
+        made.crowd.reply = fail
+        assert made.round() == 0
+    assert len(lines) == 3
+    assert all("no disk" in line and len(line) < 1000 for line in lines)

@@ -10,10 +10,11 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+import anyio.to_thread
 from google.protobuf.message import DecodeError
 
 from ssfl.deploy import internals
@@ -30,6 +31,14 @@ PARTS = 8
 ENDLESS = "headers without an end"
 STALLED = 60.0
 """Seconds in which something more of a body must come."""
+HOLD = 20.0
+"""Seconds that a site's question for work waits for an answer; the site would wait 30."""
+BEATS = 10.0, 60.0
+"""Seconds between signs of life that a site may promise."""
+FAREWELL = 40
+"""Requests of a site that was left out, so that it can fetch the message that says so."""
+WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
+"""What the centre tells this process, as JSON lists of nodes: who was sent a message, who is left out."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Tell = Callable[[dict[str, Any]], None]
@@ -77,6 +86,14 @@ class Guard:
         """The message that each node answered last, and its answer."""
         self.left: dict[int, int] = {}
         """How many bytes each node's answer may still have."""
+        self.quiet: set[int] = set()
+        """Nodes that have no message waiting, as far as is known."""
+        self.waiting: dict[int | None, set[asyncio.Event]] = {}
+        """Questions for work that are held, by node."""
+        self.coming: dict[int, tuple[str, set[str]]] = {}
+        """The message that each node is answering, and the parts of its answer that are still missing."""
+        self.excluded: dict[int, int] = {}
+        """How many requests are still answered to nodes that are left out."""
         self.notes = Notes(tell)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -103,6 +120,16 @@ class Guard:
         """A request of the centre."""
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
             await _answer(send, 403, b"for the centre alone")
+            return
+        if scope["path"] in (WAKE, EXCLUDE):
+            nodes = json.loads(await self._read(headers, receive, self.most))
+            if scope["path"] == EXCLUDE:
+                self.excluded |= {node: FAREWELL for node in nodes if node not in self.excluded}
+            for node in nodes:
+                self.quiet.discard(node)
+                for event in self.waiting.get(node, ()):
+                    event.set()
+            await _answer(send, 200, b"", close=False)
             return
         await self.flower.app(scope, receive, send)
         self.ready = self.ready or scope["path"].endswith("/start-run")
@@ -133,6 +160,12 @@ class Guard:
             self._note(node, host, "more connections at once than a site needs", lost=False)
             await _answer(send, 429, b"too many connections")
             return
+        if node in self.excluded:
+            self.excluded[node] -= 1
+            if self.excluded[node] < 0:
+                self.notes.count(node, host, "a request, although it is left out")
+                await _answer(send, 403, b"the centre has left this site out: ask its keeper")
+                return
         pushing = path.endswith(("/push-object", "/push-messages"))
         try:
             body = await self._read(headers, receive, self.most_at_once if pushing else ROOM)
@@ -141,29 +174,93 @@ class Guard:
                 self._check_message(node or 0, body)
             elif pushing:
                 self._check_object(node or 0, body)
+            elif path.endswith("/send-node-heartbeat") and await self._beat(node, body, send):
+                return
         except Refused as refused:
             self._note(node, host, str(refused), lost=not str(refused).startswith("a second"))
             await _answer(send, 400, str(refused).encode())
             return
+        if path.endswith("/pull-messages") and node in self.quiet and not await self._held(node, receive):
+            await _answer(send, 200, b"", close=False)
+            return
         if pushing:
             self._traffic()
+        answer = await self._passed_on(scope, body, node, host, receive, send)
+        if joining:
+            self.nodes.pop(key, None)
+        if node is not None and answer is not None:
+            self._follow(node, path, body, answer)
+
+    async def _passed_on(
+        self, scope: Any, body: bytes, node: int | None, host: str, receive: Receive, send: Send
+    ) -> bytes | None:
+        """Have Flower answer a request; what it answered, unless that is a refusal or large."""
+        path, answer, good = scope["path"], bytearray(), False
+        if path.endswith("/pull-messages") and node is not None:
+            self.quiet.add(node)  # what comes from here on wakes it
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
             return waiting.pop() if waiting else await receive()
 
         async def watch(message: Any) -> None:
+            nonlocal good
             if message["type"] == "http.response.body":
-                self.down += len(message.get("body", b""))
-            elif message["status"] >= 400 and pushing:
-                self._note(node, host, "a message that cannot be read")
+                part = message.get("body", b"")
+                self.down += len(part)
+                if len(answer) < ROOM:
+                    answer.extend(part)
+            else:
+                good = message["status"] < 400
+                if not good and path.endswith(("/push-object", "/push-messages")):
+                    self._note(node, host, "a message that cannot be read")
             await send(message)
 
         await self.flower.app(scope, replay, watch)
-        if joining:
-            self.nodes.pop(key, None)
-        if path.endswith(("/pull-object", "/pull-messages")):
+        if path.endswith(("/pull-object", "/pull-messages")) and answer:
             self._traffic()
+        return bytes(answer) if good else None
+
+    def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
+        """Keep up with a site: whether more messages may wait for it, and when its answer is complete."""
+        if path.endswith("/activate-node") or (path.endswith("/pull-messages") and answer):
+            self.quiet.discard(node)
+        elif path.endswith("/push-messages"):
+            missing = _parsed("fleet/push-messages", answer, 1).objects_to_push
+            self.coming[node] = self.answered[node][0], set(missing)
+        elif path.endswith("/push-object") and node in self.coming:
+            self.coming[node][1].discard(_parsed("fleet/push-object", body).object_id)
+        else:
+            return
+        if node in self.coming and not self.coming[node][1]:
+            self.tell({"answered": self.coming.pop(node)[0]})
+
+    async def _held(self, node: int | None, receive: Receive) -> bool:
+        """Wait until there is a message for a node; False if none came for a while.
+
+        So a site that has nothing to do asks three times a minute, and still gets its work at once.
+        """
+        event = asyncio.Event()
+        self.waiting.setdefault(node, set()).add(event)
+        tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(receive())]
+        try:
+            await asyncio.wait(tasks, timeout=HOLD, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.waiting[node].discard(event)
+            for task in tasks:
+                task.cancel()
+        return event.is_set()
+
+    async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
+        """Answer a sign of life, which need not pass through all of Flower; False if Flower shall."""
+        request = _parsed("fleet/send-node-heartbeat", body)
+        if node is None or request.node.node_id != node:
+            return False
+        seconds = min(max(request.heartbeat_interval, BEATS[0]), BEATS[1])
+        there = await anyio.to_thread.run_sync(self.flower.alive, node, seconds)
+        answer = internals.TYPES["fleet/send-node-heartbeat"][1](success=there)
+        await _answer(send, 200, answer.SerializeToString(), close=False)
+        return True
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
         """The body, no longer than it may be."""
@@ -243,8 +340,8 @@ def _handshake(reason: str) -> str:
     return f"no TLS that can be understood ({reason.lower().replace('_', ' ')})"
 
 
-def _parsed(path: str, body: bytes) -> Any:
-    request = internals.TYPES[path][0]()
+def _parsed(path: str, body: bytes, which: int = 0) -> Any:
+    request = internals.TYPES[path][which]()
     try:
         request.ParseFromString(body)
     except DecodeError:
@@ -252,7 +349,9 @@ def _parsed(path: str, body: bytes) -> Any:
     return request
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers: Iterable[tuple[bytes, bytes]] = [(b"connection", b"close")]
+async def _answer(send: Send, status: int, body: bytes, close: bool = True) -> None:
+    headers = [(b"content-type", b"application/protobuf"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

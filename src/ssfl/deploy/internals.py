@@ -25,7 +25,6 @@ try:
     from flwr.cli.build import build_fab_from_files
     from flwr.common.constant import (
         FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
-        HEARTBEAT_PATIENCE,
         SYSTEM_TIME_TOLERANCE,
         TIMESTAMP_HEADER,
         TIMESTAMP_TOLERANCE,
@@ -295,7 +294,7 @@ class SuperLink:
     node_of: Callable[[bytes], int | None]
     """The number of the node with a public key."""
     alive: Callable[[int, float], bool]
-    """Counts a node as there for some seconds; whether it is one."""
+    """Counts a node as there for twice so many seconds; whether it is one."""
 
 
 def superlink(database: Path, keys_only: bool) -> SuperLink:
@@ -309,5 +308,5 @@ def superlink(database: Path, keys_only: bool) -> SuperLink:
     return SuperLink(
         app,
         lambda public: state().get_node_id_by_public_key(public),
-        lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds / HEARTBEAT_PATIENCE),
+        lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds),
     )

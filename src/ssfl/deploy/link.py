@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ STARTING = 300.0
 """Seconds until a SuperLink must answer; on a busy machine the import alone takes a minute."""
 RETRYING = 60.0
 """Seconds in which a request to it is tried again."""
+ASKING = 30.0
+"""Seconds after which Flower is asked for an answer of which the port has said nothing."""
 BEAT = 20.0
 """Seconds between two signs of life of the run."""
 BACKLOG = 1024
@@ -42,7 +44,7 @@ LONGEST = 100
 Note = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Link:
     """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
 
@@ -50,6 +52,12 @@ class Link:
     run: int
     deadline: float
     """Seconds after which an answer that stops in the middle is given up."""
+    answered: set[str] = field(default_factory=set)
+    """Messages whose answers have come, as the port tells from a thread of its own."""
+    pause: float = 0.1
+    """Seconds between two looks for an answer, which cost next to nothing here."""
+    _asked: dict[str, float] = field(default_factory=dict)
+    """When Flower was last asked for the answers to messages."""
 
     def get_nodes(self) -> Iterable[internals.NodeInfo]:
         """The sites that are there."""
@@ -57,15 +65,41 @@ class Link:
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; gives their names."""
-        return [internals.send(self.call, "runtime", internals.SERVER, message) for message in messages]
+        sent, nodes = [], []
+        for message in messages:
+            nodes.append(message.metadata.dst_node_id)
+            sent.append(internals.send(self.call, "runtime", internals.SERVER, message))
+        self._tell_port(guard.WAKE, nodes)
+        return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The answers to messages, as far as they are there."""
-        found = self.call("runtime/pull-messages", message_ids=list(message_ids))
+        """The answers to messages, as far as they are there; Flower is asked now and then, for what the port
+        cannot tell: that a site is gone."""
+        now = time.monotonic()
+        for name in message_ids:
+            self._asked.setdefault(name, now)
+        due = [name for name in message_ids if name in self.answered or now - self._asked[name] > ASKING]
+        if not due:
+            return []
+        self._asked.update(dict.fromkeys(due, now))
+        found = self.call("runtime/pull-messages", message_ids=due)
+        for told in found.messages_list:
+            self.answered.discard(told.metadata.reply_to_message_id)
+            self._asked.pop(told.metadata.reply_to_message_id, None)
+        if len(self._asked) > 10_000:  # those that nobody asks for any more
+            self._asked.clear()
         return [
             internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
             for tree in found.message_object_trees
         ]
+
+    def exclude(self, nodes: Collection[int]) -> None:
+        """Have the port drop sites that are left out, once they were told."""
+        self._tell_port(guard.EXCLUDE, nodes)
+
+    def _tell_port(self, path: str, nodes: Collection[int]) -> None:
+        if nodes:
+            self.call.post(path.lstrip("/"), json.dumps(list(nodes)).encode())
 
 
 @contextmanager
@@ -88,10 +122,17 @@ def running(
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
         old.unlink()
-    secret = secrets.token_hex(32)
+    secret, answered = secrets.token_hex(32), set[str]()
+
+    def hear(told: dict[str, Any]) -> None:
+        if "answered" in told:
+            answered.add(told["answered"])
+        else:
+            note(told)
+
     with own_socket(folder) as (own, path):
         with listening(host, port) as public:
-            process = start(folder, keys, public, own, secret, model_bytes, len(sites), note)
+            process = start(folder, keys, public, own, secret, model_bytes, len(sites), hear)
         own.close()
         try:
             limits = httpx.Limits(max_connections=40, keepalive_expiry=60)
@@ -101,7 +142,7 @@ def running(
                 _wait(process, call, folder / "link.log")
                 internals.begin(call, sites)
                 with _played(call) as run:
-                    yield Link(call, run, deadline)
+                    yield Link(call, run, deadline, answered)
         finally:
             process.send_signal(signal.SIGINT)
             try:

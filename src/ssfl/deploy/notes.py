@@ -49,6 +49,13 @@ class Notes:
             budget.counted += 1
             budget.last = why
 
+    def count(self, node: int, host: str, why: str) -> None:
+        """A site was refused something that is told with the next summary alone."""
+        self.flush()
+        budget = self.senders.setdefault((node, ""), Budget())
+        budget.counted += 1
+        budget.last = why
+
     def flush(self, end: bool = False) -> None:
         """Tell what was only counted, once a period."""
         if not end and time.monotonic() - self.began < PERIOD:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import uvicorn
 
 from ssfl.deploy import guard, internals
@@ -40,6 +41,8 @@ SPARE = 128
 """Open files that are kept for everything but the port: the database, threads, the centre's own channel."""
 FILES = 65_536
 """Open files to ask the system for."""
+WRITERS = 1
+"""Requests that Flower works on at once."""
 LOG = 4 << 20
 """Bytes that the log may have; of more only the end is kept."""
 
@@ -69,6 +72,8 @@ class Port:
     sites: int
     failed: Callable[[str, str], None]
     """Is told from where a connection came that failed before there was a request, and why."""
+    tick: Callable[[], None] = lambda: None
+    """Is called every second."""
     visits: dict[Visit, None] = field(default_factory=dict)
     """All connections, the oldest first."""
 
@@ -154,6 +159,7 @@ class Port:
                 patience = ANSWER if visit.busy else HEADERS if visit.node is None or visit.unread else IDLE
                 if current - visit.since > patience + (HANDSHAKE if visit.node is None else 0):
                     self.end(visit)
+            self.tick()
             cut_log()
 
 
@@ -228,7 +234,7 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
         flower, told["SSFL_LINK_SECRET"], int(told["SSFL_LINK_MODEL"]),
         guard.teller(int(told["SSFL_LINK_TELL"])), keys is not None,
     )  # fmt: skip
-    port = Port(listening, trust, int(told["SSFL_LINK_SITES"]), guarded.failed)
+    port = Port(listening, trust, int(told["SSFL_LINK_SITES"]), guarded.failed, guarded.notes.flush)
     guarded.port = port
     config = uvicorn.Config(
         guarded, access_log=False, loop="asyncio", ws="none", lifespan="on", proxy_headers=False,
@@ -245,6 +251,8 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
         return made
 
     async def open_port() -> None:
+        # SQLite has one writer at a time, and the others sleep longer than its work takes
+        anyio.to_thread.current_default_thread_limiter().total_tokens = WRITERS
         while not server.started:
             await asyncio.sleep(0.05)
         await port.run(make)
