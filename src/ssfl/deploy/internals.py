@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
@@ -35,6 +35,7 @@ try:
     from flwr.supercore.constant import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,
         FLEET_HTTP_SIGNATURE_HEADER,
+        FLWR_IN_MEMORY_DB_NAME,
         TASK_TOKEN_HEADER,
         TaskType,
     )
@@ -295,18 +296,40 @@ class SuperLink:
     """The number of the node with a public key."""
     alive: Callable[[int, float], bool]
     """Counts a node as there for twice so many seconds; whether it is one."""
+    handlers: Mapping[str, Callable[[Any], Any]]
+    """What answers a site's requests about messages, by path: the functions that `app` calls in the end, after
+    much that costs more than they do. Whoever calls these has checked who asks."""
 
 
-def superlink(database: Path, keys_only: bool) -> SuperLink:
-    """Flower's SuperLink; with `keys_only` nobody registers itself."""
-    os.environ["FLWR_DATABASE"] = str(database)
+def superlink(keys_only: bool) -> SuperLink:
+    """Flower's SuperLink; with `keys_only` nobody registers itself.
+
+    Its state is in memory: an exchange ends with its process anyway, and SQLite takes most of a round's time.
+    """
+    os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     from flwr.superlink.main import create_app
+    from flwr.superlink.servicer.fleet import fleet_handlers
 
     app = create_app()
     app.state.enable_supernode_auth = keys_only
     state = app.state.linkstate_factory.state
+    direct: dict[str, Callable[[Any], Any]] = {
+        path: partial(handler, state=state())
+        for path, handler in (
+            ("fleet/push-messages", fleet_handlers.push_messages),
+            ("fleet/push-object", fleet_handlers.push_object),
+            ("fleet/pull-object", fleet_handlers.pull_object),
+        )
+    } | {
+        path: partial(handler, state=state(), store=state().object_store)
+        for path, handler in (
+            ("fleet/pull-messages", fleet_handlers.pull_messages),
+            ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
+        )
+    }
     return SuperLink(
         app,
         lambda public: state().get_node_id_by_public_key(public),
         lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds),
+        direct,
     )

@@ -41,7 +41,7 @@ SPARE = 128
 """Open files that are kept for everything but the port: the database, threads, the centre's own channel."""
 FILES = 65_536
 """Open files to ask the system for."""
-WRITERS = 1
+WRITERS = 4
 """Requests that Flower works on at once."""
 LOG = 4 << 20
 """Bytes that the log may have; of more only the end is kept."""
@@ -229,7 +229,7 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
     if keys is not None:
         trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         trust.load_cert_chain(keys / "centre.crt", keys / "centre.key")
-    flower = internals.superlink(Path(told["FLWR_HOME"]) / "link.db", keys is not None)
+    flower = internals.superlink(keys is not None)
     guarded = guard.Guard(
         flower, told["SSFL_LINK_SECRET"], int(told["SSFL_LINK_MODEL"]),
         guard.teller(int(told["SSFL_LINK_TELL"])), keys is not None,
