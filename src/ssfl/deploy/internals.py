@@ -297,8 +297,8 @@ class SuperLink:
     alive: Callable[[int, float], bool]
     """Counts a node as there for twice so many seconds; whether it is one."""
     handlers: Mapping[str, Callable[[Any], Any]]
-    """What answers a site's requests about messages, by path: the functions that `app` calls in the end, after
-    much that costs more than they do. Whoever calls these has checked who asks."""
+    """What answers a site's requests about messages, by path: the functions that `app` calls in the end,
+    after much that costs more than they do. Whoever calls these has checked who asks."""
 
 
 def superlink(keys_only: bool) -> SuperLink:
