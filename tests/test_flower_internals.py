@@ -40,6 +40,7 @@ RELIED_ON = {
     "flwr.supercore.task_identity": {"TaskIdentity"},
     "flwr.superlink.main": {"create_app"},
     "flwr.superlink.servicer.fleet": {"fleet_handlers"},
+    "flwr.superlink.servicer.runtime": {"runtime_handlers"},
 }  # fmt: skip
 
 

@@ -270,7 +270,7 @@ class Fleet:
             threading.Thread(target=fetch, args=(node, name), daemon=True).start()
         meanwhile()
         answers: dict[int, RecordDict] = {}
-        missing, late = set(contents), set()
+        missing, late = {node for node, _ in sent}, set(contents) - {node for node, _ in sent}
         while missing:
             missing -= self.listen()
             left = end - time.monotonic()

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import anyio.to_thread
@@ -29,6 +30,8 @@ ROOM = 65_536
 PARTS = 8
 """Objects of an answer besides the chunks of its model: the message, its records, the array."""
 ENDLESS = "headers without an end"
+FROM_CENTRE = 1 << 30
+"""Bytes of a request of the centre."""
 STALLED = 60.0
 """Seconds in which something more of a body must come."""
 HOLD = 20.0
@@ -130,6 +133,13 @@ class Guard:
                 for event in self.waiting.get(node, ()):
                     event.set()
             await _answer(send, 200, b"", close=False)
+            return
+        path, run = scope["path"].removeprefix("/v1/"), headers.get(internals.RUN.encode())
+        if path in self.flower.handlers and run is not None:
+            body = await self._read(headers, receive, FROM_CENTRE)
+            call = partial(self.flower.handlers[path], _parsed(path, body), task=internals.Task(int(run)))
+            found = await anyio.to_thread.run_sync(call)
+            await _answer(send, 200, found.SerializeToString(), close=False)
             return
         await self.flower.app(scope, receive, send)
         self.ready = self.ready or scope["path"].endswith("/start-run")

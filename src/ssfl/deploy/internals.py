@@ -65,6 +65,8 @@ Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 """Bytes of the largest part that an array is sent in."""
+RUN = "x-ssfl-run"
+"""The header by which the centre says which run it plays."""
 SERVER = Node(node_id=1)
 """What Flower calls the SuperLink itself."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
@@ -118,6 +120,13 @@ serverapp = "ssfl:none"
 clientapp = "ssfl:none"
 """
 """Flower wants an app for a run. Nobody runs this one: centre and sites have ssfl."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What Flower's handlers want to know of the centre: the run that it plays."""
+
+    run_id: int
 
 
 class CannotCarry(Exception):
@@ -210,6 +219,7 @@ def take_task(call: Caller) -> int:
     before = call.headers
     call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token}
     given = call("runtime/pull-task-input")
+    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token, RUN: str(given.run.run_id)}
     identity(given.task_id, given.run.run_id, given.context.node_id)
     run: int = given.run.run_id
     return run
@@ -296,9 +306,9 @@ class SuperLink:
     """The number of the node with a public key."""
     alive: Callable[[int, float], bool]
     """Counts a node as there for twice so many seconds; whether it is one."""
-    handlers: Mapping[str, Callable[[Any], Any]]
-    """What answers a site's requests about messages, by path: the functions that `app` calls in the end,
-    after much that costs more than they do. Whoever calls these has checked who asks."""
+    handlers: Mapping[str, Callable[..., Any]]
+    """What answers requests about messages, by path, the centre's with its run as `task`: the functions that
+    `app` calls in the end, after much that costs more than they do. Their caller has checked who asks."""
 
 
 def superlink(keys_only: bool) -> SuperLink:
@@ -309,24 +319,38 @@ def superlink(keys_only: bool) -> SuperLink:
     os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     from flwr.superlink.main import create_app
     from flwr.superlink.servicer.fleet import fleet_handlers
+    from flwr.superlink.servicer.runtime import runtime_handlers
 
     app = create_app()
     app.state.enable_supernode_auth = keys_only
     state = app.state.linkstate_factory.state
-    direct: dict[str, Callable[[Any], Any]] = {
-        path: partial(handler, state=state())
-        for path, handler in (
-            ("fleet/push-messages", fleet_handlers.push_messages),
-            ("fleet/push-object", fleet_handlers.push_object),
-            ("fleet/pull-object", fleet_handlers.pull_object),
-        )
-    } | {
-        path: partial(handler, state=state(), store=state().object_store)
-        for path, handler in (
-            ("fleet/pull-messages", fleet_handlers.pull_messages),
-            ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
-        )
-    }
+    direct: dict[str, Callable[..., Any]] = (
+        {
+            path: partial(handler, state=state())
+            for path, handler in (
+                ("fleet/push-messages", fleet_handlers.push_messages),
+                ("fleet/push-object", fleet_handlers.push_object),
+                ("fleet/pull-object", fleet_handlers.pull_object),
+            )
+        }
+        | {
+            path: partial(handler, state=state(), store=state().object_store)
+            for path, handler in (
+                ("fleet/pull-messages", fleet_handlers.pull_messages),
+                ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
+            )
+        }
+        | {
+            f"runtime/{name.replace('_', '-')}": partial(getattr(runtime_handlers, name), state=state())
+            for name in (
+                "push_messages",
+                "pull_messages",
+                "push_object",
+                "pull_object",
+                "confirm_message_received",
+            )
+        }
+    )
     return SuperLink(
         app,
         lambda public: state().get_node_id_by_public_key(public),
