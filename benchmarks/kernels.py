@@ -122,8 +122,8 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             elif not (rest[2] and kernel != 3):
                 taps = kernel if rest[2] else kernel**2
                 tiles = models * taps * (outputs // tile.outputs) * (inputs // tile.channels)
-                for programs in (132, 264, 528, 1056):
-                    parts = max(1, programs // tiles)
+                few = models <= 3  # when they are checked: with one part and with several
+                for parts in (1, 2) if few else [max(1, each // tiles) for each in (132, 264, 528, 1056)]:
                     yield from fresh(seen, (*tile, rest[2], parts), lambda tile=tile, row=rest[2], parts=parts:
                         triton_tma.weights_grad(g_last, x_last, models, kernel, stride, padding, tile, row, parts))  # fmt: skip
 

@@ -13,11 +13,13 @@ from torch import Tensor
 
 PROGRAMS = 2112
 """How many programs keep a large GPU busy: sixteen for each of its processors."""
+TOGETHER = 32
+"""Parts that are added at a time."""
 HELD = 4096
 """Numbers of a tile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Sums of x and of its square over a part of the pixels, both after the first pixel is taken off."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -39,7 +41,7 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
     tl.store(out + C, tl.sum(squares, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
     """Mean and variance from the parts' sums."""
     model = tl.program_id(1).to(tl.int64)
@@ -53,15 +55,19 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """The two sums over all parts."""
-    p = tl.arange(0, BP)
-    place = sums + ((model * parts + p) * 2)[:, None] * C + c[None, :]
-    inside = (p < parts)[:, None]
-    one = tl.sum(tl.load(place, mask=inside, other=0.0), 0)
-    return one, tl.sum(tl.load(place + C, mask=inside, other=0.0), 0)
+    """The two sums over all parts, so many at a time."""
+    one = tl.zeros((BP, BC), dtype=tl.float32)
+    two = tl.zeros((BP, BC), dtype=tl.float32)
+    for start in range(0, parts, BP):
+        p = start + tl.arange(0, BP)
+        place = sums + ((model * parts + p) * 2)[:, None] * C + c[None, :]
+        inside = (p < parts)[:, None]
+        one += tl.load(place, mask=inside, other=0.0)
+        two += tl.load(place + C, mask=inside, other=0.0)
+    return tl.sum(one, 0), tl.sum(two, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, mean, var, weight, bias, add, y, rows, eps, slope,
     C: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -83,7 +89,7 @@ def _forward(
     tl.store(y + place, tile.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def _slopes(
     grad, x, y, mean, var, weight, bias, to_add, out, rows, chunk, eps, slope,
     C: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -117,7 +123,7 @@ def _slopes(
     tl.store(out + C, tl.sum(both, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _sums(sums, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -126,7 +132,7 @@ def _sums(sums, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.constexpr, BC
     tl.store(to_weight + model * C + c, two)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,
     C: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -174,7 +180,7 @@ def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
     _moments[(channels // wide, parts, models)](x, sums, rows, chunk, channels, tall, wide, num_warps=4)
     some = _wide(channels, 16)
     _statistics[(channels // some, models)](
-        x, sums, mean, var, rows, parts, channels, triton.next_power_of_2(parts), some, num_warps=4
+        x, sums, mean, var, rows, parts, channels, TOGETHER, some, num_warps=4
     )
     return mean, var
 
@@ -216,7 +222,7 @@ def backward(
     )  # fmt: skip
     some = _wide(channels, 16)
     _sums[(channels // some, models)](
-        sums, to_bias, to_weight, parts, channels, triton.next_power_of_2(parts), some, num_warps=4
+        sums, to_bias, to_weight, parts, channels, TOGETHER, some, num_warps=4
     )
     tall = HELD // wide
     _backward[(triton.cdiv(rows, tall), channels // wide, models)](

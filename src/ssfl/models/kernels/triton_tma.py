@@ -27,7 +27,7 @@ FAR = 8
 """Strides that are added before a division, so that nothing negative is divided."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["images", "H", "W"])
 def _correlate(
     x, w, bias, y, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
@@ -93,7 +93,7 @@ def _correlate(
     tl.store(y + place[None, :] * OUT + o[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["images", "H", "W", "steps", "chunk"])
 def _filters(
     g, x, out, images, H, W, steps, chunk, out_model, out_part,
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
