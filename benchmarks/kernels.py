@@ -122,7 +122,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             elif not (rest[2] and kernel != 3):
                 taps = kernel if rest[2] else kernel**2
                 tiles = models * taps * (outputs // tile.outputs) * (inputs // tile.channels)
-                few = models <= 3  # when they are checked: with one part and with several
+                few = images < IMAGES  # when they are checked: with one part and with several
                 for parts in (1, 2) if few else [max(1, each // tiles) for each in (132, 264, 528, 1056)]:
                     yield from fresh(seen, (*tile, rest[2], parts), lambda tile=tile, row=rest[2], parts=parts:
                         triton_tma.weights_grad(g_last, x_last, models, kernel, stride, padding, tile, row, parts))  # fmt: skip
@@ -166,12 +166,12 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
 
                     def run(held: int = held, programs: int = programs) -> Tensor:
                         triton_batch.HELD, triton_batch.PROGRAMS = held, programs
-                        if "back" not in way:
-                            mean, var = triton_batch.statistics(x_last, models)
-                            return triton_batch.forward(x_last, mean, var, weight, bias, more, 1e-5, 0.0)
-                        return triton_batch.backward(
-                            g_last, x_last, y, mean, var, weight, bias, 1e-5, 0.0, add is not None
-                        )[0]
+                        if "back" in way:
+                            return triton_batch.backward(
+                                g_last, x_last, y, *moments, weight, bias, 1e-5, 0.0, add is not None
+                            )[0]
+                        found = triton_batch.statistics(x_last, models)
+                        return triton_batch.forward(x_last, *found, weight, bias, more, 1e-5, 0.0)
 
                     yield [held, programs], run
             return
@@ -197,8 +197,8 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
         return triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0, tile)
 
     if "back" in way and "batch" in way:
-        mean, var = triton_batch.statistics(x_last, models)
-        y = triton_batch.forward(x_last, mean, var, weight, bias, more, 1e-5, 0.0)
+        moments = triton_batch.statistics(x_last, models)
+        y = triton_batch.forward(x_last, *moments, weight, bias, more, 1e-5, 0.0)
     elif "back" in way:
         y = triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0)
     return each(), expected() if models <= 3 else x
@@ -267,7 +267,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Which tiles are fast.")
     parser.add_argument("--only", nargs="+", default=list(CONVOLUTIONS))
     parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--seconds", type=float, default=100, help="how long candidates may be checked in all")
+    parser.add_argument(
+        "--seconds", type=float, default=100, help="how long candidates may be checked in all"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     waiting = [(number, task) for number, task in enumerate(tasks(given.only))]
@@ -287,7 +289,10 @@ def main() -> None:
         for process in running.values():
             process.kill()
             process.join()
-        print(f"checked in {time.monotonic() - start:.0f} s, {len(todo) + len(running)} not finished", flush=True)
+        print(
+            f"checked in {time.monotonic() - start:.0f} s, {len(todo) + len(running)} not finished",
+            flush=True,
+        )
         rows = []
         for number, (make, name, case, way, models) in waiting:
             lines = files[number].read_text().splitlines() if files[number].exists() else []
@@ -310,7 +315,9 @@ def main() -> None:
                 print(name, case, way, count, "old", times.get('"old"'), "best", best, flush=True)
                 if given.json:
                     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-                    report.save(given.json, report.circumstances("benchmarks.kernels") | where | {"rows": rows})
+                    report.save(
+                        given.json, report.circumstances("benchmarks.kernels") | where | {"rows": rows}
+                    )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ group_norm.register_autograd(_backward, setup_context=_remember)
 
 def suit_batch(x: Tensor) -> bool:
     """Whether the kernels take these images: bfloat16 on a GPU, channels by sixteen."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0 and usable()
+    return (
+        x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0 and usable()
+    )
 
 
 @torch.library.custom_op("ssfl::batch_norm", mutates_args=())

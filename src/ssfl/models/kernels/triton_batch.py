@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 2112
-"""How many programs keep a large GPU busy: sixteen for each of its processors."""
+PROGRAMS = 1056
+"""How many programs keep a large GPU busy: eight for each of its processors."""
 TOGETHER = 32
 """Parts that are added at a time."""
 HELD = 4096
@@ -221,9 +221,7 @@ def backward(
         channels, added, mask, tall, wide, num_warps=4,
     )  # fmt: skip
     some = _wide(channels, 16)
-    _sums[(channels // some, models)](
-        sums, to_bias, to_weight, parts, channels, TOGETHER, some, num_warps=4
-    )
+    _sums[(channels // some, models)](sums, to_bias, to_weight, parts, channels, TOGETHER, some, num_warps=4)
     tall = HELD // wide
     _backward[(triton.cdiv(rows, tall), channels // wide, models)](
         to_add if added else grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,

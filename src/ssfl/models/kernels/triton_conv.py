@@ -209,7 +209,7 @@ def _launch(
     outputs: int, stride: int, up: int, pad: int, flip: bool,
 ) -> Tensor:  # fmt: skip
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
-    tile = triton_tma.product_tile(x, models, size, outputs, stride, up)
+    tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None:
         return triton_tma.correlate(
             x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 LARGE = 1024
-"""Pixels from which a program holds more of an image."""
+"""Pixels from which an image is large."""
 
 
 @triton.jit
@@ -189,12 +189,19 @@ def _backward_twice(
         tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
 
 
-def _tiles(pixels: int, channels: int, groups: int, held: int) -> tuple[int, int, int]:
-    """Pixels and channels of a tile that holds about so many numbers, and warps. Measured on an H200."""
-    tall = triton.next_power_of_2(pixels)
-    held *= 2 if tall >= LARGE else 1
-    wide = min(channels, max(channels // groups, held // tall))
-    return tall, wide, max(1, min(16, tall * wide // 1024))
+def _tiles(pixels: int, channels: int, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
+    """Pixels and channels of a tile, and warps; with fewer pixels than an image has, it is read twice.
+
+    `more`: something is added; `back`: the gradient. Read off results/kernels-h200.json.
+    """
+    tall, members = triton.next_power_of_2(pixels), channels // groups
+    if tall >= LARGE and (more or back) and members <= 64:
+        wide = max(members, min(channels, 64))
+        return 2048 // wide, wide, 4
+    held = 32768 if tall >= LARGE else 8192 if tall > 128 else 4096 if tall > 32 else 1024
+    wide = max(members, min(channels, held // tall, 64))
+    each = 64 if tall < LARGE and (tall <= 128 or not more) else 32
+    return tall, wide, max(1, min(16, tall * wide // (32 * each)))
 
 
 def forward(
@@ -203,7 +210,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """The normalised, summed and activated images."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, 16384)
+    tall, wide, warps = _tiles(pixels, channels, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
     y = torch.empty_like(x)
     (_forward if tall >= pixels else _forward_twice)[(len(x), channels // wide)](
@@ -219,7 +226,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients for x, for what was added (if so), and for weight and bias, image by image."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, 8192)
+    tall, wide, warps = _tiles(pixels, channels, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)
     to_x = torch.empty_like(x)
     to_add = torch.empty_like(x) if added else x.new_empty(0)

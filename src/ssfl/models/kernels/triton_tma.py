@@ -8,13 +8,16 @@ the side that comes as a box must be the second one, or it would go through regi
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
+import warnings
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ssfl.errors import SsflWarning
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,6 +26,8 @@ except ImportError:  # an older Triton
 
 PROGRAMS = 132
 """How many programs keep the GPU busy: one for each of its processors."""
+NARROW = 64
+"""Outputs that the tensor cores take at least."""
 FAR = 8
 """Strides that are added before a division, so that nothing negative is divided."""
 
@@ -33,12 +38,12 @@ def _correlate(
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FAR: tl.constexpr, SIDE: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """y[o, m] = sum over taps and channels of w · x[pixel of m moved by the tap, c]; y is H by W.
 
     FLIP false: w is [n · O, k · k · C]. FLIP true: w is [n · C, k · k · O]: the gradient with respect to images,
-    whose `up` is the forward stride, and whose pixels go together by phase. SIDE: the product is [m, o], for few outputs.
+    whose `up` is the forward stride, and whose pixels go together by phase.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
@@ -59,10 +64,7 @@ def _correlate(
     else:
         wide = k
         taps = k * k
-    if SIDE:
-        total = tl.zeros((BM, BN), dtype=tl.float32)
-    else:
-        total = tl.zeros((BN, BM), dtype=tl.float32)
+    total = tl.zeros((BN, BM), dtype=tl.float32)
     for i in range(taps * DEEP):
         tap = i // DEEP
         c = i % DEEP * BK
@@ -72,14 +74,10 @@ def _correlate(
             b = w.load([model * C + c, at * OUT + o]).T
         else:
             h, v = tap // wide + (FAR * stride - pad), tap % wide + (FAR * stride - pad)
-            a = x.load([first, row + h // stride - FAR, h % stride, column + v // stride - FAR, v % stride * C + c])
+            high, far = row + h // stride - FAR, column + v // stride - FAR
+            a = x.load([first, high, h % stride, far, v % stride * C + c])
             b = w.load([model * OUT + o, tap * C + c])
-        if SIDE:
-            total = tl.dot(tl.reshape(a, (BM, BK)), b.T, total)
-        else:
-            total = tl.dot(b, tl.reshape(a, (BM, BK)).T, total)
-    if SIDE:
-        total = total.T
+        total = tl.dot(b, tl.reshape(a, (BM, BK)).T, total)
     o += tl.arange(0, BN)
     if BIAS:
         total += tl.load(bias + model * OUT + o).to(tl.float32)[:, None]
@@ -157,8 +155,15 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether this GPU has the copy engine, and Triton knows it."""
-    return TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether this GPU has the copy engine, and Triton knows it. If not, that is said once."""
+    if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
+        return True
+    why = "needs a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
+    name = torch.cuda.get_device_name(device)
+    warnings.warn(
+        f"on {name} the older convolutions are used: the faster ones {why}", SsflWarning, stacklevel=2
+    )
+    return False
 
 
 def _power(value: int) -> int:
@@ -170,7 +175,9 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
     """Images, rows and columns of a tile of so many pixels that reaches least beyond the image."""
 
     def side(size: int, room: int) -> int:
-        sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [min(_power(size), room)]
+        sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [
+            min(_power(size), room)
+        ]
         return min(sizes, key=lambda each: (-(-size // each) * each, -each))
 
     columns = side(width, pixels)
@@ -178,7 +185,7 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
     return pixels // (rows * columns), rows, columns
 
 
-def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int):
+def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
     """Images [n · B, H, W, C] as boxes."""
     _, height, width, deep = x.shape
     shape = [len(x), height // stride, stride, width // stride, stride * deep]
@@ -186,44 +193,58 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int):
     return TensorDescriptor(x, shape, strides, [box[0], box[1], 1, box[2], channels])
 
 
-def _matrix(x: Tensor, rows: int, block: list[int]):
+def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
+    """So many rows, as tiles."""
     columns = x.numel() // rows
     return TensorDescriptor(x, [rows, columns], [columns, 1], block)
 
 
 def product_tile(
-    x: Tensor, models: int, size: list[int], outputs: int, stride: int, up: int
+    x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """The tile for these images, and None where `triton_conv.py` does it."""
+    """The tile for these images, and None where `triton_conv.py` does it. Read off results/kernels-h200.json."""
     _, height, width, channels = x.shape
-    if not hopper(x.device) or height % stride or width % stride:
+    if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
     deep = min(channels & -channels, 64)
-    wide = min(outputs & -outputs, 128)
+    if deep < 64:
+        return Tile(256, NARROW, deep, 4, 4)
+    if outputs % 128 or kernel == 1:
+        return Tile(128, NARROW, deep, 4, 3)
     pixels = len(x) // models * -(-size[0] // up) * -(-size[1] // up)
-    tall = 256 if wide < 128 else 128
-    while tall > 64 and models * up * up * pixels // tall * (outputs // wide) < PROGRAMS:
-        tall //= 2
-    return Tile(tall, wide, deep, 8 if tall * wide >= 16384 else 4, 4)
+    if models * up * up * pixels // 128 * (outputs // 128) < PROGRAMS:
+        return Tile(64, 128, deep, 4, 4)
+    return Tile(128, 128, deep, 8, 4) if up == 1 and channels >= 256 else Tile(128, 128, deep, 4, 3)
 
 
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """The tile, whether three taps go together, and the number of parts; None where `triton_conv.py` does it."""
+    """The tile, whether three taps go together, and in how many parts the pixels are summed; None where
+    `triton_conv.py` does it. Read off results/kernels-h200.json."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
-    wide = min(outputs & -outputs, 128)
-    tile = Tile(64, wide, min(channels & -channels, 128), 8 if wide == 128 else 4, 3)
-    if not hopper(x.device) or x.shape[1] % stride or x.shape[2] % stride or wide < 64:
+    if not hopper(x.device) or x.shape[1] % stride or x.shape[2] % stride or outputs % NARROW:
         return None
+    row = kernel == 3 and channels <= 128
+    if row:
+        tile = Tile(128, NARROW, min(channels & -channels, 64), 4, 3)
+    elif channels <= 128 or outputs % 128:
+        tile = Tile(64, NARROW, min(channels & -channels, 64), 4, 5)
+    else:
+        tile = Tile(128 if height * width >= 64 else 64, 128, min(channels & -channels, 128), 8, 3)
     box = _box(tile.pixels, height, width)
-    if images % box[0]:
+    if images % box[0]:  # a tile would reach into the next model's images
         return None
-    row = kernel == 3 and tile.channels <= 64
-    tiles = (outputs // wide) * (kernel if row else kernel**2) * (channels // tile.channels)
-    parts = max(1, min(2 * PROGRAMS // (tiles * models), images * height * width // (8 * tile.pixels)))
-    return tile, row, parts
+    tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
+    programs = PROGRAMS * (1 if _flat(box, height, width) else 4) * (1 if kernel > 1 else 2)
+    steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
+    return tile, row, max(1, min(programs // tiles, steps // 4))
+
+
+def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
+    """Whether a tile's pixels lie one after another."""
+    return box[2] == width and (box[1] == height or (box[0] == 1 and height % box[1] == 0))
 
 
 def correlate(
@@ -235,24 +256,32 @@ def correlate(
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
     block = [tile.channels, tile.outputs] if flip else [tile.outputs, tile.channels]
-    tiles = triton.cdiv(images, box[0]) * triton.cdiv(-(-size[0] // up), box[1]) * triton.cdiv(-(-size[1] // up), box[2])
-    _correlate[(tiles, outputs // tile.outputs, models * up * up)](
+    down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
+    _correlate[(triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up)](
         _pixels(x, stride, box, tile.channels), _matrix(w, models * w.shape[1], block),
         w if bias is None else bias.contiguous(), y, images, size[0], size[1], images * size[0] * size[1] * outputs,
         stride, up, padding, kernel, channels, outputs, flip, bias is not None,
-        *box, tile.outputs, tile.channels, FAR, tile.outputs < 64, num_warps=tile.warps, num_stages=tile.stages,
+        *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
 def weights_grad(
-    grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int, tile: Tile, row: bool, parts: int
+    grad: Tensor,
+    x: Tensor,
+    models: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    tile: Tile,
+    row: bool,
+    parts: int,
 ) -> Tensor:
     """The gradient with respect to filters, [n, O, k, k, C]; the pixels' sum in float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = _box(tile.pixels, height, width)
-    flat = box[2] == width and (box[0] == 1 and height % box[1] == 0 or box[1] == height)
+    flat = _flat(box, height, width)
     steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
     parts = max(1, min(parts, steps))
     chunk = triton.cdiv(steps, parts)
