@@ -100,6 +100,8 @@ def serve(
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
     print(f"{result.told}  in {result.path}")
+    if result.verdict is not None:
+        print(result.verdict)
 
 
 @app.command()
