@@ -156,6 +156,7 @@ def mixed_sizes() -> None:
     for name, size in (("a/1.png", 8), ("a/2.png", 9), ("b/1.png", 8), ("b/2.png", 8)):
         Path("images", name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (size, size)).save(Path("images", name))
+    Path("images.toml").write_text("[federation]\nrounds = 1")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,8 @@ def mixed_sizes() -> None:
         (["run", "--set", "data.path=bad.npz"],
          lambda: npz(y_train=np.zeros(8, int), y_test=np.zeros(2, int)),
          "one class only"),
-        (["run", "--set", "data.path=images"], mixed_sizes, "data.size"),
+        (["run", "--set", "data.path=images"], mixed_sizes, "too few"),
+        (["run", "images.toml", "--set", "data.path=images"], mixed_sizes, "data.size"),
         (["run", "--out", "."], None, "exists already"),
         (["run", "--out", "A" * 300], None, "File name too long"),
         (["run", "--set", "run.device=meta"], None, "use 'cpu' or 'auto'"),

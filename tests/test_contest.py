@@ -51,7 +51,8 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
         if name in ("fixmatch", "fedmatch"):
             continue
         sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3", "split.seed=2022"]
-        sets += ["run.test=last", *(f"{k}={v}" for k, v in general.items() if k != "model.norm")]
+        sets += ["run.test=last", "run.baseline=false"]
+        sets += [f"{k}={v}" for k, v in general.items() if k != "model.norm"]
         config = entry(name).config
         rounds, epochs = config.federation.rounds, config.federation.epochs
         federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)

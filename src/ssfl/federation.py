@@ -140,10 +140,12 @@ class Step:
                 logits, self.buffers = self._network(used, self.buffers, images, train, keys)
         return logits.to(self.batch.shares.dtype)
 
-    def slopes(self, loss: Loss, at: Named | None = None) -> tuple[Named, Named]:
+    def slopes(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
         """The gradient of a loss, at the current weights or at others, and the loss's metrics.
 
-        Running statistics move with the first gradient at the current weights alone.
+        Running statistics move with the first gradient at the current weights alone. The gradient is in the
+        weights' own type; with wide=False it stays in the type of the forward pass (bfloat16, perhaps), for
+        whoever hands it on as it is: that saves a pass over memory.
         """
         if self._evaluate is None:
             raise MethodError("slopes() belongs in gradient(), not in a loss")
@@ -156,7 +158,9 @@ class Step:
         )
         if at is None and not self._moved:
             self.buffers, self._moved = buffers, True
-        slopes = {n: slope.to(self.weights[n].dtype) for n, slope in zip(leaves, found, strict=True)}
+        slopes = dict(zip(leaves, found, strict=True))
+        if wide:
+            slopes = {name: slope.to(self.weights[name].dtype) for name, slope in slopes.items()}
         return slopes, metrics
 
     def after(self, slopes: Named) -> "Step":
@@ -523,7 +527,7 @@ class Method:
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
         """The gradient of a step, by name, and its metrics; a weight that is left out stays as it is."""
-        return step.slopes(loss)
+        return step.slopes(loss, wide=False)
 
     def round(self, state: State, fed: Fed) -> State:
         """The next state; by default the paper's round."""

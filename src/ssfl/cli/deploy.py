@@ -77,10 +77,10 @@ def serve(
 ) -> None:
     """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
     require_flower()
-    from ssfl.config.loading import load_config
     from ssfl.core import outside
     from ssfl.deploy import centre
     from ssfl.deploy.view import View
+    from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
 
     outside.supply(code or [])
@@ -95,7 +95,7 @@ def serve(
     loaded = None
     if data is not None:
         named = "name" if outside.is_path(data) else "path"
-        loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])])
+        loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])], sites=True)
     path = resume or out or next_free(Path("runs") / "centre")
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)

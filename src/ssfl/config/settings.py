@@ -33,11 +33,16 @@ class Data:
     size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to this many pixels square."""
     test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a part of the labelled images")
-    """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
+    """The part of a folder's labelled images held out for testing where it has no test/ of its own. With
+    run.folds nothing is: each labelled image is tested in its fold."""
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
-    """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
+    """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
+    grey by their pixel values."""
+    broken: str = setting("skip", choices=("skip", "stop"))
+    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
+    the command. Both name them together."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,19 @@ class Model:
     """[model] The network."""
 
     name: str | None = setting(
-        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"), paths=True
+        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
     )
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
-    "FILE.py:name" or "package.module:name". Default: what suits the image size; without a GPU one that a CPU
-    can train."""
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; lite0, which starts from ImageNet weights (extra
+    "pretrained"); or a function that makes any nn.Module: "FILE.py:name" or "package.module:name". Default:
+    what suits the image size; without a GPU one that a CPU can train."""
+    train: str = setting("head", choices=("head", "last", "all"))
+    """What is trained of lite0: the "head" (the last layer), the "last" block, the last convolution and the
+    head, or "all". The rest is frozen and never sent."""
+    weights: str | None = None
+    """Start from the weights in this .safetensors file. Default: random ones, and ImageNet's for lite0."""
+    cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
+    """V: if the first part of the network is frozen, compute its output once for V weak and V strong views of
+    every image, and train on those. Default: 4 for lite0, unless all of it is trained."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
@@ -227,6 +240,13 @@ class Run:
     for runs by which something is chosen; the others look at the validation images (data.validation)."""
     checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
+    baseline: bool | None = None
+    """Also train a model on the server's labels alone, with the same start and as many steps, and say whether
+    the unlabelled images helped. If they hurt on held-out labels, the server-only model is kept. Default: yes
+    for your own images, no for known data sets."""
+    folds: int = setting(0, least=0, most=100, what="folds; 0 is none")
+    """Cross-validate on the server's labelled images: each is held out in one of so many shorter runs. Images
+    of one patient stay together where file names or sub-folders show it. The final model uses all labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

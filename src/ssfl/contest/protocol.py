@@ -87,7 +87,8 @@ def entry(
     base = configs.unchecked(shared)  # its own method does not play
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
-    shared.setdefault("run", {}).update(seed=seed, test="never" if seed == CHOOSING else "last")
+    when = "never" if seed == CHOOSING else "last"
+    shared.setdefault("run", {}).update(seed=seed, test=when, baseline=False, folds=0)
     shared.setdefault("split", {})["seed"] = base.split.seed + seed
     for (section, key), value in common().items():
         shared.setdefault(section, {}).setdefault(key, value)

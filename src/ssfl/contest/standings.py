@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ssfl.core.statistics import wilson
 from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
@@ -51,15 +52,40 @@ class Standing:
         return statistics.mean(self.accuracies) if self.accuracies else None
 
     @property
+    def images_tested(self) -> int | None:
+        """How many test images every accuracy is of."""
+        counts = {run["test_images"] for run in self.runs}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """In percent, of the mean accuracy: what that many test images can tell."""
+        if self.mean is None or not self.images_tested:
+            return None
+        low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
+        return 100 * low, 100 * high
+
+    @property
+    def right(self) -> tuple[str, str]:
+        """How many test images are right, on average over the seeds, and the interval of their share."""
+        if self.mean is None or self.interval is None or self.images_tested is None:
+            return "–", "–"
+        low, high = self.interval
+        return (
+            f"{self.mean / 100 * self.images_tested:.4g} of {self.images_tested:,}",
+            f"{low:.1f} to {high:.1f}",
+        )
+
+    @property
     def deviation(self) -> float | None:
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "first minus this [95 %]", "seeds", "collapsed", "rounds",
-            "user images, million", "passes, million", "server images, million", "sent, MB",
-            "chosen"]  # fmt: skip
+    head = ["method", "test accuracy, %", "right", "95 % interval", "first minus this [95 %]", "seeds",
+            "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
+            "sent, MB", "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation
@@ -71,7 +97,7 @@ def table(standings: Sequence[Standing]) -> str:
         chosen = " ".join(one.options) or "–"
         name = one.method + " *" * bool(one.flag)
         behind = _behind(one, standings[0])
-        rows.append([name, told, behind, str(seeds), str(lost), str(one.rounds), *millions,
+        rows.append([name, told, *one.right, behind, str(seeds), str(lost), str(one.rounds), *millions,
                      f"{one.megabytes:.4g}", chosen])  # fmt: skip
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
@@ -134,7 +160,8 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
     """contest.json: the standings and how they came about."""
     entries = [
         {
-            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
+            "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
+            "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
             "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,

@@ -52,6 +52,7 @@ class Terms:
         here = replace(
             config,
             data=Data(path="site", flip=config.data.flip),
+            model=replace(config.model, weights=None),  # a file of the centre; models come from there
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
         known = {

@@ -63,7 +63,7 @@ class Loop:
             step = self._step(batch, weights, buffers, work.role, received, rate * pace)
             slopes, metrics = self.method.gradient(step, self._loss(work.role))
             for name, weight in weights.items():
-                weight.grad = slopes.get(name)
+                weight.grad = slopes[name].to(weight.dtype) if name in slopes else None
             if self.optimizer.clip:
                 nn.utils.clip_grad_norm_(list(weights.values()), self.optimizer.clip)
             sgd.step()
