@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 
 import ssfl
+from ssfl import methods
 from ssfl.data import augment, sources
 from ssfl.engines.features import Features
 from ssfl.models import backbones
@@ -128,7 +130,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--config", default="pictures")
     parser.add_argument("--set", action="append", default=[], help="a setting, key=value")
-    parser.add_argument("--variant", action="append", default=[], help="NAME: key=value key=value ...")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help="NAME:key=value key=value ..., where NAME alone is without unlabelled pictures",
+    )
     parser.add_argument("--regression", action="store_true", help="only logistic regression on features")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
@@ -150,6 +157,8 @@ def main(words: list[str] | None = None) -> None:
             _tell(told, name, found, asked.out)
     for name, sets in variants.items():
         config = ssfl.load_config(asked.config, [*asked.set, *sets.split()])
+        if name == "alone":  # the same without the unlabelled pictures
+            config = replace(config, method=methods.find("server-only")())
         began = time.perf_counter()
         right = [trained(config, images, labels, classes, owners, one) for one in held]
         seconds = time.perf_counter() - began
