@@ -44,7 +44,9 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
     """Grey pictures [N, H, W], labels (-1: none), class names, each site's places, and patients."""
     named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
     sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
-    files, labels, owners = [], [], []
+    files: list[Path] = []
+    labels: list[int] = []
+    owners: list[np.ndarray] = []
     for number, place in enumerate([*named, *sites]):
         found = sorted(one for one in place.rglob("*") if one.is_file())
         if number >= len(named):
