@@ -46,8 +46,8 @@ def test_a_run_that_went_wrong_says_so_in_its_last_line(ssfl: Call) -> None:
 
 
 def test_a_contests_methods_may_be_given_one_by_one(ssfl: Call) -> None:
-    code, out, _ = ssfl("contest", *SHORT, "--methods", "alternate", "--methods", "server-only,alternate",
-                        "--seeds", "1", "--quiet")  # fmt: skip
+    code, out, _ = ssfl("contest", "--no-tune", *SHORT, "--methods", "alternate",
+                        "--methods", "server-only,alternate", "--seeds", "1", "--quiet")  # fmt: skip
     assert code == 0
     assert out.count("| alternate ") == out.count("| server-only ") == 1
 

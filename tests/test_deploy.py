@@ -17,8 +17,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import make_message
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 from rich.console import Console
 
@@ -28,6 +26,7 @@ from ssfl.config.settings import Config, Federation
 from ssfl.core import outside
 from ssfl.deploy import centre, fleet, images, keys, site, view, wire
 from ssfl.deploy.images import Files
+from ssfl.deploy.internals import NodeInfo, identity
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.report import page
@@ -76,7 +75,7 @@ Open = Callable[..., tuple[centre.Centre, Hall, list[str]]]
 @pytest.fixture
 def hall(folders: Path) -> Iterator[Open]:
     """A centre and three sites in one process."""
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    identity(1, 1, 1)
 
     def make(config: Config, **times: Any) -> tuple[centre.Centre, Hall, list[str]]:
         lines: list[str] = []

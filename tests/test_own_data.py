@@ -137,7 +137,7 @@ def test_own_validation_images_are_looked_at_and_never_trained_on(short: Quick, 
     pair = (X[350:400], Y[350:400])
     by_array = ssfl.run(config, tmp_path / "array", data=data(X[:350], Y[:350], validation=pair))
     assert equal(tmp_path / "number", tmp_path / "array")
-    scores = [result.history[-1]["validation_accuracy"] for result in (by_number, by_array)]
+    scores = [result.summary["validation_accuracy"] for result in (by_number, by_array)]
     assert scores[0] == scores[1]
     model = ssfl.load_model(tmp_path / "number")
     right = model(torch.tensor(pair[0])[:, None]).argmax(-1) == torch.tensor(pair[1])

@@ -209,7 +209,15 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(
-                grid, names, needed, *times, view.tell, notes, asked=place.keys is None, left_out=set(gone)
+                grid,
+                names,
+                needed,
+                *times,
+                view.tell,
+                notes,
+                grid.exclude,
+                asked=place.keys is None,
+                left_out=set(gone),
             )
             return conduct(sim, terms, fleet, path, again, place.share, view)
 

@@ -9,12 +9,11 @@ from queue import Empty, Queue
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
 from torch import Tensor
 
 from ssfl.core.events import Event
 from ssfl.deploy import wire
+from ssfl.deploy.internals import LATE, NodeInfo
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
 
@@ -22,13 +21,21 @@ POLL = 0.25
 """Seconds between two looks for answers."""
 LINE_EVERY = 10.0
 """Seconds between two lines about who is missing."""
-LATER = 300.0
-"""Seconds until a site that did not say who it is is asked again: it shall not hold up every round."""
+GREETING = 10.0
+"""Seconds to wait for sites that were asked who they are, after the last of them answered."""
+LATER = 30.0
+"""Seconds until a site that did not say who it is, but something else, is asked again."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
-LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""What Flower says of an answer that did not come, or not wholly, while its message held."""
+LONGEST = 300
+"""Letters of what somebody else said that are shown and written down."""
 Tell = Callable[[str], None]
+
+
+def short(text: object) -> str:
+    """What somebody else said, as long as a line may be."""
+    said = " ".join(str(text).split())
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
 
 
 class Exchange(Protocol):
@@ -71,6 +78,8 @@ class Fleet:
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
     """What the port tells, from whatever thread: something refused, or how much has travelled."""
+    exclude: Callable[[Collection[int]], None] = lambda nodes: None
+    """Has the port drop nodes that are left out."""
     asked: bool = False
     """Whether sites tell their names themselves, for want of keys."""
     images: dict[str, int] = field(default_factory=dict)
@@ -87,11 +96,14 @@ class Fleet:
     """Who was refused what since this was last looked at."""
     _nodes: dict[int, str] = field(default_factory=dict)
     """Who is behind a number of Flower's."""
+    _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Nodes that were asked who they are, in which message, and until when they may answer."""
     _turned_away: dict[int, float] = field(default_factory=dict)
     """Nodes that are not asked who they are, and until when."""
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Somebody's message goes no further, without a name a stranger's; it may be counted already."""
+        why = short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
         self.log.append(event if host is None else event | {"from": host})
         if name is None:
@@ -132,32 +144,75 @@ class Fleet:
         return {user: found[name] for user, name in enumerate(self.names) if name in found}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Ask new sites who they are and how many images they have."""
-        asked = {node: RecordDict({"config": ConfigRecord({"ask": "who"})}) for node in strangers}
-        answers = self.exchange(asked, "query", self.deadline)
-        self._turned_away |= dict.fromkeys(strangers.keys() - answers.keys(), time.monotonic() + LATER)
-        for node, content in answers.items():
+        """Ask new sites who they are and how many images they have.
+
+        Who is slow holds nobody up for long: its answer is taken in whenever it comes.
+        """
+        now = time.monotonic()
+        self._greeted = {
+            node: asked for node, asked in self._greeted.items() if node in strangers and now < asked[1]
+        }
+        new = {
+            node: RecordDict({"config": ConfigRecord({"ask": "who"})})
+            for node in strangers
+            if node not in self._greeted
+        }
+        for node, name in self._send(new, "query", self.deadline):
+            self._greeted[node] = name, now + self.deadline
+        end, waiting = time.monotonic() + GREETING, set(new)
+        while True:
+            for node, content in self._greetings().items():
+                self._introduce(node, content, strangers[node])
+                waiting.discard(node)
+                end = time.monotonic() + GREETING
+            waiting &= self._greeted.keys()
+            if not waiting or time.monotonic() > end:
+                return
+            time.sleep(getattr(self.grid, "pause", POLL))
+
+    def _greetings(self) -> dict[int, RecordDict]:
+        """What sites have answered that were asked who they are."""
+        found = {}
+        for node, (name, _) in list(self._greeted.items()):
             try:
-                told, count = wire.read_who(content)
-            except DataError as error:
-                self.tell(f"{strangers[node].name or node} did not say who it is, but {error}")
-                self._turned_away[node] = time.monotonic() + LATER
+                replies = list(self.grid.pull_messages([name]))
+            except Exception as error:  # it stopped in the middle, or is gone: it is asked again
+                self.tell(f"{node} did not say who it is: {short(error)}")
+                self._turned_away[node] = time.monotonic() + SOON
+                del self._greeted[node]
                 continue
-            name = told if self.asked else strangers[node].name
-            free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
-            if free and name not in self.names:
-                self.names = sorted([*self.names, name])
-            if name not in self.names or name in self._nodes.values():
-                taken = name in self.names
-                why = "another site has that name" if taken else "no such site is expected"
-                self.tell(f"{name} is turned away: {why}")
-                self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
-                continue
-            self._nodes[node], self.images[name] = name, count
-            self.doing[name] = "connected"
-            self.tell(f"{name} is connected with {count} images")
-            if name in self.left_out:
-                self._send_away([node])
+            for reply in replies:
+                del self._greeted[node]
+                if reply.has_content():
+                    found[node] = reply.content
+                elif reply.error.code not in LATE:
+                    self.tell(f"{node} did not say who it is, but {short(reply.error.reason)}")
+                    self._turned_away[node] = time.monotonic() + LATER
+        return found
+
+    def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
+        """A site said who it is."""
+        try:
+            told, count = wire.read_who(content)
+        except DataError as error:
+            self.tell(f"{info.name or node} did not say who it is, but {short(error)}")
+            self._turned_away[node] = time.monotonic() + LATER
+            return
+        name = told if self.asked else info.name
+        free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
+        if free and name not in self.names:
+            self.names = sorted([*self.names, name])
+        if name not in self.names or name in self._nodes.values():
+            taken = name in self.names
+            why = "another site has that name" if taken else "no such site is expected"
+            self.tell(f"{short(name)} is turned away: {why}")
+            self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
+            return
+        self._nodes[node], self.images[name] = name, count
+        self.doing[name] = "connected"
+        self.tell(f"{name} is connected with {count} images")
+        if name in self.left_out:
+            self._send_away([node])
 
     def gather(self) -> dict[int, int]:
         """Wait until enough sites are there."""
@@ -197,7 +252,7 @@ class Fleet:
         if not contents:
             return {}
         inbox = Queue[tuple[int, Message | Exception]]()
-        pause = POLL * max(1, len(contents) / 10)
+        pause = getattr(self.grid, "pause", POLL * max(1, len(contents) / 10))
         sent = list(self._send(contents, kind, deadline))
         end = time.monotonic() + deadline
 
@@ -215,7 +270,7 @@ class Fleet:
             threading.Thread(target=fetch, args=(node, name), daemon=True).start()
         meanwhile()
         answers: dict[int, RecordDict] = {}
-        missing, late = set(contents), set()
+        missing, late = {node for node, _ in sent}, set(contents) - {node for node, _ in sent}
         while missing:
             missing -= self.listen()
             left = end - time.monotonic()
@@ -232,7 +287,7 @@ class Fleet:
                 late.add(node)
             else:
                 why = reply.error.reason if isinstance(reply, Message) else reply
-                self.tell(f"{self._nodes.get(node, node)} has no answer: {why}")
+                self.tell(f"{self._nodes.get(node, node)} has no answer: {short(why)}")
         for node in (missing | late) - self.listen():
             self.tell(f"{self._nodes.get(node, node)} did not answer within {deadline:.0f} s")
         return answers
@@ -286,6 +341,7 @@ class Fleet:
         why = "the centre refused three of this site's answers and leaves it out: ask its keeper"
         end = ConfigRecord({"ask": "end", "why": why})
         list(self._send({node: RecordDict({"config": end}) for node in nodes}, "query", self.deadline))
+        self.exclude(nodes)
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
         """Tell everybody that all rounds are played, with the model that they may keep; who leaves at once

@@ -30,7 +30,7 @@ STORED = torch.float16
 
 
 class Tail(nn.Module):
-    """The part of a network that learns, as an attribute, so that its tensors have their names in the whole."""
+    """The part of a network that learns, with the names that its tensors have in the whole network."""
 
     def __init__(self, tail: nn.Module) -> None:
         super().__init__()

@@ -102,17 +102,28 @@ class Work:
     """[n, ...] each: what every step finds in `step.given`, the same in all of them."""
     pace: Tensor | None = None
     """[n]: what part of the learning rate each trainer takes; None is all of it."""
+    taken: Tensor | None = None
+    """[n]: how many of the T steps each trainer takes, after which its model stays as it is; None is all."""
+    longest: int | None = None
+    """The most steps that any trainer takes, where that is known to be less than T."""
 
     @property
     def steps(self) -> int:
+        """T, for which there are images."""
         return self.batches.shape[1]
+
+    @property
+    def played(self) -> int:
+        """How many steps are needed until every trainer is done."""
+        return self.steps if self.longest is None else self.longest
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What distinguishes work whose steps cannot share one recording."""
         extra = {**self.given, **self.more, **self.sent}
         shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
-        return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, shapes
+        even = self.taken is None
+        return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **more: Any) -> "Work":
         """The same work with every tensor of trainers changed, [n, ...] in and out, but for the keys."""
@@ -128,6 +139,7 @@ class Work:
             more=each(self.more),
             sent=each(self.sent),
             pace=_maybe(change, self.pace),
+            taken=_maybe(change, self.taken),
             **more,
         )
 
@@ -137,7 +149,12 @@ class Work:
 
     def with_labels(self, labels: Labels) -> "Work":
         """The same work on the images, and with the labels, that a method decided on."""
-        return replace(self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace)
+        made = replace(self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace)
+        if labels.steps is None:
+            return made
+        taken = labels.steps.to(torch.int64)
+        taken = taken.clamp(max=self.steps) if self.taken is None else taken.minimum(self.taken)
+        return replace(made, taken=taken, longest=int(taken.max()))
 
 
 class TrainedRows(NamedTuple):
@@ -155,7 +172,7 @@ def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, c
     in every pass an image and its mirror image about a random point change places or not. It is
     computed for the wanted places alone, whatever the sizes, with nothing stored.
     """
-    place = first + torch.arange(count, device=trainers.device)
+    place = first + torch.arange(count, device=trainers.device)  # or [n, count], where trainers differ
     size = sizes[:, None]
     keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
@@ -182,7 +199,7 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
 def looking(work: Work) -> Work:
     """The same images, to be looked at in weak views alone."""
-    return replace(work, views=("weak",), labelled=None, given={}, more={}, sent={}, pace=None)
+    return replace(work, views=("weak",), labelled=None, given={}, more={}, sent={}, pace=None, taken=None)
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
@@ -200,9 +217,9 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
     On a CPU a call costs more than a small image. The bytes are those of `make_batch`. Large images are made
     fewer at a time: their views would fill the memory.
     """
-    trainers, steps, size = work.batches.shape
+    trainers, _, size = work.batches.shape
     at_once = min(at_once, VALUES // pool.images[0].numel())
-    stride = max(1, at_once // (trainers * size))
+    steps, stride = work.played, max(1, at_once // (trainers * size))
     for first in range(0, steps, stride):
         some = torch.arange(first, min(first + stride, steps), device=work.keys.device)
         shape = (trainers, len(some))

@@ -33,7 +33,7 @@ from ssfl.simulate.simulation import Simulation, plain_network_of
 CORES = torch.get_num_threads()
 """What torch would use: all of the machine's cores, or what the environment says."""
 VIEWS = 4
-"""How many weak and how many strong views of an image are kept where the first part of a network is frozen."""
+"""How many weak and how many strong views of an image are kept if a network has a frozen trunk."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -180,6 +180,14 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     )
 
 
+def _compared(config: Config, server_labels: int) -> bool:
+    """Whether a run also trains a server-only model: where users and server train, by itself on one's own
+    images."""
+    own = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    return wanted and config.method.trains_users and server_labels > 0
+
+
 def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> Model:
     """[model] with every choice made."""
     model = config.model
@@ -188,14 +196,6 @@ def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> Model:
         views = VIEWS if name in backbones.NAMES and model.train != "all" else 0
     weights = None if model.weights is None else _absolute(model.weights)
     return replace(model, name=name, cached_views=views, weights=weights)
-
-
-def _compared(config: Config, server_labels: int) -> bool:
-    """Whether a run also trains a server-only model: where users and server train, by itself on one's own
-    images."""
-    own = config.data.path is not None or outside.is_outside(config.data.name)
-    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
-    return wanted and config.method.trains_users and server_labels > 0
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
@@ -302,7 +302,7 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
     elif wanted.scheme == "iid":
         parts = split.iid(*given, *more)
     elif wanted.scheme == "dirichlet":
-        parts = split.dirichlet(*given, wanted.alpha, *more)
+        parts = split.dirichlet(*given, wanted.alpha, *more, capped=wanted.capped)
     elif wanted.scheme == "shards":
         parts = split.shards(*given, wanted.classes_per_user, *more)
     elif wanted.scheme == "mixture":
@@ -344,7 +344,7 @@ def make(
 
 
 def scaled_for(config: Config, dataset: Dataset) -> Dataset:
-    """The data set with the normalisation of a pretrained network: that with which its weights were learned."""
+    """The data set with the normalisation that a pretrained network learned its weights with."""
     if config.model.name not in backbones.NAMES:
         return dataset
     channels = dataset.shape[0]
@@ -404,7 +404,7 @@ def build(
     layout = layout_of(model)
     train = config.train
     kept, policy, users = 0, train.momentum_policy, config.split.users
-    if policy != "reset":
+    if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
         setting = f"train.momentum_policy = {policy!r}"
         instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
@@ -420,9 +420,23 @@ def build(
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
+    server, judges = parts.server, None
+    if train.server_held_out and len(server):
+        held_out, kept_in = split.hold_out(
+            dataset.labels.numpy()[server], train.server_held_out, config.split.seed
+        )
+        if not len(held_out) or not len(kept_in):
+            raise ConfigError(
+                f"train.server_held_out = {train.server_held_out} of {len(server)} labelled images leaves "
+                "none to train on or none to judge by: change it, or set it to 0",
+                key="train.server_held_out",
+                value=train.server_held_out,
+                fix="train.server_held_out=0",
+            )
+        server, judges = server[kept_in], torch.from_numpy(server[held_out]).to(device)
     plan = Plan(
-        config, Owners.of(parts.users, device), labelled, Owners.of([parts.server], device),
-        engine.positions, device,
+        config, Owners.of(parts.users, device), labelled, Owners.of([server], device),
+        engine.positions, device, judges,
     )  # fmt: skip
     return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device, make, known)
 

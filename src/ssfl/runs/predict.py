@@ -181,7 +181,7 @@ def network_of(
 def _require_frozen(
     network: nn.Module, saved: dict[str, Tensor] | None, known: dict[str, Any], path: Path
 ) -> None:
-    """Raises if what is frozen, after loading what was saved of it, is not what the model was trained with."""
+    """Raises if what is frozen is not what the model was trained with. `saved` tensors are loaded first."""
     if saved is not None:
         external.plain(network).load_state_dict(saved)
     if external.fingerprint(network) != known["frozen"]:

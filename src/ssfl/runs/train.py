@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,7 @@ def _finish(
         "users_at_once": sim.config.run.users_at_once,
         "versions": folder.versions(),
         "commit": provenance.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if compared.verdict is not None:
         summary["verdict"] = compared.verdict

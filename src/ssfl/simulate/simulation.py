@@ -86,6 +86,7 @@ class Simulation:
         """Whether the users' models are needed together before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.check or federation.combine != "mean"
+        robust = robust or federation.skip_unlabelled
         return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
 
     @cached_property
@@ -100,6 +101,7 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
+            "server": self.plan.replicas,
             "slot": self.plan.participants + self.plan.replicas,
             "user": self.config.split.users + self.plan.replicas,
         }[self.config.train.momentum_policy]
@@ -236,9 +238,10 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        """The server's labelled images, or those that it does not train on, if any; about `most` of them,
+        some of every class, and their labels."""
         if most not in self._server_images:
-            images = self.plan.server.images
+            images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
                 images = images[self.pool.labels[images].argsort(stable=True)]
                 images = images[:: -(-len(images) // most)]
@@ -279,10 +282,15 @@ class Simulation:
                 if place not in log.refused:
                     self._require_finite(round, f"user {user}", one)
             event |= measuring.of_users(measured, norms, log.refused)
+            steps = [len(self.plan.rates(round - 1))] * len(norms)
+            if "steps" in measured or self.plan.local_steps is None:  # real sites do not tell
+                event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
         if log.server is not None:
             both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = both
             event["server_models"] = log.server_steps
+            size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
+            event["server_images"] = size * log.server_steps
             self._require_finite(round, "the server", both)
         return event | log.told
 
