@@ -18,7 +18,7 @@ import ssfl
 from ssfl.config.settings import Config
 from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
-from ssfl.report import costs, gather, page, several, verdict
+from ssfl.report import collapse, costs, gather, page, several
 from ssfl.runs import folder as runs
 from ssfl.runs.train import Interrupted
 
@@ -188,7 +188,7 @@ def test_a_collapse_is_told(
     head: str, bad: bool,
 ) -> None:  # fmt: skip
     path = fake(folder, tmp_path, masks, right, scores)
-    said = verdict.judge(gather.read(path, "made-up"))
+    said = collapse.judge(gather.read(path, "made-up"))
     assert (said.head, said.bad) == (head, bad)
     assert ("one way" in said.text) == (said.since is not None)
     assert head in words(page.contents([path]))
