@@ -115,6 +115,26 @@ def test_whatever_a_site_does_wrong_is_refused_and_the_others_go_on(folders: Pat
 
 
 @pytest.mark.slow
+def test_one_of_four_sites_that_pulls_the_average_is_cut_and_named(folders: Path, stage: Stage) -> None:
+    ring, port, script, out = stage.folder / "keys", free_port(), Path(__file__).parent / "bad_site.py", "run"
+    keys.init(ring, [])
+    for name in (*NAMES, "quirk"):
+        keys.add(ring, name)
+    serve = stage.serve(folders, ring, port, "--deadline", 60, *sets("federation.rounds=6"))
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    place = [f"127.0.0.1:{port}", ring / "quirk.site", folders / "bonn", ",".join(["ascent"] * 20)]
+    stage.start("quirk", sys.executable, script, *place)
+    assert stage.ended(serve) == 0, stage.said("serve")
+    assert "quirk sent an update" in stage.said("serve")
+    rounds = [event for event in runs.read_events(stage.folder / out) if event["event"] == "round"]
+    assert all(event["returned"] == [0, 1, 2, 3] for event in rounds)
+    assert any(event.get("cut", {}).keys() == {"3"} for event in rounds)
+    assert all(event.get("cut", {}).keys() <= {"3"} for event in rounds)
+    assert refusals(stage.folder / out) == []
+
+
+@pytest.mark.slow
 def test_strangers_are_kept_out_and_the_federation_does_not_notice(
     folders: Path, ring: Path, stage: Stage
 ) -> None:

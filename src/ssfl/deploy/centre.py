@@ -56,6 +56,8 @@ class Centre(Simulation):
         new, answers = self.played(state, fed), workers.answers
         for place, why in fed.log.refused.items():
             self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counted=True)
+        for place, times in fed.log.cut.items():
+            self.fleet.cut(self.fleet.names[fed.cohort.users[place]], times)
         strikes = new.strikes.clone()
         for user in answers.refused:
             strikes[user] += 1

@@ -91,6 +91,8 @@ class Fleet:
     """Who is behind a number of Flower's."""
     _turned_away: dict[int, float] = field(default_factory=dict)
     """Nodes that are not asked who they are, and until when."""
+    _cut: dict[str, int] = field(default_factory=dict)
+    """How often a site's update was cut."""
     _reached: bool = True
     """Whether the exchange itself could be reached when it was last asked."""
 
@@ -110,6 +112,14 @@ class Fleet:
         if not counted:
             self._refused[name] = why
         self.tell(f"refused: {name} sent {why}")
+
+    def cut(self, name: str, times: float) -> None:
+        """Name a site whose update was cut; who goes on with it is named ever less often."""
+        count = self._cut[name] = self._cut.get(name, 0) + 1
+        if count & (count - 1) == 0:
+            self.tell(
+                f"{name} sent an update {times:.3g} times as long as is usual: it was cut ({count} so far)"
+            )
 
     def listen(self) -> set[int]:
         """Take in what the port told; gives the nodes whose answer cannot come any more."""
