@@ -18,8 +18,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import make_message
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 from rich.console import Console
 
@@ -28,6 +26,7 @@ from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, Federation
 from ssfl.core import outside
 from ssfl.deploy import centre, fleet, keys, site, view, wire
+from ssfl.deploy.internals import NodeInfo, identity
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
 from ssfl.report import page
@@ -76,7 +75,7 @@ Open = Callable[..., tuple[centre.Centre, Hall, list[str]]]
 @pytest.fixture
 def hall(folders: Path) -> Iterator[Open]:
     """A centre and three sites in one process."""
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    identity(1, 1, 1)
 
     def make(config: Config, **times: Any) -> tuple[centre.Centre, Hall, list[str]]:
         lines: list[str] = []
@@ -415,6 +414,8 @@ def test_trouble_on_the_way_is_waited_out(folders: Path, hall: Open, monkeypatch
             return stock(*given)
 
         monkeypatch.setattr(grid, name, shaky)
+    monkeypatch.setattr(fleet, "SOON", 0.1)
+    assert len(made.fleet.gather(first=True)) == 3
     state, _ = played(made)
     assert same(state, simulated(config, folders))
     assert "the sites cannot be reached (timed out): trying again" in lines

@@ -215,7 +215,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(
-                grid, names, needed, *times, view.tell, notes, place.keys is None, place.quorum,
+                grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None, place.quorum,
                 left_out=set(gone),
             )  # fmt: skip
             return conduct(sim, terms, fleet, path, again, place.share, view)

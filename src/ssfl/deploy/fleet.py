@@ -13,19 +13,22 @@ from queue import Empty, Queue
 from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
 from torch import Tensor
 
 from ssfl.core.events import Event
 from ssfl.deploy import post, wire
+from ssfl.deploy.internals import NodeInfo
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
 
 LINE_EVERY = 10.0
 """Seconds between two lines about who is missing."""
+GREETING = 10.0
+"""Seconds to wait for sites that were asked who they are, after the last of them answered."""
+LATER = 30.0
+"""Seconds until a site that did not say who it is, but something else, is asked again."""
 SOON = 10.0
-"""Seconds until a site that did not say who it is, or whose name is taken, is asked again: the other may be
-gone without our knowing yet."""
+"""Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
 SHARE = 2 / 3
 """The quorum, as a share of the sites that have joined."""
 FEWEST = 2
@@ -67,6 +70,8 @@ class Fleet:
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
     """What the port tells, from whatever thread: something refused, or how much has travelled."""
+    exclude: Callable[[Collection[int]], None] = lambda nodes: None
+    """Has the port drop nodes that are left out."""
     asked: bool = False
     """Whether sites tell their names themselves, for want of keys."""
     quorum: int | None = None
@@ -89,6 +94,8 @@ class Fleet:
     """Who was refused what since this was last looked at."""
     _nodes: dict[int, str] = field(default_factory=dict)
     """Who is behind a number of Flower's."""
+    _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Nodes that were asked who they are, in which message, and until when they may answer."""
     _turned_away: dict[int, float] = field(default_factory=dict)
     """Nodes that are not asked who they are, and until when."""
     _cut: dict[str, int] = field(default_factory=dict)
@@ -103,6 +110,7 @@ class Fleet:
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Somebody's message goes no further, without a name a stranger's; it may be counted already."""
+        why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
         self.log.append(event if host is None else event | {"from": host})
         if name is None:
@@ -142,7 +150,7 @@ class Fleet:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
             if self._reached:
-                self.tell(f"the sites cannot be reached ({str(error)[:200]}): trying again")
+                self.tell(f"the sites cannot be reached ({post.short(error)}): trying again")
             self._reached = False
             return {}
         self._reached = True
@@ -154,46 +162,81 @@ class Fleet:
         now = time.monotonic()
         known = self._nodes.keys() | {node for node, until in self._turned_away.items() if now < until}
         new = {number: node for number, node in online.items() if number not in known}
-        if self.asked:
-            self._greet(new)
-        else:  # a key has a name
-            for number, node in new.items():
-                self._admit(number, node.name)
+        self._greet(new)
         found = {name: node for node, name in self._nodes.items() if name not in self.left_out}
         return {user: found[name] for user, name in enumerate(self.names) if name in found}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Ask new sites who they are and how many images they have."""
-        asked = {node: RecordDict({"config": ConfigRecord({"ask": "who"})}) for node in strangers}
-        answers = self.exchange(asked, "query", self.deadline)
-        self._turned_away |= dict.fromkeys(strangers.keys() - answers.keys(), time.monotonic() + SOON)
-        for node, content in answers.items():
-            try:
-                name, count = wire.read_who(content)
-            except DataError as error:
-                self.tell(f"{strangers[node].name or node} did not say who it is, but {error}")
-                self._turned_away[node] = time.monotonic() + SOON
-                continue
-            if name not in self.names and len(self.names) < self.needed and NAME.fullmatch(name):
-                self.names = sorted([*self.names, name])
-            if self._admit(node, name):
-                self.images[name] = count
+        """Ask new sites who they are and how many images they have.
 
-    def _admit(self, node: int, name: str) -> bool:
-        """Let a site take part, unless nobody expects it or its name is taken."""
+        Who is slow holds nobody up for long: its answer is taken in whenever it comes.
+        """
+        now = time.monotonic()
+        self._greeted = {
+            node: asked for node, asked in self._greeted.items() if node in strangers and now < asked[1]
+        }
+        new = {
+            node: RecordDict({"config": ConfigRecord({"ask": "who"})})
+            for node in strangers
+            if node not in self._greeted
+        }
+        for node, name in post.send(self.grid, new, "query", self.deadline, self.tell, self._called):
+            self._greeted[node] = name, now + self.deadline
+        end, waiting = time.monotonic() + GREETING, set(new)
+        while True:
+            for node, content in self._greetings().items():
+                self._introduce(node, content, strangers[node])
+                waiting.discard(node)
+                end = time.monotonic() + GREETING
+            waiting &= self._greeted.keys()
+            if not waiting or time.monotonic() > end:
+                return
+            time.sleep(getattr(self.grid, "pause", post.POLL))
+
+    def _greetings(self) -> dict[int, RecordDict]:
+        """What sites have answered that were asked who they are."""
+        found = {}
+        for node, (name, _) in list(self._greeted.items()):
+            try:
+                replies = list(self.grid.pull_messages([name]))
+            except Exception as error:  # it stopped in the middle, or is gone: it is asked again
+                self.tell(f"{node} did not say who it is: {post.short(error)}")
+                self._turned_away[node] = time.monotonic() + SOON
+                del self._greeted[node]
+                continue
+            for reply in replies:
+                del self._greeted[node]
+                if reply.has_content():
+                    found[node] = reply.content
+                elif reply.error.code not in post.LATE:
+                    self.tell(f"{node} did not say who it is, but {post.short(reply.error.reason)}")
+                    self._turned_away[node] = time.monotonic() + LATER
+        return found
+
+    def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
+        """A site said who it is."""
+        try:
+            told, count = wire.read_who(content)
+        except DataError as error:
+            self.tell(f"{info.name or node} did not say who it is, but {post.short(error)}")
+            self._turned_away[node] = time.monotonic() + LATER
+            return
+        name = told if self.asked else info.name
+        free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
+        if free and name not in self.names:
+            self.names = sorted([*self.names, name])
         if name not in self.names or name in self._nodes.values():
             taken = name in self.names
             why = "another site has that name" if taken else "no such site is expected"
-            self.tell(f"{name} is turned away: {why}")
+            self.tell(f"{post.short(name)} is turned away: {why}")
             self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
-            return False
-        self._nodes[node] = name
+            return
+        self._nodes[node], self.images[name] = name, count
         self._joined.add(name)
         self.doing[name] = "connected"
-        self.tell(f"{name} is connected")
+        self.tell(f"{name} is connected with {count} images")
         if name in self.left_out:
             self._send_away([node])
-        return True
 
     def gather(self, first: bool = False) -> dict[int, int]:
         """Wait for a quorum of the sites; before the `first` round for all, as long as there is patience."""
@@ -345,6 +388,7 @@ class Fleet:
         end = ConfigRecord({"ask": "end", "why": why})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
+        self.exclude(nodes)
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
         """Tell everybody that all rounds are played, with the model that they may keep; who leaves at once

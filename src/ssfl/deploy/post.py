@@ -8,19 +8,25 @@ from typing import Protocol
 
 import httpx
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
+
+from ssfl.deploy.internals import LATE as LATE
+from ssfl.deploy.internals import CannotCarry, NodeInfo
 
 POLL = 0.25
 """Seconds between two looks for answers."""
-TROUBLE = (httpx.HTTPError, OSError, ObjectPullError, ObjectPushError)
+TROUBLE = (httpx.HTTPError, OSError, CannotCarry)
 """What goes wrong on the way: the message is lost, the federation is not."""
 ATTEMPTS = 3
 """How often a message is sent before it is given up."""
-LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""What Flower says of an answer that did not come, or not wholly, while its message held."""
+LONGEST = 300
+"""Letters of what somebody else said that are shown and written down."""
 Tell = Callable[[str], None]
+
+
+def short(text: object) -> str:
+    """What somebody else said, as long as a line may be."""
+    said = " ".join(str(text).split())
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
 
 
 class Exchange(Protocol):
@@ -49,7 +55,7 @@ def send(
                 yield from ((node, name) for name in grid.push_messages([message]) if name)
                 break
             except TROUBLE as error:
-                tell(f"{called(node)} could not be sent a message: {str(error)[:200]}")
+                tell(f"{called(node)} could not be sent a message: {short(error)}")
                 time.sleep(POLL * 2**attempt)
 
 
@@ -68,7 +74,7 @@ def exchange(
     if not contents:
         return {}
     inbox = Queue[tuple[int, Message | Exception]]()
-    pause = POLL * max(1, len(contents) / 10)
+    pause = getattr(grid, "pause", POLL * max(1, len(contents) / 10))
     sent = list(send(grid, contents, kind, deadline, tell, called))
     end = time.monotonic() + deadline
 
@@ -106,8 +112,8 @@ def exchange(
         elif isinstance(reply, Message) and reply.error.code in LATE:
             late.add(node)
         else:
-            why = str(reply.error.reason if isinstance(reply, Message) else reply)
-            tell(f"{called(node)} has no answer: {why[:200]}")
+            why = reply.error.reason if isinstance(reply, Message) else reply
+            tell(f"{called(node)} has no answer: {short(why)}")
     for node in (missing | late) - lost():
         tell(f"{called(node)} did not answer within {deadline:.0f} s")
     return answers

@@ -16,7 +16,6 @@ import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
@@ -25,6 +24,7 @@ from ssfl.data import pictures, sources, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
+from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
@@ -198,7 +198,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                 site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
                 try:
                     _attend(connection, app, site)
-                except (httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+                except (httpx.HTTPError, CannotCarry) as error:
                     site.tell(f"the connection to {address} was lost ({error}): trying again")
 
 
