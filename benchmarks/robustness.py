@@ -141,10 +141,13 @@ def main() -> None:
     rows = rows_of({case: found[case] for case in cases}, given.seeds)
     print(table_of(rows))
     if given.json:
-        told = report.circumstances("benchmarks.robustness") | {"versions": versions(), "seeds": given.seeds}
+        around = report.circumstances("benchmarks.robustness") | {
+            "versions": versions(),
+            "seeds": given.seeds,
+        }
         if given.data is not None:  # where it lies is nobody's affair
             both = (*(one for one in both if not one.startswith("data.path=")), f"data: {given.data.stem}")
-        report.save(given.json, told | {"settings": both, "on": _on(given.validation), "rows": rows})
+        report.save(given.json, around | {"settings": both, "on": _on(given.validation), "rows": rows})
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

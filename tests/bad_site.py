@@ -43,7 +43,8 @@ def ascent(row: np.ndarray) -> np.ndarray:
     sent = QUESTION[0].content.array_records["model"]["row"].numpy()
     update = sent - row
     long = 0.29 * np.linalg.norm(sent) / max(float(np.linalg.norm(update)), 1e-30)
-    return (sent + np.float32(long) * update).astype(np.float32)
+    changed: np.ndarray = (sent + np.float32(long) * update).astype(np.float32)
+    return changed
 
 
 QUESTION: list[Message] = []

@@ -32,10 +32,10 @@ def _garbage(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> 
     if kind == "sign":
         return sent - (row - sent)
     if kind == "ascent":
-        return sent - ASCENT * torch.linalg.vector_norm(sent) * _direction(row - sent)
+        return sent - ASCENT * _length(sent) * _direction(row - sent)
     if kind == "slow":
         target = _garbage("shift", sent, sent, layout, key)
-        return sent + torch.linalg.vector_norm(row - sent) * _direction(target - sent)
+        return sent + _length(row - sent) * _direction(target - sent)
     tensors = layout.unflatten(row)
     if kind == "noise":
         uniform = draws.uniform(draws.bits(torch.tensor(key), len(row)).to(row.device)).to(row.dtype)
@@ -46,5 +46,10 @@ def _garbage(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> 
     return layout.flatten(tensors | moved)
 
 
+def _length(update: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(update)
+    return length
+
+
 def _direction(update: Tensor) -> Tensor:
-    return update / torch.linalg.vector_norm(update).clamp(min=torch.finfo(update.dtype).tiny)
+    return update / _length(update).clamp(min=torch.finfo(update.dtype).tiny)
