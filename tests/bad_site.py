@@ -8,13 +8,12 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.proto.message_pb2 import PushObjectRequest
 from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
 from ssfl.data import sources
@@ -40,6 +39,15 @@ def with_told(reply: Message, **told: float) -> Message:
     return Message(content, reply_to=QUESTION[0])
 
 
+def ascent(row: np.ndarray) -> np.ndarray:
+    """An update that increases the loss, nearly three tenths of the model long."""
+    sent = QUESTION[0].content.array_records["model"]["row"].numpy()
+    update = sent - row
+    long = 0.29 * np.linalg.norm(sent) / max(float(np.linalg.norm(update)), 1e-30)
+    changed: np.ndarray = (sent + np.float32(long) * update).astype(np.float32)
+    return changed
+
+
 QUESTION: list[Message] = []
 CONTENTS: dict[str, Callable[[Message], Message]] = {
     "nan": lambda reply: with_row(reply, lambda row: row * np.float32("nan")),
@@ -48,31 +56,30 @@ CONTENTS: dict[str, Callable[[Message], Message]] = {
     "name": lambda reply: with_row(reply, lambda row: row, "weights"),
     "round": lambda reply: with_told(reply, round=99),
     "norm": lambda reply: with_row(reply, lambda row: row * np.float32(50)),
+    "ascent": lambda reply: with_row(reply, ascent),
     "large": lambda reply: with_row(reply, lambda row: np.tile(row, 60)),
 }
 
 
-class Change:
+class Change(httpx.BaseTransport):
     """Spoils the largest part of an answer on its way, or sends half of it and hangs up."""
 
-    def __init__(self, address: str, authority: bytes) -> None:
+    def __init__(self, address: str, authority: bytes, stock: httpx.BaseTransport) -> None:
         host, _, port = address.rpartition(":")
-        self.place, self.authority, self.fault = (host, int(port)), authority, ""
+        self.place, self.authority, self.fault, self.stock = (host, int(port)), authority, "", stock
 
-    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        request = context.request
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/push-object") and len(request.content) > 10_000:
             if self.fault == "truncated":
                 self._half(request)
                 raise httpx.WriteError("hung up")
             if self.fault == "altered":
-                content = context.message.object_content
-                context.message.object_content = content[: len(content) // 2]
-                changed = context.message.SerializeToString()
-                again = httpx.Request("POST", request.url, headers=dict(request.headers), content=changed)
-                again.headers["content-length"] = str(len(changed))
-                context = replace(context, request=again)
-        return call_next(context)
+                part = PushObjectRequest.FromString(request.content)
+                part.object_content = part.object_content[: len(part.object_content) // 2]
+                changed = part.SerializeToString()
+                headers = dict(request.headers) | {"content-length": str(len(changed))}
+                request = httpx.Request("POST", request.url, headers=headers, content=changed)
+        return self.stock.handle_request(request)
 
     def _half(self, request: httpx.Request) -> None:
         trust = ssl.create_default_context(cadata=self.authority.decode())
@@ -121,9 +128,10 @@ def main() -> None:
     address, file, folder, faults = sys.argv[1:]
     key = keys.read_site(Path(file))
     site = Site(key.name, Files(sources.image_files([folder])), "cpu", 1)
-    app, change, left = client_app(lambda context: site), Change(address, key.authority), faults.split(",")
+    app, left = client_app(lambda context: site), faults.split(",")
     with reproducible(), connected(address, key, 60) as connection:
-        connection.client._interceptors += (change,)
+        http = connection.call.http
+        change = http._transport = Change(address, key.authority, http._transport)
         while not site.done:
             message = connection.receive()
             if message is None:

@@ -65,10 +65,16 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
     sites: Annotated[
-        int | None, typer.Option(min=1, help="So many sites must be there; by itself all with keys.")
+        int | None, typer.Option(min=1, help="Wait for so many sites at the start; default: all with keys.")
+    ] = None,
+    quorum: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sites that a round needs; default: two thirds of those that joined, at least two."
+        ),
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that sites have for a round.")] = 120,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for missing sites.")] = 600,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds without any answer until it stops.")] = 600,
     share_model: Annotated[
         bool, typer.Option("--share-model", help="Let sites keep the final model (`ssfl join --keep`).")
     ] = False,
@@ -77,10 +83,10 @@ def serve(
 ) -> None:
     """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
     require_flower()
-    from ssfl.config.loading import load_config
     from ssfl.core import outside
     from ssfl.deploy import centre
     from ssfl.deploy.view import View
+    from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
 
     outside.supply(code or [])
@@ -91,11 +97,11 @@ def serve(
         tell("--insecure: nothing is encrypted and anybody on this machine may join")
     if (data is None) == (resume is None):
         raise ConfigError("give --data FOLDER with your labelled images, or --resume RUN")
-    place = centre.Place(keys, host, port, sites, deadline, patience, share_model)
+    place = centre.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
     loaded = None
     if data is not None:
         named = "name" if outside.is_path(data) else "path"
-        loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])])
+        loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])], sites=True)
     path = resume or out or next_free(Path("runs") / "centre")
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)

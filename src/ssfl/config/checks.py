@@ -159,6 +159,7 @@ def _check_dist(config: Config) -> None:
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
         ("federation.check", federation.check, federation.check, "false"),
+        ("federation.skip_unlabelled", federation.skip_unlabelled, federation.skip_unlabelled, "false"),
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
         ("federation.attackers", federation.attackers, federation.attackers > 0, "0"),
     ]:
@@ -185,6 +186,8 @@ def _check_privacy(config: Config) -> None:
     why = obstacle(config, ("models", "reports", "sends"))
     if not method.trains_users:
         why = f"method.name = {method.name!r}, which does not train users"
+    if config.federation.skip_unlabelled:
+        why = "federation.skip_unlabelled = true, which tells who had no pseudo-label"
     if config.train.momentum_policy == "slot":
         why = "train.momentum_policy = 'slot', which hands momentum on"
     if why:

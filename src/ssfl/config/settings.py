@@ -38,7 +38,11 @@ class Data:
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
-    """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
+    """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
+    grey by their pixel values."""
+    broken: str = setting("skip", choices=("skip", "stop"))
+    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
+    the command. Both name them together."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class Split:
     """Give the server's images to every user besides its own, as DataSharing does."""
     alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
     """Concentration of scheme "dirichlet"."""
+    capped: bool = False
+    """With scheme "dirichlet", users that have their fair share of the images already get none of the classes
+    that follow, as in SemiFL's code: users' numbers of images then differ less."""
     classes_per_user: int = setting(2, least=1, most=10**6, what="classes")
     """Classes each user holds in scheme "shards"."""
     mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="weights")
@@ -76,11 +83,19 @@ class Model:
     """[model] The network."""
 
     name: str | None = setting(
-        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"), paths=True
+        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
     )
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
-    "FILE.py:name" or "package.module:name". Default: what suits the image size; without a GPU one that a CPU
-    can train."""
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; lite0, which starts from ImageNet weights (extra
+    "pretrained"); or a function that makes any nn.Module: "FILE.py:name" or "package.module:name". Default:
+    what suits the image size; without a GPU one that a CPU can train."""
+    train: str = setting("head", choices=("head", "last", "all"))
+    """What is trained of lite0: the "head" (the last layer), the "last" block, the last convolution and the
+    head, or "all". The rest is frozen and never sent."""
+    weights: str | None = None
+    """Start from the weights in this .safetensors file. Default: random ones, and ImageNet's for lite0."""
+    cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
+    """V: if the first part of the network is frozen, compute its output once for V weak and V strong views of
+    every image, and train on those. Default: 4 for lite0, unless all of it is trained."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
@@ -102,6 +117,9 @@ class Federation:
     authors' code (47 users in 5 groups: 10, 10, 10, 10, 7)."""
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, local steps per round."""
+    local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
+    """Users train so many passes over their own images in a round instead of T steps: a user with more images
+    takes more steps. The learning rate then stays the same within a round."""
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """How many rounds; or give epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
@@ -112,8 +130,9 @@ class Federation:
     """One step more in the first round of every epoch, as in the authors' code."""
     attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
     """The share of users that send garbage, to see what a federation withstands."""
-    attack: str = setting("sign", choices=("sign", "noise", "shift"))
-    """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
+    attack: str = setting("sign", choices=("sign", "ascent", "noise", "shift", "slow"))
+    """What they send: an update of the opposite "sign", such an update that is very long ("ascent"), "noise",
+    a model whose classes are "shift"ed, or "slow" steps towards such a model."""
     attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
     """How many times as long they make their update."""
     head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
@@ -121,13 +140,16 @@ class Federation:
     slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
     """Evaluate and save a slow average over rounds; this much of it stays in each. 0: the plain model."""
     gate: bool | None = None
-    """Refuse models that are not finite or whose update is far longer than the others'. A user that is
-    refused three times is left out. Default: only with real sites."""
+    """Cut updates that are longer than is usual, and refuse models that are not finite or whose update is
+    far too long. A user that is refused three times is left out. Default: only with real sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
     """How the models of a group become one: their "mean" (the paper), or robustly, coordinate by coordinate,
     a "trimmed" mean or the "median"."""
     check: bool = False
     """Use a group's median instead of its average where it does better on the server's labelled images."""
+    skip_unlabelled: bool = False
+    """Leave users that had no pseudo-label in a round out of its average; otherwise their models, which did
+    not move or only decayed, count like the others."""
     dropout: float = setting(0.0, least=0, most=0.999, what="a probability below 1: somebody must come back")
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -166,13 +188,27 @@ class Train:
     """c, how many half turns the cosine makes; above 1/2 it reaches the floor."""
     horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
     """The schedule's length as a multiple of the run's; above 1 only its beginning is used."""
+    schedule: str = setting("paper", choices=("paper", "annealing"))
+    """The cosine: the "paper"'s, cos(π · cycles · progress), or "annealing", (1 + cos(π · progress)) / 2, as
+    PyTorch's CosineAnnealingLR, to which cycles do not apply."""
     floor: float = setting(1e-4, least=0, most=1, what="a fraction of train.lr")
     """ε, the least fraction of the base rate."""
-    momentum_policy: str = setting("reset", choices=("reset", "slot", "user"))
-    """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
+    momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
+    """Momentum at the start of a round: "reset" to zero, kept by the "server" alone, or kept by server and
+    users, for each "slot" of a round or for each "user"."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second one strong), or "suited": both,
     but weak alone for images of fewer than 16 pixels a side, of which strong views would leave little."""
+    server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
+    """The part of the server's labelled images that it does not train on. A method's guard and
+    federation.check judge by these instead of by images that it has learned by heart."""
+    server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
+    """Images per step of the server. Default: batch_size."""
+    server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
+    """Steps of the server per round, during which its learning rate stays the same. Default: as many as the
+    users' (federation.period)."""
+    server_lr: float | None = setting(None, least=0, most=1000, what="a learning rate")
+    """The server's base learning rate. Default: lr."""
     batches: str = setting("continue", choices=("continue", "restart"))
     """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
     precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))

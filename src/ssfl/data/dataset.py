@@ -27,6 +27,9 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image is still of its class
     white: int = WHITE  # what became 255 in image files of more than 8 bits
+    deep: bool = False  # whether there are such files
+    grey: int | None = None  # how many image files show no colours, however they are stored; None: not known
+    broken: int = 0  # image files that were left out because they cannot be read
     server: Index | None = None  # the server's labelled images, if the data say whose they are
     users: Hands | None = None  # each user's images, if the data say whose they are
     names: tuple[str, ...] = ()  # of those users

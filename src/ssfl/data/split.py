@@ -67,8 +67,18 @@ def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019)
     return Parts(server, gather(images, dealt(len(images), users), users))
 
 
-def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 0, seed: int = 2019) -> Parts:
+def dirichlet(
+    labels: ArrayLike,
+    users: int,
+    alpha: float,
+    server_labels: int = 0,
+    seed: int = 2019,
+    capped: bool = False,
+) -> Parts:
     """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
+
+    With `capped`, users that have their fair share of the images already get none of the classes that follow,
+    as in SemiFL's code: users' numbers of images then differ less.
 
     Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
     than half its fair share, where that is less), and then a hundred times while one has none. Where
@@ -87,7 +97,7 @@ def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 
     for least, hopeless in ((min(10, int(sizes.sum()) // (2 * users)), 1000), (1, 50)):
         for _ in range(100):
             shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
-            counts = apportion(shares, sizes)
+            counts = _capped(shares, sizes) if capped else apportion(shares, sizes)
             short = int((counts.sum(1) < least).sum())
             if not short:
                 return Parts(server, handed_out(pools, counts))
@@ -99,6 +109,18 @@ def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 
         key="split.alpha",
         value=alpha,
     )
+
+
+def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How many images of each class [users, classes] users get, class by class, until they have enough."""
+    fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
+    columns = []
+    for number, size in enumerate(sizes):
+        share = shares[:, number] * (held < fair)
+        share = share if share.sum() > 0 else (held < fair).astype(float)
+        columns.append(apportion((share / share.sum())[:, None], np.array([size])))
+        held += columns[-1][:, 0]
+    return np.concatenate(columns, 1)
 
 
 def shards(

@@ -1,55 +1,50 @@
 """What the centre's port lets through: sites' requests, of the right size, one answer to each message.
 
 Flower reads a request of any size, takes an array at its word and keeps silent about a second answer. Here
-such requests are refused before anything of them is stored, and the centre is told by whom and why.
+such requests are refused before anything of them is stored, and the centre is told by whom and why. Whoever
+does not sign a request with a known key is refused by its headers; nothing more of it is read.
 """
 
 import asyncio
 import hmac
 import json
 import os
-import ssl
 import time
-from asyncio import sslproto
-from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from flwr.app import Array
-from flwr.common.constant import (
-    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
-    SYSTEM_TIME_TOLERANCE,
-    TIMESTAMP_HEADER,
-    TIMESTAMP_TOLERANCE,
-)
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import PushObjectRequest
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_body,
-    get_object_head_values_from_object_content,
-    get_object_id,
-    iterate_object_tree,
-)
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+import anyio.to_thread
 from google.protobuf.message import DecodeError
 
+from ssfl.deploy import internals
+from ssfl.deploy.notes import Notes
+
 SECRET = "x-ssfl-secret"
-OPEN = ("/v1/fleet/", "/health")
 FLEET = "/v1/fleet/"
+VISIT = "ssfl.visit"
+"""Where a request's connection is found in its state; requests over the centre's own channel have none."""
 ROOM = 65_536
 """Bytes that an answer may have besides its model: names, numbers, Flower's own. Others have less."""
 PARTS = 8
 """Objects of an answer besides the chunks of its model: the message, its records, the array."""
-AGAIN = 60.0
-"""Seconds in which the same stranger is told of once."""
+ENDLESS = "headers without an end"
+FROM_CENTRE = 1 << 30
+"""Bytes of a request of the centre."""
+STALLED = 60.0
+"""Seconds in which something more of a body must come."""
+HOLD = 20.0
+"""Seconds that a site's question for work waits for an answer; the site would wait 30."""
+BEATS = 10.0, 60.0
+"""Seconds between signs of life that a site may promise."""
+FAREWELL = 40
+"""Requests of a site that was left out, so that it can fetch the message that says so."""
+WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
+"""What the centre tells this process, as JSON lists of nodes: who was sent a message, who is left out."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Tell = Callable[[dict[str, Any]], None]
-NodeOf = Callable[[bytes], int | None]
 
 
 def teller(descriptor: int) -> Tell:
@@ -63,6 +58,12 @@ def teller(descriptor: int) -> Tell:
     return tell
 
 
+class Door(Protocol):
+    """What is used of the port."""
+
+    def admit(self, visit: Any, node: int) -> bool: ...
+
+
 class Refused(Exception):
     """A request that goes no further."""
 
@@ -70,77 +71,217 @@ class Refused(Exception):
 class Guard:
     """An ASGI application around Flower's."""
 
-    def __init__(self, app: Any, secret: str, model_bytes: int, tell: Tell, node_of: NodeOf) -> None:
-        self.app, self.secret, self.tell, self.node_of = app, secret.encode(), tell, node_of
+    port: Door
+
+    def __init__(
+        self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Tell, keys_only: bool
+    ) -> None:
+        self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
         self.most = model_bytes + ROOM
-        self.chunks = -(-(model_bytes + ROOM) // FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
-        self.most_at_once = min(self.most, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + ROOM)
+        self.chunks = -(-self.most // internals.CHUNK)
+        self.most_at_once = min(self.most, internals.CHUNK + ROOM)
         self.ready = False
         """Whether the centre has registered its sites and begun its run: until then all keys are unknown."""
         self.up = self.down = 0
+        self.nodes: dict[bytes, int | None] = {}
+        """The node of each public key that was asked for since sites were last registered."""
         self.answered: dict[int, tuple[str, str]] = {}
         """The message that each node answered last, and its answer."""
         self.left: dict[int, int] = {}
         """How many bytes each node's answer may still have."""
-        self.strangers: dict[tuple[str, str], float] = {}
-        """When a stranger was last told of."""
+        self.quiet: set[int] = set()
+        """Nodes that have no message waiting, as far as is known."""
+        self.waiting: dict[int | None, set[asyncio.Event]] = {}
+        """Questions for work that are held, by node."""
+        self.coming: dict[int, tuple[str, set[str]]] = {}
+        """The message that each node is answering, and the parts of its answer that are still missing."""
+        self.excluded: dict[int, int] = {}
+        """How many requests are still answered to nodes that are left out."""
+        self.notes = Notes(tell)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self.flower.app(scope, receive, send)
             return
-        headers, path = dict(scope["headers"]), scope["path"]
-        if not path.startswith(OPEN) and not hmac.compare_digest(
-            headers.get(SECRET.encode(), b""), self.secret
-        ):
-            await _answer(send, 403, b"for the centre alone")
-        elif not path.startswith(FLEET):
-            self.ready = self.ready or path.endswith("/start-run")
-            await self.app(scope, receive, send)
-        elif not self.ready:
-            await _answer(send, 503, b"the centre is not ready yet")
-        else:
-            await self._fleet(scope, headers, receive, send)
+        headers, path, visit = dict(scope["headers"]), scope["path"], scope["state"].pop(VISIT, None)
+        if visit is None:
+            await self._private(scope, headers, receive, send)
+            return
+        visit.busy, visit.since, visit.unread = True, time.monotonic(), 0
+        try:
+            if not path.startswith(FLEET):
+                self._note(None, visit.host, "a request for what only the centre may ask")
+                await _answer(send, 403, b"for the centre alone")
+            elif not self.ready:
+                await _answer(send, 503, b"the centre is not ready yet")
+            else:
+                await self._fleet(scope, headers, visit, receive, send)
+        finally:
+            visit.busy, visit.since, visit.unread = False, time.monotonic(), 0
 
-    async def _fleet(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _private(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        """A request of the centre."""
+        if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
+            await _answer(send, 403, b"for the centre alone")
+            return
+        if scope["path"] in (WAKE, EXCLUDE):
+            nodes = json.loads(await self._read(headers, receive, self.most))
+            if scope["path"] == EXCLUDE:
+                self.excluded |= {node: FAREWELL for node in nodes if node not in self.excluded}
+            for node in nodes:
+                self.quiet.discard(node)
+                for event in self.waiting.get(node, ()):
+                    event.set()
+            await _answer(send, 200, b"", close=False)
+            return
+        path, run = scope["path"].removeprefix("/v1/"), headers.get(internals.RUN.encode())
+        if path in self.flower.handlers and run is not None:
+            body = await self._read(headers, receive, FROM_CENTRE)
+            call = partial(self.flower.handlers[path], _parsed(path, body), task=internals.Task(int(run)))
+            found = await anyio.to_thread.run_sync(call)
+            await _answer(send, 200, found.SerializeToString(), close=False)
+            return
+        await self.flower.app(scope, receive, send)
+        self.ready = self.ready or scope["path"].endswith("/start-run")
+        if "/control/" in scope["path"]:
+            self.nodes.clear()
+
+    def _node(self, public: bytes) -> int | None:
+        """The node with a public key."""
+        if public not in self.nodes:
+            if len(self.nodes) > 10_000:
+                self.nodes.clear()
+            self.nodes[public] = self.flower.node_of(public)
+        return self.nodes[public]
+
+    async def _fleet(
+        self, scope: Any, headers: dict[bytes, bytes], visit: Any, receive: Receive, send: Send
+    ) -> None:
         """A site's request."""
-        path, host = scope["path"], (scope.get("client") or ("?", 0))[0]
+        path, host = scope["path"], visit.host
+        joining = not self.keys_only and path.endswith(("/register-node", "/activate-node"))
+        key = internals.signer(headers, lambda public: joining or self._node(public) is not None)
+        if isinstance(key, str):
+            self._note(None, host, key)
+            await _answer(send, 401, key.encode())
+            return
+        node = self._node(key)
+        if node is not None and not self.port.admit(visit, node):
+            self._note(node, host, "more connections at once than a site needs", lost=False)
+            await _answer(send, 429, b"too many connections")
+            return
+        if node in self.excluded:
+            self.excluded[node] -= 1
+            if self.excluded[node] < 0:
+                self.notes.count(node, host, "a request, although it is left out")
+                await _answer(send, 403, b"the centre has left this site out: ask its keeper")
+                return
         pushing = path.endswith(("/push-object", "/push-messages"))
-        node = await asyncio.to_thread(self._sender, headers) if pushing else None
         try:
             body = await self._read(headers, receive, self.most_at_once if pushing else ROOM)
             self.up += len(body)
-            if node is not None and path.endswith("/push-messages"):
-                self._check_message(node, body)
-            elif node is not None and pushing:
-                self._check_object(node, body)
+            if path.endswith("/push-messages"):
+                self._check_message(node or 0, body)
+            elif pushing:
+                self._check_object(node or 0, body)
+            elif path.endswith("/send-node-heartbeat") and await self._beat(node, body, send):
+                return
         except Refused as refused:
             self._note(node, host, str(refused), lost=not str(refused).startswith("a second"))
             await _answer(send, 400, str(refused).encode())
             return
+        if path.endswith("/pull-messages") and node in self.quiet and not await self._held(node, receive):
+            await _answer(send, 200, b"", close=False)
+            return
         if pushing:
             self._traffic()
-        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+        if node is not None and path.removeprefix("/v1/") in self.flower.handlers:
+            answer = await self._handled(path, body, node, host, send)
+        else:
+            answer = await self._passed_on(scope, body, receive, send)
+        if joining:
+            self.nodes.pop(key, None)
+        if node is not None and answer is not None:
+            self._follow(node, path, body, answer)
+
+    async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
+        """Have Flower answer a request about messages; its answer, unless it refuses."""
+        try:
+            request = _parsed(path.removeprefix("/v1/"), body)
+            if request.node.node_id != node:  # a site that was busy while the centre was started anew
+                await _answer(send, 401, b"this key has another number now: connect again")
+                return None
+            if path.endswith("/pull-messages"):
+                self.quiet.add(node)  # what comes from here on wakes it
+            found = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
+        except Exception:  # Flower has several kinds
+            if path.endswith(("/push-object", "/push-messages")):
+                self._note(node, host, "a message that cannot be read")
+            await _answer(send, 400, b"refused")
+            return None
+        answer: bytes = found.SerializeToString()
+        self.down += len(answer)
+        if path.endswith(("/pull-object", "/pull-messages")) and answer:
+            self._traffic()
+        await _answer(send, 200, answer, close=False)
+        return answer
+
+    async def _passed_on(self, scope: Any, body: bytes, receive: Receive, send: Send) -> bytes | None:
+        """Have all of Flower answer a request; an empty answer for one that it does not refuse."""
+        good, waiting = False, [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
             return waiting.pop() if waiting else await receive()
 
         async def watch(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                self.down += len(message.get("body", b""))
-            elif message["status"] == 401 and not await asyncio.to_thread(self._sender, headers):
-                # (a site that was busy while the centre was started anew has its number of before)
-                self._note(None, host, "a wrong signature")
-            elif message["status"] >= 400 and path.endswith("/activate-node"):
-                if not await asyncio.to_thread(self._known, body):  # or else it is in use already
-                    self._note(None, host, "an unknown key")
-            elif message["status"] >= 400 and pushing:
-                self._note(node, host, "a message that cannot be read")
+            nonlocal good
+            good = good or message.get("status", 500) < 400
+            self.down += len(message.get("body", b""))
             await send(message)
 
-        await self.app(scope, replay, watch)
-        if path.endswith(("/pull-object", "/pull-messages")):
-            self._traffic()
+        await self.flower.app(scope, replay, watch)
+        return b"" if good else None
+
+    def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
+        """Keep up with a site: whether more messages may wait for it, and when its answer is complete."""
+        if path.endswith("/activate-node") or (path.endswith("/pull-messages") and answer):
+            self.quiet.discard(node)
+        elif path.endswith("/push-messages"):
+            missing = _parsed("fleet/push-messages", answer, 1).objects_to_push
+            self.coming[node] = self.answered[node][0], set(missing)
+        elif path.endswith("/push-object") and node in self.coming:
+            self.coming[node][1].discard(_parsed("fleet/push-object", body).object_id)
+        else:
+            return
+        if node in self.coming and not self.coming[node][1]:
+            self.tell({"answered": self.coming.pop(node)[0]})
+
+    async def _held(self, node: int | None, receive: Receive) -> bool:
+        """Wait until there is a message for a node; False if none came for a while.
+
+        So a site that has nothing to do asks three times a minute, and still gets its work at once.
+        """
+        event = asyncio.Event()
+        self.waiting.setdefault(node, set()).add(event)
+        tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(receive())]
+        try:
+            await asyncio.wait(tasks, timeout=HOLD, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.waiting[node].discard(event)
+            for task in tasks:
+                task.cancel()
+        return event.is_set()
+
+    async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
+        """Answer a sign of life, which need not pass through all of Flower; False if Flower shall."""
+        request = _parsed("fleet/send-node-heartbeat", body)
+        if node is None or request.node.node_id != node:
+            return False
+        seconds = min(max(request.heartbeat_interval, BEATS[0]), BEATS[1])
+        there = await anyio.to_thread.run_sync(self.flower.alive, node, seconds)
+        answer = internals.TYPES["fleet/send-node-heartbeat"][1](success=there)
+        await _answer(send, 200, answer.SerializeToString(), close=False)
+        return True
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
         """The body, no longer than it may be."""
@@ -152,45 +293,25 @@ class Guard:
             raise Refused(f"a body of {size} bytes, far too large: at most {most} were expected")
         body = bytearray()
         while True:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), STALLED)
+            except TimeoutError:
+                raise Refused(f"a body that stopped: {len(body)} of {size} bytes") from None
             if message["type"] == "http.disconnect":
                 raise Refused(f"a truncated body: {len(body)} of {size} bytes")
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)
 
-    def _sender(self, headers: dict[bytes, bytes]) -> int | None:
-        """The node that signed a request; Flower checks that as well, but does not tell."""
-        try:
-            public, signature = (
-                b64decode(headers[name.encode()], validate=True)
-                for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
-            )
-            signed = headers[TIMESTAMP_HEADER.encode()]
-            age = (now() - datetime.fromisoformat(signed.decode())).total_seconds()
-            fresh = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-            if fresh and verify_signature(bytes_to_public_key(public), signed, signature):
-                return self.node_of(public)
-        except (KeyError, ValueError, TypeError):
-            pass
-        return None
-
-    def _known(self, body: bytes) -> bool:
-        """Whether the key is registered that a site wants to take its place with."""
-        try:
-            return self.node_of(_parsed(ActivateNodeRequest(), body).public_key) is not None
-        except Refused:
-            return False
-
     def _check_message(self, node: int, body: bytes) -> None:
         """The announcement of an answer: one, its sender's own, to one message, of few parts."""
-        request = _parsed(PushMessagesRequest(), body)
+        request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers at once")
         told = request.messages_list[0].metadata
         if told.src_node_id != node or not told.reply_to_message_id:
             raise Refused("an answer in another's name, or to nothing")
-        parts = sum(1 for _ in iterate_object_tree(request.message_object_trees[0]))
+        parts = internals.count_parts(request.message_object_trees[0])
         if parts > self.chunks + PARTS:
             raise Refused(f"an answer of {parts} parts, far too many")
         answered, answer = self.answered.get(node, ("", ""))
@@ -201,18 +322,18 @@ class Guard:
 
     def _check_object(self, node: int, body: bytes) -> None:
         """A part of an answer: what it says it is, and together with the others no more than a model."""
-        request = _parsed(PushObjectRequest(), body)
+        request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
         if self.left[node] < 0:
             raise Refused(f"more than the {self.most} bytes of an answer")
-        if get_object_id(content) != request.object_id:
+        if not internals.is_intact(request.object_id, content):
             raise Refused("a truncated or altered part of an answer")
         try:
-            kind = get_object_head_values_from_object_content(content)[0]
             # an array may name a chunk again and again, and be as large as it likes when it is put together
-            if kind == "Array":
-                chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            array = internals.array_chunks(content)
+            if array is not None:
+                chunks = json.loads(array)["arraychunk_ids"]
                 if len(chunks) > self.chunks:
                     raise Refused(f"an array of {len(chunks)} chunks, far too many")
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -220,39 +341,19 @@ class Guard:
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
         """Tell the centre; `lost` is whether the answer that it waits for cannot come any more."""
-        if node is None and not self._fresh(host, why):
-            return
-        self.tell({"node": node, "from": host, "reason": why, "lost": lost})
+        self.notes.add(node, host, why, lost)
 
-    def _fresh(self, host: str, why: str) -> bool:
-        """Whether a stranger's fault has not been told lately: whoever knocks often fills no log."""
-        current = time.monotonic()
-        self.strangers = {key: at for key, at in self.strangers.items() if current - at < AGAIN}
-        if (host, why) in self.strangers or len(self.strangers) >= 100:
-            return False
-        self.strangers[host, why] = current
-        return True
+    def failed(self, host: str, reason: str) -> None:
+        """A connection ended before there was a request: plain HTTP, a distrusted certificate."""
+        self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:
         self.tell({"up": self.up, "down": self.down})
 
-    def watch_handshakes(self) -> None:
-        """Tell of connections that fail before there is a request: plain HTTP, distrusted certificates.
-
-        asyncio closes them without a word and has no hook for it.
-        """
-        stock = sslproto.SSLProtocol._on_handshake_complete
-
-        def complete(protocol: Any, error: BaseException | None) -> None:
-            if isinstance(error, ssl.SSLError) and error.reason:
-                host = (protocol._get_extra_info("peername") or ("?", 0))[0]
-                self._note(None, host, _handshake(error.reason))
-            stock(protocol, error)
-
-        setattr(sslproto.SSLProtocol, stock.__name__, complete)
-
 
 def _handshake(reason: str) -> str:
+    if reason == ENDLESS:
+        return reason
     if "HTTP" in reason:
         return "plain HTTP: this port speaks TLS"
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason):
@@ -260,7 +361,8 @@ def _handshake(reason: str) -> str:
     return f"no TLS that can be understood ({reason.lower().replace('_', ' ')})"
 
 
-def _parsed(request: Any, body: bytes) -> Any:
+def _parsed(path: str, body: bytes, which: int = 0) -> Any:
+    request = internals.TYPES[path][which]()
     try:
         request.ParseFromString(body)
     except DecodeError:
@@ -268,7 +370,9 @@ def _parsed(request: Any, body: bytes) -> Any:
     return request
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers: Iterable[tuple[bytes, bytes]] = [(b"connection", b"close")]
+async def _answer(send: Send, status: int, body: bytes, close: bool = True) -> None:
+    headers = [(b"content-type", b"application/protobuf"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ssfl.core import outside
-from ssfl.data import arrays, formats, pictures, sources
+from ssfl.data import arrays, decoding, formats, pictures
 from ssfl.errors import DataError
 
 Tell = Callable[[str], None]
@@ -28,14 +28,15 @@ class Files(list[Path]):
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
         """The files decoded, scaled to the centre's size."""
-        images = sources.read_image_files(self, *shape, white)
-        brighter = sum(pictures.survey(file)[1] > white for file in self)
-        if brighter:
+        found = decoding.decoded(self, shape[1:], shape[0], white)
+        if found.broken:  # they were whole when this site joined
+            raise DataError(decoding.told(found.broken, len(self)))
+        if found.cut:
             tell(
-                f"{brighter:,} of {len(self):,} images have values above {white:,}, the largest that the "
+                f"{found.cut:,} of {len(self):,} images have values above {white:,}, the largest that the "
                 "centre's images have bits for: these are cut off"
             )
-        return images
+        return found.images
 
 
 class Loaded:
@@ -62,15 +63,19 @@ class Loaded:
         return formats.resized(self.images, height)
 
 
+def _try(file: Path) -> None:
+    """Raises if an image file cannot be read."""
+    pictures.decode(file, 1)
+
+
 def usable(files: list[Path], tell: Tell) -> Files:
     """The image files that can be read; the others are named."""
     good = Files()
-    for file in files:
-        try:
-            pictures.decode(file, 1)
-            good.append(file)
-        except DataError as error:
-            tell(f"left out: {error}")
+    for number, found in decoding.each(files, _try, "checking images"):
+        if isinstance(found, DataError):
+            tell(f"left out: {found}")
+        else:
+            good.append(files[number])
     if not good:
         raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
     return good

@@ -1,10 +1,11 @@
-"""The centre's SuperLink: Flower's message exchange in a process of its own, closed but for the sites.
+"""The centre's way to its SuperLink: Flower's message exchange in a process of its own, and the grid on it.
 
 Stock Flower answers on one port to sites, to whoever starts runs or registers sites, and to the processes
-that run them, and checks the sites alone. Here everything but the sites' part needs a secret that only the
-`ssfl serve` that started the process knows, no app bundle is ever run, and `guard.py` looks at the rest.
+that run them, and checks the sites alone. Here the port is the sites' alone (`port.py`, `guard.py`), the
+centre has a Unix socket and a secret of its own, and no app bundle is ever run.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -12,68 +13,94 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.cli.build import build_fab_from_files
-from flwr.common.serde import run_from_proto
-from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-    SendTaskHeartbeatRequest,
-)
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.retry import make_simple_http_retry_invoker
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid, http_grid
+from flwr.app import Message
 
-from ssfl.deploy import guard
+from ssfl.deploy import guard, internals
 from ssfl.errors import SsflError
 
 STARTING = 300.0
 """Seconds until a SuperLink must answer; on a busy machine the import alone takes a minute."""
 RETRYING = 60.0
 """Seconds in which a request to it is tried again."""
-BUNDLE = b"""
-[project]
-name = "ssfl"
-version = "1.0.0"
-license = "Apache-2.0"
-[tool.flwr.app]
-publisher = "ssfl"
-fab-format-version = 0
-[tool.flwr.app.components]
-serverapp = "ssfl:none"
-clientapp = "ssfl:none"
-"""
-"""Flower wants an app for a run. Nobody runs this one: centre and sites have ssfl."""
+ASKING = 30.0
+"""Seconds after which Flower is asked for an answer of which the port has said nothing."""
+BEAT = 20.0
+"""Seconds between two signs of life of the run."""
+BACKLOG = 1024
+COMMAND = [sys.executable, "-m", "ssfl.deploy.port"]
+LONGEST = 100
+"""Bytes that the path of a Unix socket may have, and a few less."""
+Note = Callable[[dict[str, Any]], None]
 
 
-class Secret:
-    """Shows the secret with every request."""
+@dataclass
+class Link:
+    """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
 
-    def __init__(self, secret: str) -> None:
-        self.secret = secret
+    call: internals.Caller
+    run: int
+    deadline: float
+    """Seconds after which an answer that stops in the middle is given up."""
+    answered: set[str] = field(default_factory=set)
+    """Messages whose answers have come, as the port tells from a thread of its own."""
+    pause: float = 0.1
+    """Seconds between two looks for an answer, which cost next to nothing here."""
+    _asked: dict[str, float] = field(default_factory=dict)
+    """When Flower was last asked for the answers to messages."""
 
-    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        context.request.headers[guard.SECRET] = self.secret
-        return call_next(context)
+    def get_nodes(self) -> Iterable[internals.NodeInfo]:
+        """The sites that are there."""
+        return list(self.call("runtime/get-nodes").nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; gives the names of those whose sites are still there."""
+        sent, nodes = [], []
+        for message in messages:
+            with suppress(internals.CannotCarry):
+                sent.append(internals.send(self.call, "runtime", internals.SERVER, message))
+                nodes.append(message.metadata.dst_node_id)
+        self._tell_port(guard.WAKE, nodes)
+        return sent
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The answers to messages, as far as they are there; Flower is asked now and then, for what the port
+        cannot tell: that a site is gone."""
+        now = time.monotonic()
+        for name in message_ids:
+            self._asked.setdefault(name, now)
+        due = [name for name in message_ids if name in self.answered or now - self._asked[name] > ASKING]
+        if not due:
+            return []
+        self._asked.update(dict.fromkeys(due, now))
+        found = self.call("runtime/pull-messages", message_ids=due)
+        for told in found.messages_list:
+            self.answered.discard(told.metadata.reply_to_message_id)
+            self._asked.pop(told.metadata.reply_to_message_id, None)
+        if len(self._asked) > 10_000:  # those that nobody asks for any more
+            self._asked.clear()
+        return [
+            internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
+            for tree in found.message_object_trees
+        ]
+
+    def exclude(self, nodes: Collection[int]) -> None:
+        """Have the port drop sites that are left out, once they were told."""
+        self._tell_port(guard.EXCLUDE, nodes)
+
+    def _tell_port(self, path: str, nodes: Collection[int]) -> None:
+        if nodes:
+            self.call.post(path.lstrip("/"), json.dumps(list(nodes)).encode())
 
 
 @contextmanager
@@ -85,80 +112,119 @@ def running(
     sites: Mapping[str, ec.EllipticCurvePublicKey],
     deadline: float,
     model_bytes: int,
-    note: Callable[[dict[str, Any]], None],
-) -> Iterator[HttpGrid]:
-    """A SuperLink with the given sites registered, and the grid of one run on it.
+    note: Note,
+) -> Iterator[Link]:
+    """A SuperLink with the given sites registered, and a run on it.
 
     Without keys nothing is encrypted and anybody may join. An answer that stops in the middle is given up
-    after `deadline` seconds (Flower would wait for two hours); one larger than a model is refused. `note` is
-    told what was refused and how much has travelled, from a thread of its own.
+    after `deadline` seconds; one larger than a model is refused. `note` is told what was refused and how much
+    has travelled, from a thread of its own.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
         old.unlink()
-    patient = partial(pull_objects, max_time=deadline, initial_backoff=0.1)
-    http_grid.pull_objects = patient  # type: ignore[attr-defined]
-    secret = secrets.token_hex(32)
-    process = _start(folder, keys, host, port, secret, model_bytes, note)
-    try:
-        address = f"127.0.0.1:{port}"
-        authority = None if keys is None else (keys / "ca.crt").read_bytes()
-        more: dict[str, Any] = {"insecure": keys is None, "root_certificates": authority}
-        _wait(process, port, folder / "link.log")
-        with ControlHttpClient.from_server_address(address, interceptors=[Secret(secret)], **more) as control:
-            for name, key in sites.items():
-                control.RegisterNode(RegisterNodeRequest(public_key=public_key_to_bytes(key), name=name))
-            fab, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
-            control.StartRun(StartRunRequest(fab=Fab(content=fab)))
-        with _grid(address, secret, more) as grid:
-            yield grid
-    finally:
-        http_grid.pull_objects = pull_objects  # type: ignore[attr-defined]
-        process.send_signal(signal.SIGINT)
+    secret, answered = secrets.token_hex(32), set[str]()
+
+    def hear(told: dict[str, Any]) -> None:
+        if "answered" in told:
+            answered.add(told["answered"])
+        else:
+            note(told)
+
+    with own_socket(folder) as (own, path):
+        with listening(host, port) as public:
+            process = start(folder, keys, public, own, secret, model_bytes, len(sites), hear)
+        own.close()
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            limits = httpx.Limits(max_connections=40, keepalive_expiry=60)
+            transport = httpx.HTTPTransport(uds=path, limits=limits)
+            with httpx.Client(transport=transport, timeout=httpx.Timeout(60, pool=None)) as http:
+                call = internals.Caller(http, "http://superlink", lambda: {guard.SECRET: secret}, RETRYING)
+                _wait(process, call, folder / "link.log")
+                internals.begin(call, sites)
+                with _played(call) as run:
+                    yield Link(call, run, deadline, answered)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _start(
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The port that sites connect to."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as public:
+            public.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                public.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            public.bind(address)
+            public.listen(BACKLOG)
+            yield public
+    except OSError as error:
+        here = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        fix = (
+            "give an address of this machine with --host, or 0.0.0.0 for all"
+            if here
+            else "choose another --port"
+        )
+        raise SsflError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
+
+
+@contextmanager
+def own_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
+    """The centre's own way in, and where it is: a Unix socket in a folder that its user alone may enter."""
+    with ExitStack() as stack:
+        path = min(str(folder / "link.sock"), os.path.relpath(folder / "link.sock"), key=len)
+        if len(os.fsencode(path)) > LONGEST:
+            place = (
+                tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < LONGEST - 30 else "/tmp"
+            )
+            path = str(
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssfl-", dir=place))) / "link"
+            )
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+            own.bind(path)
+            own.listen(BACKLOG)
+            try:
+                yield own, path
+            finally:
+                with suppress(OSError):
+                    os.unlink(path)
+
+
+def start(
     folder: Path,
     keys: Path | None,
-    host: str,
-    port: int,
+    public: socket.socket,
+    own: socket.socket,
     secret: str,
     model_bytes: int,
-    note: Callable[[dict[str, Any]], None],
+    sites: int,
+    note: Note,
 ) -> subprocess.Popen[bytes]:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SsflError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
-            ) from error
-    command = [
-        sys.executable, "-m", "ssfl.deploy.link", "--host", host, "--port", str(port),
-        "--isolation", "process", "--database", str(folder / "link.db"),
-        "--disable-runtime-dependency-installation",
-    ]  # fmt: skip
-    if keys is None:
-        command.append("--insecure")
-    else:
-        command += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "centre.crt"),
-                    "--ssl-keyfile", str(keys / "centre.key"), "--enable-supernode-auth"]  # fmt: skip
+    """Start the SuperLink's process, which answers on both sockets."""
     told, telling = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),
-        "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling),
+        "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling), "SSFL_LINK_SITES": str(sites),
+        "SSFL_LINK_KEYS": "" if keys is None else str(keys),
     }  # fmt: skip
-    with (folder / "link.log").open("ab") as log:
+    sockets = [public.fileno(), own.fileno()]
+    with (folder / "link.log").open("a+b") as log:
         # a session of its own: Ctrl-C and SIGTERM are for the centre, which ends its round and then this
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, pass_fds=[telling],
+            [*COMMAND, *map(str, sockets)], env=environment,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            pass_fds=[telling, *sockets],
         )  # fmt: skip
     os.close(telling)
 
@@ -172,89 +238,35 @@ def _start(
     return process
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -> None:
     end = time.monotonic() + STARTING
     while time.monotonic() < end and process.poll() is None:
         try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.1)
+            if call.http.get(f"{call.base}/health", headers=dict(call.headers())).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
     raise SsflError(f"Flower's SuperLink does not start: see the end of {log}")
 
 
 @contextmanager
-def _grid(address: str, secret: str, more: dict[str, Any]) -> Iterator[HttpGrid]:
-    """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
-    retry = make_simple_http_retry_invoker()
-    retry.max_time = RETRYING
+def _played(call: internals.Caller) -> Iterator[int]:
+    """The run that was begun, as long as this process plays it."""
+    run = internals.take_task(call)
+    over = threading.Event()
 
-    def client(*interceptors: Any) -> RuntimeHttpClient:
-        every = [
-            Secret(secret),
-            RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
-            *interceptors,
-        ]
-        return RuntimeHttpClient.from_server_address(address, interceptors=every, retry_invoker=retry, **more)
-
-    with client() as anybody:
-        task = anybody.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
-    grid = HttpGrid(address, token=task.token, **more)
-    with client(RuntimeTokenHttpInterceptor(task.token)) as own:
-        grid._client = own
-        given = own.PullTaskInput(PullTaskInputRequest())
-        grid.set_run(run_from_proto(given.run))
-        TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-        TaskIdentity.node_id = given.context.node_id
-
-        def beat() -> bool:
-            try:
-                own.SendTaskHeartbeat(SendTaskHeartbeatRequest())
-            except httpx.HTTPError:
-                return False
-            return True
-
-        heart = HeartbeatSender(beat)
-        heart.start()
-        try:
-            yield grid
-        finally:
-            heart.stop()
-            retry.max_tries = 1
+    def beat() -> None:
+        while not over.wait(BEAT):
             with suppress(httpx.HTTPError):
-                own.PushTaskOutput(PushTaskOutputRequest(sub_status="completed", details=""))
+                call("runtime/send-task-heartbeat")
 
-
-def main() -> None:
-    """The process: Flower's SuperLink as `flower-superlink` starts it, guarded."""
-    import importlib
-
-    import uvicorn
-    from flwr.supercore.app_utils import start_parent_process_monitor
-    from flwr.superlink.main import create_app
-
-    # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # by which the monitor ends this process; a shell has what it starts in the background ignore it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    start_parent_process_monitor(int(os.environ["SSFL_LINK_PARENT"]))
-    stock = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    config = stock._parse_superlink_lifespan_config()
-    app = create_app(config, stock.SuperLinkLifespan)
-    state = app.state.linkstate_factory.state
-    guarded = guard.Guard(
-        app,
-        os.environ.pop("SSFL_LINK_SECRET"),
-        int(os.environ["SSFL_LINK_MODEL"]),
-        guard.teller(int(os.environ["SSFL_LINK_TELL"])),
-        lambda public: state().get_node_id_by_public_key(public),
-    )
-    guarded.watch_handshakes()
-    uvicorn.run(
-        guarded, host=config.host, port=config.port, ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile, access_log=False, loop="asyncio",
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    heart = threading.Thread(target=beat, daemon=True)
+    heart.start()
+    try:
+        yield run
+    finally:
+        over.set()
+        call.patience = 0.0
+        with suppress(httpx.HTTPError):
+            call("runtime/push-task-output", sub_status="completed", details="")

@@ -16,7 +16,6 @@ import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
@@ -26,9 +25,11 @@ from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
 from ssfl.deploy.images import Images, Tell
+from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
+from ssfl.models import backbones
 from ssfl.runs import assemble, predict
 from ssfl.runs.surroundings import reproducible
 from ssfl.simulate import privacy
@@ -113,11 +114,17 @@ class Site:
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
     """Code from outside must be this site's own file, supplied with `--with`, and the centre's too."""
-    if name is None or not outside.is_outside(name):
+    pretrained = name in backbones.NAMES and key == "model.frozen"
+    if name is None or not (pretrained or outside.is_outside(name)):
         return
     section, _, what = key.partition(".")
     if outside.is_path(name):
         outside.require(name, f"{section}.name")
+    if agreed.outside.get(key) != here(name) and pretrained:
+        raise DataError(
+            f"the frozen weights of {name} are not the same here and at the centre: install the same "
+            f"version of its weights ({backbones.INSTALL})"
+        )
     if agreed.outside.get(key) != here(name):
         raise DataError(
             f"{name} is not the same here and at the centre ({what}): get the file from its keeper"
@@ -178,7 +185,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                 site.tell(f"connected to {address} as {site.name} with {len(site.images)} images")
                 try:
                     _attend(connection, app, site)
-                except (httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+                except (httpx.HTTPError, CannotCarry) as error:
                     site.tell(f"the connection to {address} was lost ({error}): trying again")
 
 

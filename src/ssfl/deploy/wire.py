@@ -52,6 +52,7 @@ class Terms:
         here = replace(
             config,
             data=Data(path="site", flip=config.data.flip),
+            model=replace(config.model, weights=None),  # a file of the centre; models come from there
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
         known = {
@@ -113,10 +114,21 @@ def check(config: Config) -> None:
     fitting: list[tuple[str, object, bool, str]] = [
         ("split.labels_at", config.split.labels_at, config.split.labels_at == "server", "server"),
         ("split.shared", config.split.shared, not config.split.shared, "false"),
-        ("train.momentum_policy", train.momentum_policy, train.momentum_policy == "reset", "reset"),
+        (
+            "train.momentum_policy",
+            train.momentum_policy,
+            train.momentum_policy in ("reset", "server"),
+            "server",
+        ),
         ("train.precision", train.precision, train.precision != "float64", "float32"),
         ("federation.dropout", config.federation.dropout, config.federation.dropout == 0, "0"),
         ("federation.attackers", config.federation.attackers, config.federation.attackers == 0, "0"),
+        (
+            "federation.skip_unlabelled",
+            config.federation.skip_unlabelled,
+            not config.federation.skip_unlabelled,
+            "false",
+        ),
         ("run.diversity_every", config.run.diversity_every, config.run.diversity_every == 0, "0"),
     ]
     for key, value, fits, instead in fitting:
@@ -200,16 +212,24 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
     return row, told
 
 
-def read_who(content: RecordDict) -> tuple[str, int]:
-    """The name and the number of images that a site tells of itself."""
+def read_images(content: RecordDict) -> int:
+    """How many images a site says that it has."""
     try:
-        name = content.config_records["config"]["name"]
         count = _number(content.metric_records["told"]["images"])
     except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
     if not 0 <= count < 2**53:
         raise DataError(f"{count} images")
-    return str(name), int(count)
+    return int(count)
+
+
+def read_who(content: RecordDict) -> tuple[str, int]:
+    """The name and the number of images that a site tells of itself."""
+    try:
+        name = content.config_records["config"]["name"]
+    except KeyError as error:
+        raise DataError(f"an answer without its numbers ({error})") from error
+    return str(name), read_images(content)
 
 
 def _number(value: object) -> float:

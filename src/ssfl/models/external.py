@@ -464,10 +464,14 @@ def _replaced(masks: _Masks) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for narrower numbers: torch's batching does not take them with statistics in float32."""
+    """The same for narrower numbers: torch's batching does not take them with statistics in float32.
+
+    Without cuDNN, whose layers ask for the memory format, which torch's batching cannot tell.
+    """
 
     def wide(input: Tensor, *more: Any, **named: Any) -> Tensor:
-        result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *more, **named)
+        with torch.backends.cudnn.flags(enabled=False):
+            result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *more, **named)
         return result.to(input.dtype)
 
     return wide

@@ -102,6 +102,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if run.config.model.norm_statistics == "recompute":
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
+    data = assemble.scaled_for(config, data)
     folder.require_same_code(run.path, "model", config.model.name)
     network = network_of(config, data)
     row = evaluated_row(saved.state)

@@ -84,6 +84,7 @@ def _unread(config: Config) -> list[str]:
     idle = [
         ("split.skew", split.skew != Split.skew and scheme != "skew", "split.scheme=skew"),
         ("split.alpha", split.alpha != Split.alpha and scheme != "dirichlet", "split.scheme=dirichlet"),
+        ("split.capped", split.capped and scheme != "dirichlet", "split.scheme=dirichlet"),
         (
             "split.classes_per_user",
             split.classes_per_user != Split.classes_per_user and scheme != "shards",

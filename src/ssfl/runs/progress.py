@@ -52,7 +52,6 @@ class Reporter:
         self.task = self.bar.add_task("", total=None, told=self.told, left="")
 
     def __enter__(self) -> "Reporter":
-        self.bar.start()
         return self
 
     def __exit__(
@@ -74,9 +73,14 @@ class Reporter:
         if event["event"] == "privacy":
             self.console.print(privacy.told(event), soft_wrap=True, highlight=False)
             return
+        if event["event"] == "forecast":
+            for line in event["lines"]:
+                self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+            return
         if event["event"] == "verdict":  # it is told at the end
             return
         if event["event"] == "start":
+            self.bar.start()  # not before: what is loaded has bars of its own
             self.rounds, self.what = event["rounds"], event.get("what", "")
             self.accuracy, self.told = "", "starting"
             self.bar.update(self.task, total=self.rounds, completed=event["round"])

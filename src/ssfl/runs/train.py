@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.config.settings import Data as DataSettings
 from ssfl.core import outside, plain_files
@@ -25,15 +25,18 @@ from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.federation import Method, State
+from ssfl.models import backbones
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints, comparing, folder, provenance, same, text, track
+from ssfl.runs import forecast as costs
 from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.choose import load_config
 from ssfl.runs.comparing import Compared
 from ssfl.runs.remaining import Clock
 from ssfl.runs.surroundings import enough_memory, reproducible
 from ssfl.signals import interruptible
 from ssfl.simulate import privacy
-from ssfl.simulate.simulation import Simulation
+from ssfl.simulate.simulation import Simulation, is_saved_whole
 
 SCORES = (
     "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
@@ -42,6 +45,7 @@ SCORES = (
 """What summary.json says of how good the model is."""
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
+MODEL = "model.safetensors"
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
 
@@ -114,16 +118,21 @@ def run(
     model: Factory | str | None = None,
     data: Data | str | None = None,
     method: Method | None = None,
+    forecast: bool = False,
 ) -> Result:
     """Train from the start into a new run folder (default: the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
-    the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path "FILE.py:name" will
-    do. `method` is an object of an `ssfl.Method` class.
+    A preset's name, a TOML file or a folder of images will do for a config. `model` is a function without
+    arguments that makes the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path
+    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first
+    gets what the run is expected to cost, as an event with "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
     with reproducible(), enough_memory(), begun(config, path, model, data) as (sim, start):
+        if forecast and report is not None:
+            told = costs.lines(sim, costs.measure(sim, start.state))
+            report({"event": "forecast", "round": 0, "lines": told})
         return rounds(sim, path, start, report)
 
 
@@ -339,6 +348,10 @@ def _playing(
         nonlocal saving, saved, kept
         began = time.perf_counter()
         checkpoints.write(path, Checkpoint(state, totals, now))
+        if state.round < sim.rounds:  # a run that is stopped here can predict
+            known = [event for event in history if event["event"] == "eval"]
+            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
+            folder.write_model(path / folder.UNFINISHED, sim.final_tensors(state), card)
         saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
 
     private = sim.config.privacy.clip is not None
@@ -431,7 +444,8 @@ def _finish(
         evaluation = kept.evaluate(last)
     judged = judged_by(evaluation, compared)
     tensors = kept.final_tensors(last)
-    folder.write_model(path / "model.safetensors", tensors, model_card(kept, evaluation | judged))
+    folder.write_model(path / MODEL, tensors, model_card(kept, evaluation | judged))
+    (path / folder.UNFINISHED).unlink(missing_ok=True)
     summary: dict[str, Any] = {
         **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
         "rounds": state.round,
@@ -449,6 +463,7 @@ def _finish(
         "users_at_once": sim.config.run.users_at_once,
         "versions": folder.versions(),
         "commit": provenance.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if compared.verdict is not None:
         summary["verdict"] = compared.verdict
@@ -498,13 +513,15 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "norm": sim.config.model.norm,
         "classes": list(sim.dataset.classes),
         "shape": list(sim.dataset.shape),
-        "white": sim.dataset.white,
+        **({"white": sim.dataset.white} if sim.dataset.deep else {}),
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),
         "versions": folder.versions(),
+        **({"train": sim.config.model.train} if sim.config.model.name in backbones.NAMES else {}),
+        **({"whole": True} if is_saved_whole(sim.config) else {}),
         **({"outside": sim.brought["model"]} if "model" in sim.brought else {}),
     }
 

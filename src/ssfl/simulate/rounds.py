@@ -21,9 +21,12 @@ from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.errors import MethodError
 from ssfl.federation import METRICS, NEEDS, Named, State, Trained, Users
-from ssfl.simulate.gate import judge
+from ssfl.simulate.gate import LENGTH, judge
 from ssfl.simulate.plan import Plan
 from ssfl.simulate.scoring import Score
+
+USUAL = "usual"
+"""What the lengths of updates in the last rounds are called in a state's memory."""
 
 
 class Experiment(Protocol):
@@ -103,6 +106,10 @@ class Log:
     """How many models the server trained."""
     refused: dict[int, str] = field(default_factory=dict)
     """Why models were refused, by their users' places in the cohort."""
+    cut: dict[int, float] = field(default_factory=dict)
+    """How many times as long as is usual updates were that were far too long and have been cut."""
+    usual: Tensor | None = None
+    """The usual length of an update, where there is a gate."""
     told: dict[str, float] = field(default_factory=dict)
     """Further metrics of the method's round."""
     sent_bytes: int = 0
@@ -156,6 +163,11 @@ class Round:
             if share is not None
         ]
         return sum(each) / len(each) - 1 / len(each)
+
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
+        images, _ = self.sim.server_images(most)
+        return float(self.sim.predicted(row, images).amax(-1).mean())
 
     # --- training -------------------------------------------------------------------------------------------
 
@@ -220,7 +232,9 @@ class Round:
             matrix = placed(matrix.to(start.dtype), start.device)
         sums = torch.zeros_like(start)
         moved, held, at_once = [], [], self.sim.config.run.users_at_once or count
-        slots = cohort.users if self.sim.config.train.momentum_policy == "user" else cohort.slots
+        policy = self.sim.config.train.momentum_policy
+        slots = cohort.users if policy == "user" else cohort.slots
+        keeps = policy in ("slot", "user")
         share = slice(0, count) if crowd is None else crowd.share(count)
         kept: list[Tensor] = []
         for first in range(share.start, share.stop, at_once):
@@ -229,8 +243,12 @@ class Round:
             sent = start[placed(cohort.streams[part], start.device)]
             given = {} if give is None else give(cohort.users[part])
             # "Each user locally updates its own model weights to w_k."
-            back = self.workers.train(sent, self._momentum(slots[part], sent), part, given)
+            momentum = self._momentum(slots[part] if keeps else None, sent)
+            back = self.workers.train(sent, momentum, part, given)
             self.log.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in given.values())
+            if self.sim.config.federation.skip_unlabelled:
+                learned = (back.metrics["mask_rate"] > 0).to(sent.dtype)
+                back = back._replace(weight=learned if back.weight is None else learned * back.weight)
             kept.append(back.momentum)
             # Equations (7) and (8): each group averages its users (the server joins in `_averaged`).
             if hold:
@@ -238,12 +256,13 @@ class Round:
             elif matrix is not None:
                 sums = sums.addmm(matrix[:, 1 + part.start : 1 + part.stop], back.rows)
             moved.append(self._moved(sent, back.rows, back.metrics))
-        users = _together(moved, (*METRICS, *self.sim.config.method.metrics), start, self._keep)
+        uneven = ("steps",) if self.sim.config.federation.local_epochs else ()
+        users = _together(moved, (*METRICS, *self.sim.config.method.metrics, *uneven), start, self._keep)
         momentum = torch.cat(kept) if kept else start[:0, : self.layout.weights]
         if crowd is not None:
             sums, users, momentum = self._exchanged(crowd, sums, users, momentum, count)
         self.log.users = users
-        keep = ((placed(slots, start.device), momentum),) if len(self.state.momentum) else ()
+        keep = ((placed(slots, start.device), momentum),) if keeps else ()
         return Sums(sums, matrix, keep, held)
 
     def _averaged(
@@ -263,7 +282,7 @@ class Round:
             sent = torch.cat([part for part, _ in returned.held])
             rows, weight, report = _joined([back for _, back in returned.held])
             self.log.reported_bytes = sum(t.numel() * t.element_size() for t in report.values())
-            who = self._passed(sent, rows, weight)
+            rows, who = self._passed(sent, rows, weight)
             kept = _only(kept, who) if len(who) < len(rows) else kept
             groups = _regrouped(cohort.groups, who)
             report = {name: tensor[who] for name, tensor in report.items()}
@@ -285,14 +304,21 @@ class Round:
             sizes = self.sim.plan.users.sizes[users]
         return Users(means, average, counted, users, groups, kept, self.needs, rows, report, sizes)
 
-    def _passed(self, sent: Tensor, rows: Tensor, weight: Tensor | None) -> list[int]:
-        """The places of the models that count: those that the gate lets through and that have a weight."""
+    def _passed(self, sent: Tensor, rows: Tensor, weight: Tensor | None) -> tuple[Tensor, list[int]]:
+        """The models as they count, and the places of those that the gate lets through and that have a
+        weight."""
         if self.sim.config.federation.gate:
             strikes = self.state.strikes[list(self.cohort.users)]
-            reasons = judge(sent, rows, strikes)
-            self.log.refused = {place: reason for place, reason in enumerate(reasons) if reason}
+            verdict = judge(sent, rows, strikes, self.state.memory.get(USUAL))
+            rows, self.log.usual = verdict.rows, verdict.usual
+            self.log.refused = {place: why for place, why in enumerate(verdict.reasons) if why}
+            self.log.cut = {
+                place: times
+                for place, times in enumerate(verdict.times)
+                if times > LENGTH and place not in self.log.refused
+            }
         heavy = [True] * len(rows) if weight is None else (weight > 0).tolist()
-        return [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
+        return rows, [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
         """One row of a group's, or of everybody's where the group is empty: the mean or a robust average."""
@@ -306,9 +332,9 @@ class Round:
         found = self.sim.score(row, *self.sim.server_images()).loss
         return found if math.isfinite(found) else math.inf
 
-    def _momentum(self, slots: Sequence[int], rows: Tensor) -> Tensor:
+    def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
         """What trainers start with: kept momentum, or zeros."""
-        if len(self.state.momentum):
+        if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
 

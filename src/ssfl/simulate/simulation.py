@@ -28,10 +28,11 @@ from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, TrainedRows, Work
 from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
-from ssfl.models import external, networks
+from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
+from ssfl.simulate.gate import ROUNDS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import Round
+from ssfl.simulate.rounds import USUAL, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
@@ -86,6 +87,7 @@ class Simulation:
         """Whether the users' models are needed together before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.check or federation.combine != "mean"
+        robust = robust or federation.skip_unlabelled
         return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
 
     @cached_property
@@ -100,6 +102,7 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
+            "server": self.plan.replicas,
             "slot": self.plan.participants + self.plan.replicas,
             "user": self.config.split.users + self.plan.replicas,
         }[self.config.train.momentum_policy]
@@ -112,6 +115,8 @@ class Simulation:
         memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
+        if gate:
+            memory[USUAL] = row.new_zeros(ROUNDS)
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
@@ -147,6 +152,10 @@ class Simulation:
             stays = min(federation.slow_average, new.round / (new.round + 9))
             slow = stays * new.memory[SLOW] + (1 - stays) * new.average
             new = replace(new, memory=new.memory | {SLOW: slow})
+        if USUAL in new.memory:
+            usual = new.streams.new_zeros(()) if log.usual is None else log.usual
+            server = 0.0 if log.server is None else log.server.norms.max()
+            new = replace(new, memory=new.memory | {USUAL: remembered(new.memory[USUAL], usual, server)})
         if log.refused:
             strikes = new.strikes.clone()
             strikes[[fed.cohort.users[place] for place in log.refused]] += 1
@@ -209,8 +218,13 @@ class Simulation:
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """The averaged model by the names of its plain network."""
-        return self.method.plain(self.layout.unflatten(self.final_row(state)))
+        """The averaged model by the names of its plain network; of a network that is saved whole, what is
+        frozen too."""
+        trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
+        if not is_saved_whole(self.config):
+            return trained
+        whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
+        return whole.state_dict() | trained
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
         """How well a model does on these images."""
@@ -231,9 +245,10 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        """The server's labelled images, or those that it does not train on, if any; about `most` of them,
+        some of every class, and their labels."""
         if most not in self._server_images:
-            images = self.plan.server.images
+            images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
                 images = images[self.pool.labels[images].argsort(stable=True)]
                 images = images[:: -(-len(images) // most)]
@@ -265,6 +280,10 @@ class Simulation:
         }
         if self.config.federation.gate:
             event["refused"] = {str(cohort.users[place]): why for place, why in log.refused.items()}
+        if log.cut:
+            event["cut"] = {
+                str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()
+            }
         if log.users is not None:
             names = list(log.users.metrics)
             numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
@@ -274,10 +293,15 @@ class Simulation:
                 if place not in log.refused:
                     self._require_finite(round, f"user {user}", one)
             event |= measuring.of_users(measured, norms, log.refused)
+            steps = [len(self.plan.rates(round - 1))] * len(norms)
+            if "steps" in measured or self.plan.local_steps is None:  # real sites do not tell
+                event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
         if log.server is not None:
             both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = both
             event["server_models"] = log.server_steps
+            size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
+            event["server_images"] = size * log.server_steps
             self._require_finite(round, "the server", both)
         return event | log.told
 
@@ -336,5 +360,17 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
     """The network itself, before a method wraps it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
-        return external.named(name, make, len(dataset.classes), dataset.shape, seed)
-    return networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    elif name in backbones.NAMES:
+        own = config.model.weights is not None
+        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, not own)
+    else:
+        network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    if config.model.weights is not None:
+        weights.load(external.plain(network), config.model.weights)
+    return network
+
+
+def is_saved_whole(config: Config) -> bool:
+    """Whether the saved model holds what is frozen too, so that it can be used without other files."""
+    return config.model.name in backbones.NAMES or config.model.weights is not None

@@ -1,0 +1,359 @@
+"""All that ssfl relies on in Flower beyond its public interface (flwr.app, flwr.clientapp, flwr.serverapp).
+
+No other module imports anything else of Flower's, and `tests/test_flower_internals.py` lists what is here: a
+new release of Flower that differs breaks this file, with one message that says so.
+"""
+
+import os
+import random
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Array, Message
+
+from ssfl.errors import SsflError
+
+try:
+    from flwr.app.message import remove_content_from_message
+    from flwr.cli.build import build_fab_from_files
+    from flwr.common.constant import (
+        FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
+        SYSTEM_TIME_TOLERANCE,
+        TIMESTAMP_HEADER,
+        TIMESTAMP_TOLERANCE,
+        ErrorCode,
+    )
+    from flwr.common.serde import message_to_proto
+    from flwr.proto import control_pb2, fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, node_pb2, runtime_pb2
+    from flwr.supercore.constant import (
+        FLEET_HTTP_PUBLIC_KEY_HEADER,
+        FLEET_HTTP_SIGNATURE_HEADER,
+        FLWR_IN_MEMORY_DB_NAME,
+        TASK_TOKEN_HEADER,
+        TaskType,
+    )
+    from flwr.supercore.date import now
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        get_object_body,
+        get_object_head_values_from_object_content,
+        get_object_id,
+        get_object_tree,
+        iterate_object_tree,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+    from flwr.supercore.primitives.asymmetric import (
+        bytes_to_public_key,
+        public_key_to_bytes,
+        sign_message,
+        verify_signature,
+    )
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError as error:
+    raise SsflError(
+        f"this Flower is not the one that ssfl knows ({error}): `pip install 'ssfl[flower]'` installs that"
+    ) from error
+
+Node = node_pb2.Node
+NodeInfo = node_pb2.NodeInfo
+CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+"""Bytes of the largest part that an array is sent in."""
+RUN = "x-ssfl-run"
+"""The header by which the centre says which run it plays."""
+SERVER = Node(node_id=1)
+"""What Flower calls the SuperLink itself."""
+LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+"""What Flower says of an answer that did not come, or not wholly, while its message held."""
+TYPES: dict[str, tuple[Any, Any]] = {
+    "control/register-node": (control_pb2.RegisterNodeRequest, control_pb2.RegisterNodeResponse),
+    "control/unregister-node": (control_pb2.UnregisterNodeRequest, control_pb2.UnregisterNodeResponse),
+    "control/start-run": (control_pb2.StartRunRequest, control_pb2.StartRunResponse),
+    "runtime/acquire-task": (runtime_pb2.AcquireTaskRequest, runtime_pb2.AcquireTaskResponse),
+    "runtime/pull-task-input": (runtime_pb2.PullTaskInputRequest, runtime_pb2.PullTaskInputResponse),
+    "runtime/push-task-output": (runtime_pb2.PushTaskOutputRequest, runtime_pb2.PushTaskOutputResponse),
+    "runtime/send-task-heartbeat": (
+        runtime_pb2.SendTaskHeartbeatRequest,
+        runtime_pb2.SendTaskHeartbeatResponse,
+    ),
+    "runtime/get-nodes": (runtime_pb2.GetNodesRequest, runtime_pb2.GetNodesResponse),
+    "runtime/push-messages": (runtime_pb2.PushAppMessagesRequest, runtime_pb2.PushAppMessagesResponse),
+    "runtime/pull-messages": (runtime_pb2.PullAppMessagesRequest, runtime_pb2.PullAppMessagesResponse),
+    "fleet/register-node": (fleet_pb2.RegisterNodeFleetRequest, fleet_pb2.RegisterNodeFleetResponse),
+    "fleet/activate-node": (fleet_pb2.ActivateNodeRequest, fleet_pb2.ActivateNodeResponse),
+    "fleet/deactivate-node": (fleet_pb2.DeactivateNodeRequest, fleet_pb2.DeactivateNodeResponse),
+    "fleet/send-node-heartbeat": (
+        heartbeat_pb2.SendNodeHeartbeatRequest,
+        heartbeat_pb2.SendNodeHeartbeatResponse,
+    ),
+    "fleet/pull-messages": (fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
+    "fleet/push-messages": (fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
+} | {
+    f"{api}/{name}": types
+    for api in ("fleet", "runtime")
+    for name, types in {
+        "push-object": (message_pb2.PushObjectRequest, message_pb2.PushObjectResponse),
+        "pull-object": (message_pb2.PullObjectRequest, message_pb2.PullObjectResponse),
+        "confirm-message-received": (
+            message_pb2.ConfirmMessageReceivedRequest,
+            message_pb2.ConfirmMessageReceivedResponse,
+        ),
+    }.items()
+}
+"""The requests that are sent, and what is answered to them, by path."""
+BUNDLE = b"""
+[project]
+name = "ssfl"
+version = "1.0.0"
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "ssfl"
+fab-format-version = 0
+[tool.flwr.app.components]
+serverapp = "ssfl:none"
+clientapp = "ssfl:none"
+"""
+"""Flower wants an app for a run. Nobody runs this one: centre and sites have ssfl."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What Flower's handlers want to know of the centre: the run that it plays."""
+
+    run_id: int
+
+
+class CannotCarry(Exception):
+    """A message that cannot be sent, or does not come whole."""
+
+
+class Caller:
+    """Sends requests of Flower's protocol: protobuf over HTTP, tried again for `patience` seconds."""
+
+    def __init__(
+        self, http: httpx.Client, base: str, headers: Callable[[], Mapping[str, str]], patience: float = 0.0
+    ) -> None:
+        self.http, self.base, self.headers, self.patience = http, base, headers, patience
+
+    def __call__(self, path: str, **fields: Any) -> Any:
+        asked, answer = TYPES[path]
+        content = asked(**fields).SerializeToString()
+        found = answer()
+        found.ParseFromString(self.post(f"v1/{path}", content))
+        return found
+
+    def post(self, path: str, content: bytes) -> bytes:
+        """The answer's body; errors are httpx's."""
+        end, pause = time.monotonic() + self.patience, 0.1
+        while True:
+            try:
+                response = self.http.post(
+                    f"{self.base}/{path}", content=content,
+                    headers={"content-type": "application/protobuf", **self.headers()},
+                )  # fmt: skip
+                response.raise_for_status()
+                return response.content
+            except httpx.HTTPError as error:
+                refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+                if refused or time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause * random.uniform(0.8, 1.2))
+            pause = min(2 * pause, 2.0)
+
+
+def signed(private: ec.EllipticCurvePrivateKey) -> dict[str, str]:
+    """The headers by which the port knows a site: its public key, the time, and the time signed."""
+    time = now().isoformat()
+    signature = sign_message(private, time.encode())
+    return {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public_key_to_bytes(private.public_key())).decode(),
+        TIMESTAMP_HEADER: time,
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+    }
+
+
+def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> bytes | str:
+    """The public key that signed a request, or why there is none; nothing but its headers is looked at."""
+    try:
+        public, signature = (
+            b64decode(headers[name.lower().encode()], validate=True)
+            for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+        )
+        time = headers[TIMESTAMP_HEADER.lower().encode()]
+        age = (now() - datetime.fromisoformat(time.decode())).total_seconds()
+        if not known(public):
+            return "an unknown key"
+        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return f"a signature of another time: its clock and this one differ by {abs(age):.0f} s"
+        if verify_signature(bytes_to_public_key(public), time, signature):
+            return public
+    except KeyError:
+        return "a request without a signature"
+    except (ValueError, TypeError):
+        pass
+    return "a wrong signature"
+
+
+def identity(task: int, run: int, node: int) -> None:
+    """Say in whose name this process makes messages."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, run, node
+
+
+def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
+    """Register the sites, and begin a run that nobody but this process plays."""
+    for name, key in sites.items():
+        call("control/register-node", public_key=public_key_to_bytes(key), name=name)
+    bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
+    call("control/start-run", fab=fab_pb2.Fab(content=bundle))
+
+
+def take_task(call: Caller) -> int:
+    """Become the run's ServerApp, which `call` shows from now on; gives the run's number."""
+    task = call("runtime/acquire-task", supported_task_types=[TaskType.SERVER_APP])
+    before = call.headers
+    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token}
+    given = call("runtime/pull-task-input")
+    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token, RUN: str(given.run.run_id)}
+    identity(given.task_id, given.run.run_id, given.context.node_id)
+    run: int = given.run.run_id
+    return run
+
+
+def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
+    """Take a site's place, with a new key after registering it; signs of life follow every `beat` seconds."""
+    own = public_key_to_bytes(private.public_key())
+    if new:
+        call("fleet/register-node", public_key=own)
+    taken = call("fleet/activate-node", public_key=own, heartbeat_interval=beat)
+    return Node(node_id=taken.node_id)
+
+
+def send(call: Caller, api: str, node: Any, message: Message, **more: Any) -> str:
+    """Announce a message and send its parts; gives its name."""
+    name: str = message.object_id
+    message.metadata.__dict__["_message_id"] = name
+    objects = get_all_nested_objects(message)
+    fields: dict[str, Any] = more if api == "runtime" else more | {"node": node}
+    announced = call(
+        f"{api}/push-messages", messages_list=[message_to_proto(remove_content_from_message(message))],
+        message_object_trees=[get_object_tree(message)], **fields,
+    )  # fmt: skip
+    if api == "runtime" and list(announced.message_ids) != [name]:
+        raise CannotCarry("Flower does not take the message: its site is gone")
+    for part in announced.objects_to_push:
+        stored = call(
+            f"{api}/push-object", node=node, run_id=message.metadata.run_id, object_id=part,
+            object_content=objects[part].deflate(), session_id=announced.session_id,
+        )  # fmt: skip
+        if not stored.stored:
+            raise CannotCarry("a part of a message was not taken: its time may be over")
+    return name
+
+
+def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: float) -> Message:
+    """Fetch the parts of a message that was announced, and confirm it; `patience` seconds for the last."""
+    end, contents = time.monotonic() + patience, {}
+    for part in {each.object_id for each in iterate_object_tree(tree)}:
+        pause = 0.05
+        while True:
+            found = call(f"{api}/pull-object", node=node, run_id=run, object_id=part)
+            if found.object_available:
+                break
+            if not found.object_found or time.monotonic() > end:
+                raise CannotCarry("a message that was announced did not come whole")
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        contents[part] = found.object_content
+    call(f"{api}/confirm-message-received", node=node, run_id=run, message_object_id=tree.object_id)
+    message = inflate_object_from_contents(tree.object_id, contents)
+    if not isinstance(message, Message):
+        raise CannotCarry(f"no message came, but {type(message).__name__}")
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    return message
+
+
+def count_parts(tree: Any) -> int:
+    """The number of a message's parts."""
+    return sum(1 for _ in iterate_object_tree(tree))
+
+
+def is_intact(name: str, content: bytes) -> bool:
+    """Whether a part of a message is what its name says."""
+    return bool(get_object_id(content) == name)
+
+
+def array_chunks(content: bytes) -> bytes | None:
+    """What an array says of its chunks, as JSON; None for any other part of a message."""
+    if get_object_head_values_from_object_content(content)[0] != "Array":
+        return None
+    body: bytes = get_object_body(content, Array)
+    return body
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """Flower's message exchange, in this process."""
+
+    app: Any
+    """An ASGI application."""
+    node_of: Callable[[bytes], int | None]
+    """The number of the node with a public key."""
+    alive: Callable[[int, float], bool]
+    """Counts a node as there for twice so many seconds; whether it is one."""
+    handlers: Mapping[str, Callable[..., Any]]
+    """What answers requests about messages, by path, the centre's with its run as `task`: the functions that
+    `app` calls in the end, after much that costs more than they do. Their caller has checked who asks."""
+
+
+def superlink(keys_only: bool) -> SuperLink:
+    """Flower's SuperLink; with `keys_only` nobody registers itself.
+
+    Its state is in memory: an exchange ends with its process anyway, and SQLite takes most of a round's time.
+    """
+    os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
+    from flwr.superlink.main import create_app
+    from flwr.superlink.servicer.fleet import fleet_handlers
+    from flwr.superlink.servicer.runtime import runtime_handlers
+
+    app = create_app()
+    app.state.enable_supernode_auth = keys_only
+    state = app.state.linkstate_factory.state
+    direct: dict[str, Callable[..., Any]] = (
+        {
+            path: partial(handler, state=state())
+            for path, handler in (
+                ("fleet/push-messages", fleet_handlers.push_messages),
+                ("fleet/push-object", fleet_handlers.push_object),
+                ("fleet/pull-object", fleet_handlers.pull_object),
+            )
+        }
+        | {
+            path: partial(handler, state=state(), store=state().object_store)
+            for path, handler in (
+                ("fleet/pull-messages", fleet_handlers.pull_messages),
+                ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
+            )
+        }
+        | {
+            f"runtime/{name.replace('_', '-')}": partial(getattr(runtime_handlers, name), state=state())
+            for name in (
+                "push_messages",
+                "pull_messages",
+                "push_object",
+                "pull_object",
+                "confirm_message_received",
+            )
+        }
+    )
+    return SuperLink(
+        app,
+        lambda public: state().get_node_id_by_public_key(public),
+        lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds),
+        direct,
+    )

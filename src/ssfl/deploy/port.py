@@ -1,0 +1,286 @@
+"""The process with the centre's port: who may connect, how long, and how much of them is kept in memory.
+
+Strangers connect to one port and reach nothing but `guard.py`. The centre has a Unix socket of its own in a
+folder that only its user may enter. So whatever strangers do to the port, the centre reaches Flower.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import uvicorn
+
+from ssfl.deploy import guard, internals
+
+HANDSHAKE = 20.0
+"""Seconds for a TLS handshake."""
+HEADERS = 20.0
+"""Seconds in which a stranger must have sent a signed request, and anybody the headers that it began."""
+IDLE = 75.0
+"""Seconds that a site's connection may be idle."""
+ANSWER = 900.0
+"""Seconds after which a request is given up, whatever it waits for."""
+HEAD = 65_536
+"""Bytes that may come before the headers are complete."""
+STRANGERS = 64
+"""Connections from one address that have not shown a key, and two more for each site: many may share one."""
+PER_SITE = 8
+"""Connections of one site."""
+SPARE = 128
+"""Open files that are kept for everything but the port: the database, threads, the centre's own channel."""
+FILES = 65_536
+"""Open files to ask the system for."""
+WRITERS = 4
+"""Requests that Flower works on at once."""
+LOG = 4 << 20
+"""Bytes that the log may have; of more only the end is kept."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """A connection."""
+
+    host: str
+    since: float
+    """When it last changed from idle to busy or back."""
+    node: int | None = None
+    """Whose it is, once a request was signed by a known key."""
+    unread: int = 0
+    """Bytes that came since the last request."""
+    shaken: bool = False
+    """Whether the handshake, which has a time limit of its own, is over."""
+    busy: bool = False
+    """Whether a request is being answered."""
+    close: Callable[[], Any] = lambda: None
+
+
+@dataclass
+class Port:
+    """Accepts connections, closes those that are in the way, and hands the others to uvicorn."""
+
+    listening: socket.socket
+    trust: ssl.SSLContext | None
+    sites: int
+    failed: Callable[[str, str], None]
+    """Is told from where a connection came that failed before there was a request, and why."""
+    tick: Callable[[], None] = lambda: None
+    """Is called every second."""
+    visits: dict[Visit, None] = field(default_factory=dict)
+    """All connections, the oldest first."""
+
+    def __post_init__(self) -> None:
+        most = raised_limit() - SPARE
+        self.most_of_one = min(STRANGERS + 2 * self.sites, most // 4)
+        self.most_strangers = min(2 * self.most_of_one, most // 2)
+        self.most = most
+
+    async def run(self, make: Callable[[Visit], asyncio.Protocol]) -> None:
+        """Accept for ever."""
+        loop, tasks = asyncio.get_running_loop(), set()
+        sweeping = asyncio.create_task(self.sweep())
+        tasks.add(sweeping)
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(self.listening)
+            except OSError:  # too many open files, or gone before it was accepted
+                await asyncio.sleep(0.1)
+                continue
+            visit = Visit(str(address[0]), time.monotonic())
+            self.make_room(visit.host)
+            self.visits[visit] = None
+            task = asyncio.create_task(self._receive(accepted, visit, make))
+            visit.close = task.cancel
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _receive(
+        self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
+    ) -> None:
+        """The handshake; after it the protocol tells when the connection ends."""
+        more: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: make(visit), accepted, ssl=self.trust, **more
+            )
+        except ssl.SSLError as error:
+            self.visits.pop(visit, None)
+            if error.reason:
+                self.failed(visit.host, error.reason)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            self.visits.pop(visit, None)
+            accepted.close()
+        else:
+            visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
+
+    def make_room(self, host: str) -> None:
+        """Close the oldest connection that shows no key, of the address that has the most, if need be."""
+        strangers: dict[str, list[Visit]] = {}
+        for visit in self.visits:
+            if visit.node is None:
+                strangers.setdefault(visit.host, []).append(visit)
+        if len(strangers.get(host, ())) >= self.most_of_one:
+            self.end(strangers[host][0])
+        elif sum(map(len, strangers.values())) >= self.most_strangers or len(self.visits) >= self.most:
+            crowd = max(strangers.values(), key=len, default=list(self.visits))
+            self.end(crowd[0])
+
+    def admit(self, visit: Visit, node: int) -> bool:
+        """Count a connection as a site's; False where it has too many that are all busy."""
+        if visit.node != node:
+            own = [other for other in self.visits if other.node == node]
+            if len(own) >= PER_SITE:
+                idle = [other for other in own if not other.busy]
+                if not idle:
+                    return False
+                self.end(idle[0])
+            visit.node = node
+        return True
+
+    def end(self, visit: Visit) -> None:
+        """Close a connection at once."""
+        self.visits.pop(visit, None)
+        visit.close()
+
+    async def sweep(self) -> None:
+        """Close what takes too long, and cut the log."""
+        while True:
+            await asyncio.sleep(1)
+            current = time.monotonic()
+            for visit in list(self.visits):
+                patience = ANSWER if visit.busy else HEADERS if visit.node is None or visit.unread else IDLE
+                if visit.shaken and current - visit.since > patience:
+                    self.end(visit)
+            self.tick()
+            cut_log()
+
+
+def watched(stock: Any, port: Port) -> Any:
+    """uvicorn's protocol, of which the port knows when it is idle."""
+
+    class Watched(stock):  # type: ignore[misc]
+        visit: Visit
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            port.visits.pop(self.visit, None)
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            visit = self.visit
+            if not visit.busy:
+                if visit.unread > HEAD:
+                    port.failed(visit.host, guard.ENDLESS)
+                    port.end(visit)
+                    return
+                if not visit.unread and visit.node is not None:
+                    visit.since = time.monotonic()
+            visit.unread += len(data)
+            super().data_received(data)
+
+    return Watched
+
+
+def raised_limit() -> int:
+    """The number of files that may be open, as many as the system allows."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return FILES if soft == resource.RLIM_INFINITY else soft
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def cut_log() -> None:
+    """Keep the end of a log that has become too long; it is written by appending."""
+    with suppress(OSError):
+        size = os.fstat(2).st_size
+        if size > LOG:
+            end = os.pread(2, LOG // 4, size - LOG // 4)
+            os.ftruncate(2, 0)
+            os.write(2, b"(cut)\n" + end.partition(b"\n")[2])
+
+
+def ends_with(parent: int) -> None:
+    """End this process with the one that started it, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+async def serve(listening: socket.socket, private: socket.socket, told: dict[str, str]) -> None:
+    """Answer on both sockets until this process is asked to end."""
+    keys = Path(told["SSFL_LINK_KEYS"]) if told.get("SSFL_LINK_KEYS") else None
+    trust = None
+    if keys is not None:
+        trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        trust.load_cert_chain(keys / "centre.crt", keys / "centre.key")
+    flower = internals.superlink(keys is not None)
+    guarded = guard.Guard(
+        flower, told["SSFL_LINK_SECRET"], int(told["SSFL_LINK_MODEL"]),
+        guard.teller(int(told["SSFL_LINK_TELL"])), keys is not None,
+    )  # fmt: skip
+    port = Port(listening, trust, int(told["SSFL_LINK_SITES"]), guarded.failed, guarded.notes.flush)
+    guarded.port = port
+    config = uvicorn.Config(
+        guarded, access_log=False, loop="asyncio", ws="none", lifespan="on", proxy_headers=False,
+        server_header=False, timeout_keep_alive=int(IDLE), timeout_graceful_shutdown=3,
+    )  # fmt: skip
+    config.load()
+    server = uvicorn.Server(config)
+    protocol = watched(config.http_protocol_class, port)
+
+    def make(visit: Visit) -> asyncio.Protocol:
+        state = {**server.lifespan.state, guard.VISIT: visit}
+        made: asyncio.Protocol = protocol(config=config, server_state=server.server_state, app_state=state)
+        made.visit = visit  # type: ignore[attr-defined]
+        return made
+
+    async def open_port() -> None:
+        # SQLite has one writer at a time, and the others sleep longer than its work takes
+        anyio.to_thread.current_default_thread_limiter().total_tokens = WRITERS
+        while not server.started:
+            await asyncio.sleep(0.05)
+        await port.run(make)
+
+    opened = asyncio.create_task(open_port())
+    try:
+        await server.serve(sockets=[private])
+    finally:
+        opened.cancel()
+
+
+def main() -> None:
+    """The process: Flower's SuperLink behind the guard."""
+    # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # by which it is asked to end; a shell has what it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    told = dict(os.environ)
+    os.environ.pop("SSFL_LINK_SECRET")
+    ends_with(int(told["SSFL_LINK_PARENT"]))
+    listening, private = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for each in (listening, private):
+        each.setblocking(False)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve(listening, private, told))
+
+
+if __name__ == "__main__":
+    main()
