@@ -146,7 +146,9 @@ def main(words: list[str] | None = None) -> None:
     images, labels, classes, owners, patients = read(asked.folder)
     held = folds(labels, patients, asked.folds, asked.repeats)
     told: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/scans.py", *(words or sys.argv[1:])]),
+        "command": " ".join(
+            ["python benchmarks/scans.py FOLDER", *(words or sys.argv[1:])[1:]]
+        ),
         "commit": provenance.commit(), "device": platform.machine(), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "labelled": int((labels >= 0).sum()),
         "unlabelled": int((labels < 0).sum()), "classes": classes, "patients": len(set(patients)),

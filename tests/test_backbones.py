@@ -166,7 +166,7 @@ def test_features_of_an_image_depend_on_that_image_alone(tmp_path: Path) -> None
         made = Features.of(module, 3, (0.5,), (0.5,), False, augment.WEAK, augment.STRONG, threads)
         made.folder = None
         made.prepare(images, torch.arange(len(images)))
-        return made.views
+        return torch.stack(made.views, 1)
 
     together = features(2, pixels)
     assert together.shape == (6, 2, 3, 54)
@@ -181,7 +181,7 @@ def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_
     result = ssfl.run(quick(*SMALL), out=tmp_path / "run", model=make, data=data())
     names = set(load_file(result.path / "model.safetensors"))
     assert names == {"tail.weight", "tail.bias"}
-    kept = list((tmp_path / "cache/features").glob("*/*-views.npy"))
+    kept = list((tmp_path / "cache/features").glob("*/*-weak.npy"))
     assert len(kept) == 18
     kept[0].write_bytes(b"broken")  # computed again
     again = ssfl.run(quick(*SMALL), out=tmp_path / "again", model=make, data=data())

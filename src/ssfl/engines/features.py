@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,8 @@ class Features:
     folder: Path | None = None
     """Where they are kept on disk; None for nowhere."""
     threads: int = 1
-    views: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[N, 2, V, ...]: of every image of the pool, weak, then strong."""
+    views: tuple[Tensor, ...] = ()
+    """[N, V, ...] of every image of the pool: of weak views and, if they are needed, of strong ones."""
     _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
     """Of images as they are, by their checksum."""
 
@@ -94,16 +95,18 @@ class Features:
             cache.root() / "features" / name if own else None, threads,
         )  # fmt: skip
 
-    def prepare(self, images: Tensor, wanted: Tensor) -> None:
+    def prepare(self, images: Tensor, wanted: Tensor, strong: bool = True) -> None:
         """Compute or read the views of the wanted images, indices into the pool's images [N, C, H, W]."""
         shape = self._through(images[:1].cpu())[0].shape
-        views = torch.zeros(len(images), 2, self.count, *shape, dtype=STORED)
+        chosen, kinds = wanted.unique().tolist(), ("weak", "strong") if strong else ("weak",)
+        views = [torch.zeros(len(images), self.count, *shape, dtype=STORED) for _ in kinds]
 
-        def one(place: int) -> None:
-            views[place] = self._kept("views", images[place], self._views)
+        def one(item: tuple[int, int]) -> None:
+            kind, place = item
+            views[kind][place] = self._kept(kinds[kind], images[place], partial(self._views, kind))
 
-        self._each(one, wanted.unique().tolist())
-        self.views = views.to(images.device)
+        self._each(one, [(kind, place) for kind in range(len(kinds)) for place in chosen])
+        self.views = tuple(each.to(images.device) for each in views)
         if self.folder is not None:
             with suppress(OSError):
                 os.utime(self.folder)  # used now
@@ -112,7 +115,7 @@ class Features:
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
         """The features of one view of each image, drawn from its V: kind 0 is weak and 1 is strong."""
         view = draws.below(drawn, self.count)
-        return self.views[places, kind, view].to(dtype)
+        return self.views[kind][places, view].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """The features of uint8 images as they are."""
@@ -129,14 +132,12 @@ class Features:
     def _unchanged(self, image: Tensor, name: bytes) -> Tensor:
         return self._through(image[None])[0]
 
-    def _views(self, image: Tensor, name: bytes) -> Tensor:
-        """[2, V, ...]: of an image's weak and strong views, in one pass."""
-        made = []
-        for kind, view in enumerate((self.weak, self.strong)):
-            key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
-            drawn = draws.bits(draws.fold(key, torch.arange(self.count)), view.draws)
-            made.append(view.make(image.expand(self.count, *image.shape), drawn, self.flip))
-        return self._through(torch.cat(made)).unflatten(0, (2, self.count))  # type: ignore[no-any-return]
+    def _views(self, kind: int, image: Tensor, name: bytes) -> Tensor:
+        """[V, ...]: of an image's weak or strong views, in one pass."""
+        view = (self.weak, self.strong)[kind]
+        key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
+        drawn = draws.bits(draws.fold(key, torch.arange(self.count)), view.draws)
+        return self._through(view.make(image.expand(self.count, *image.shape), drawn, self.flip))
 
     def _through(self, images: Tensor) -> Tensor:
         device = next(self.trunk.parameters()).device

@@ -461,8 +461,8 @@ def _with_features(
     owners = [torch.from_numpy(parts.server)]
     if config.method.trains_users:
         owners.append(torch.from_numpy(Hands.of(parts.users).flat))
-    features.prepare(dataset.images, torch.cat(owners))
-    features.views = features.views.to(device)
+    strong = "strong" in config.method.uses() or config.train.server_views == "both"
+    features.prepare(dataset.images.to(device), torch.cat(owners), strong)
     return external.External(tail_of(module)).train(), features
 
 
