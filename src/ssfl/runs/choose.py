@@ -197,7 +197,7 @@ def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Giv
     )
     return [
         f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
-        f"once, in about {duration(seconds(size, views))}",
+        f"once, in about {duration(seconds(size, views))}, and kept for later runs",
         f"images of {size} pixels a side ({_found(facts)}): {_asked(pixels) or why}",
     ]
 
