@@ -377,7 +377,7 @@ def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(
     )  # fmt: skip
     by_name = {one.method: one for one in found}
     tries = by_name["alternate"].tries
-    rates = ["train.lr=0.01", "train.lr=0.03", "train.lr=0.09"]
+    rates = ["train.lr=0.03", "train.lr=0.01", "train.lr=0.09"]
     assert [list(one["options"]) for one in tries[:3]] == [[rate] for rate in rates]
     assert len(tries) == 4  # its own threshold is one of the two that all try
     best = max(tries[:3], key=lambda one: one["validation_accuracy"])
