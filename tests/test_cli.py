@@ -171,7 +171,7 @@ def mixed_sizes() -> None:
         (["run", "--set", "split.server_labels=2000"], None, "lower it to at most"),
         (["run", "--set", "split.users=1400"], None, "users would have no image: lower split.users"),
         (["run", "--set", "run.device=cuda:7"], None, "use 'cpu' or 'auto'"),
-        (["run", "nothing"], None, "own, quickstart, svhn-10"),
+        (["run", "nothing"], None, "own, pictures, quickstart"),
         (["run", "--set", "data.name=cifar10"], None, "cifar-10-binary.tar.gz"),
         (["run", "--set", "data.path=no.npz"], None, "no.npz"),
         (["run", "--set", "data.path=bad.npz"], lambda: Path("bad.npz").write_bytes(b""), "bad.npz"),

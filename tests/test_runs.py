@@ -492,6 +492,7 @@ def test_without_a_gpu_the_network_is_small_told_and_kept(tmp_path: Path) -> Non
         moved = replace(before, run=replace(before.run, device=device))
         assert assemble.resolve(moved, sim.dataset).model == before.model
     with warnings.catch_warnings(action="error"):  # nothing to tell where somebody chose
+        warnings.filterwarnings("ignore", "8 test images are few")
         chosen = assemble.make(ssfl.load_config(None, [*short, "run.device=cpu", "model.name=small"]))
     assert chosen.config.model.name == "small"
 

@@ -80,6 +80,12 @@ def config(found: Facts, chosen: Choice) -> str:
     federation, train = chosen.settings["federation"], dict(chosen.settings["train"])
     batch, warmup, rate = train.pop("batch_size"), train.pop("warmup"), train.pop("lr", 0.03)
     more = "".join(f"\n{key} = {json.dumps(value)}" for key, value in train.items())
+    method = (
+        'name = "anchored"  # users and server in turn; "server-only" trains on the labels alone\n'
+        "# threshold = 0.8  # a pseudo-label counts when the model is this sure"
+    )
+    if own_method := chosen.settings.get("method"):
+        method = "\n".join(f"{key} = {json.dumps(value)}" for key, value in own_method.items())
     part = f"participants = {federation['participants']}  # users that take part in a round"
     differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
     dealt = "how many users the images without labels are dealt to"
@@ -115,8 +121,7 @@ users = {users}  # {dealt}
 norm = "group"
 
 [method]
-name = "anchored"  # users and server in turn; "server-only" trains on the labels alone: the line to beat
-# threshold = 0.8  # a pseudo-label counts when the model is so sure; lower it if the mask rate stays near 0
+{method}
 
 [federation]
 rounds = {federation["rounds"]}  # how long: accuracy that still rises at the end asks for more

