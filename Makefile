@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all test-slow browser lint format docs bench bench-venvs clean
+.PHONY: demo test test-all test-slow browser lint format docs sbom bench bench-venvs clean
 
 demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture (about two minutes)
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,10 @@ format: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp  ## the documentation as pages, in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; its search works when served: $(BIN)/python -m http.server -d build/site"
+
+sbom: $(VENV)/dev.stamp  ## what is installed that ssfl needs, as CycloneDX JSON, in build/sbom.json
+	mkdir -p build
+	$(BIN)/python -m ssfl.runs.sbom report board flower privacy > build/sbom.json
 
 bench: $(VENV)/demo.stamp bench-venvs  ## the digits job on every runtime (a few minutes)
 	$(BIN)/python -m benchmarks digits --repeats 3

@@ -1,9 +1,11 @@
-"""What attackers do to the accuracy, without and with the gate, a robust average and the server's check.
+"""What attackers do to the accuracy, without a defence, with the gate, and with robust averages.
 
-python -m benchmarks.robustness [--seeds N ...] [--validation] [--processes N] [--json FILE]
+python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [--validation] [--json FILE]
 
-The quickstart in two groups, a fifth of the users sending garbage in every round. Accuracy is on the test
-images; with --validation on a part of the training images, to choose by.
+Some sites send bad updates in every round, all sites take part in every round, and their images are skewed.
+Every run is paired with the clean run of the same seed: no attackers, plain mean, no gate. Without --data the
+images are scikit-learn's digits. Accuracy is on the test images; with --validation on a part of the training
+images, to choose by, where --reach tries other lengths that the gate cuts updates to.
 """
 
 import argparse
@@ -11,79 +13,160 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ssfl
 from benchmarks import report
+from ssfl.errors import DivergedError
 from ssfl.runs import text
 from ssfl.runs.folder import versions
+from ssfl.simulate import gate
 
-SETTINGS = ["method.name=alternate", "method.threshold=0.6", "federation.groups=2",
-            "federation.rounds=40", "run.threads=1"]  # fmt: skip
+DIGITS = ["split.server_labels=50", "train.batch_size=32", "train.lr=0.03", "train.weight_decay=0.001"]
+LETTERS = [
+    "model.name=cnn",
+    "split.server_labels=4700",
+    "train.batch_size=64",
+    "train.lr=0.05",
+    "train.cycles=0.5",
+]
+COMMON = ["method.name=anchored", "split.skew=0.8", "federation.period=16", "train.momentum_policy=reset"]
+SITES = {"1 of 4": (4, 0.25), "1 of 10": (10, 0.1), "3 of 10": (10, 0.3)}
+"""How many sites there are, and which share of them is bad."""
 ATTACKS: dict[str, list[str]] = {
     "none": [],
-    "sign": ["federation.attack=sign"],
-    "sign, twice as long": ["federation.attack=sign", "federation.attack_scale=2"],
-    "sign, 2.9 times as long": ["federation.attack=sign", "federation.attack_scale=2.9"],
+    "sign flip": ["federation.attack=sign"],
+    "sign flip, 2.9 times as long": ["federation.attack=sign", "federation.attack_scale=2.9"],
+    "scaled gradient ascent": ["federation.attack=ascent"],
     "noise": ["federation.attack=noise"],
-    "shift": ["federation.attack=shift"],
+    "label shift": ["federation.attack=shift"],
+    "slow poisoning": ["federation.attack=slow"],
 }
 DEFENCES: dict[str, list[str]] = {
-    "none": [],
-    "gate, trimmed mean": ["federation.gate=true", "federation.combine=trimmed"],
-    "gate, trimmed mean, check": [
-        "federation.gate=true",
-        "federation.combine=trimmed",
-        "federation.check=true",
-    ],
+    "no defence": [],
+    "gate": ["federation.gate=true"],
+    "gate and trimmed mean": ["federation.gate=true", "federation.combine=trimmed"],
+    "median": ["federation.combine=median"],
 }
-Case = tuple[str, str, int, bool]
+CLEAN = ("none", "no defence")
 
 
-def play(case: Case) -> float:
-    """The accuracy of one run."""
-    attack, defence, seed, validation = case
-    sets = [*SETTINGS, *ATTACKS[attack], *DEFENCES[defence], f"run.seed={seed}", f"split.seed={seed}"]
-    sets += ["federation.attackers=0.2"] if ATTACKS[attack] else []
-    sets += ["data.validation=0.2"] if validation else []
+class Case(NamedTuple):
+    """One run."""
+
+    sites: str
+    attack: str
+    defence: str
+    seed: int
+    reach: float
+    given: tuple[str, ...]
+    """Settings that all runs have."""
+    validation: bool
+
+
+def settings_of(case: Case) -> list[str]:
+    """The settings of one run."""
+    users, share = SITES[case.sites]
+    sets = [*case.given, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
+    sets += [f"run.seed={case.seed}", f"split.seed={case.seed}"]
+    sets += [f"federation.attackers={share}"] if ATTACKS[case.attack] else []
+    return sets + (["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=last"])
+
+
+def play(case: Case) -> tuple[Case, float, float]:
+    """The accuracy of one run, 0 where it breaks down, and its seconds."""
+    gate.REACH = case.reach
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        result = ssfl.run(ssfl.load_config("quickstart", sets), Path(folder) / "run")
+        try:
+            result = ssfl.run(ssfl.load_config("quickstart", settings_of(case)), Path(folder) / "run")
+        except DivergedError:
+            return case, 0.0, time.perf_counter() - began
         last = next(event for event in reversed(result.history) if event["event"] == "eval")
-    return float(last["validation_accuracy" if validation else "accuracy"])
+    accuracy = float(last["validation_accuracy" if case.validation else "accuracy"])
+    return case, accuracy, time.perf_counter() - began
+
+
+def rows_of(found: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
+    """A row for each kind of run: its accuracies, and its differences to the clean runs of the same seeds."""
+    rows = []
+    for case in (case for case in found if case.seed == seeds[0]):
+        each = [found[case._replace(seed=seed)] for seed in seeds]
+        clean = [
+            found.get(case._replace(attack=CLEAN[0], defence=CLEAN[1], seed=seed, reach=gate.REACH))
+            for seed in seeds
+        ]
+        apart = [one - other for one, other in zip(each, clean, strict=True) if other is not None]
+        rows.append({
+            "sites": case.sites, "attack": case.attack, "defence": case.defence, "reach": case.reach,
+            "mean": statistics.mean(each), "accuracies": each,
+            "beside_clean": statistics.mean(apart) if apart else None, "differences": apart,
+        })  # fmt: skip
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What attackers do to the accuracy.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--data", type=Path, help="an .npz of letters; by default the digits")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--sites", nargs="+", default=list(SITES), choices=list(SITES))
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
     parser.add_argument("--defences", nargs="+", default=list(DEFENCES), choices=list(DEFENCES))
+    parser.add_argument("--reach", type=float, nargs="+", default=[gate.REACH])
+    parser.add_argument("--set", nargs="+", default=[], help="further settings of every run")
     parser.add_argument("--validation", action="store_true", help="score on a part of the training images")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     given = parser.parse_args()
-    pairs = [(attack, defence) for attack in given.attacks for defence in given.defences]
-    cases = [(*pair, seed, given.validation) for pair in pairs for seed in given.seeds]
+    sets = [*COMMON, f"federation.rounds={given.rounds}", f"run.eval_every={given.rounds}", "run.threads=1"]
+    sets += DIGITS if given.data is None else [*LETTERS, f"data.path={given.data}"]
+    both = (*sets, *given.set)
+    cases = [
+        Case(sites, attack, defence, seed, reach, both, given.validation)
+        for sites in given.sites
+        for attack in given.attacks
+        for defence in given.defences
+        for reach in (given.reach if "gate" in defence else [gate.REACH])
+        for seed in given.seeds
+    ]
+    found: dict[Case, float] = {}
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        found = {}
-        for case, accuracy in zip(cases, pool.imap(play, cases), strict=True):
+        for case, accuracy, seconds in pool.imap_unordered(play, cases):
             found[case] = accuracy
-            print(f"{case[0]}; {case[1]}; seed {case[2]}: {100 * accuracy:.2f}", file=sys.stderr)
-    rows = []
-    for pair in pairs:
-        each = [found[(*pair, seed, given.validation)] for seed in given.seeds]
-        spread = statistics.stdev(each) if len(each) > 1 else 0.0
-        rows.append({"attack": pair[0], "defence": pair[1], "mean": statistics.mean(each), "sd": spread,
-                     "accuracies": each})  # fmt: skip
-    mean = {(row["attack"], row["defence"]): row["mean"] for row in rows}
-    table = [[a, *(f"{100 * mean[a, d]:.2f}" for d in given.defences)] for a in given.attacks]
-    print(text.table([["attack", *given.defences], *table]))
+            told = f"{case.sites}; {case.attack}; {case.defence}; reach {case.reach}; seed {case.seed}"
+            print(f"{told}: {100 * accuracy:.2f}  {seconds:.1f} s", file=sys.stderr, flush=True)
+    rows = rows_of({case: found[case] for case in cases}, given.seeds)
+    print(table_of(rows))
     if given.json:
-        told = report.circumstances("benchmarks.robustness") | {"versions": versions(), "seeds": given.seeds}
-        report.save(given.json, told | {"settings": SETTINGS, "on": _on(given.validation), "rows": rows})
+        around = report.circumstances("benchmarks.robustness") | {
+            "versions": versions(),
+            "seeds": given.seeds,
+        }
+        if given.data is not None:  # where it lies is nobody's affair
+            both = (*(one for one in both if not one.startswith("data.path=")), f"data: {given.data.stem}")
+        report.save(given.json, around | {"settings": both, "on": _on(given.validation), "rows": rows})
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """Accuracy in %, and in brackets the difference to the clean run."""
+    columns = list(dict.fromkeys((row["defence"], row["reach"]) for row in rows))
+    lines = list(dict.fromkeys((row["sites"], row["attack"]) for row in rows))
+    cells = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in rows}
+
+    def cell(row: dict[str, Any]) -> str:
+        apart = "" if row["beside_clean"] is None else f" ({100 * row['beside_clean']:+.2f})"
+        return f"{100 * row['mean']:.2f}{apart}"
+
+    names = [name if name in ("no defence", "median") else f"{name}, {reach:g}" for name, reach in columns]
+    body = [[*line, *(cell(cells[(*line, *column)]) for column in columns)] for line in lines]
+    return text.table([["sites", "attack", *names], *body])
 
 
 def _on(validation: bool) -> str:
-    return "a fifth of the training images" if validation else "the test images"
+    return "a tenth of the training images" if validation else "the test images"
 
 
 if __name__ == "__main__":

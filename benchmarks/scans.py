@@ -15,15 +15,20 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 
 import ssfl
-from ssfl.data import sources
+from ssfl import methods
+from ssfl.data import augment, sources
+from ssfl.engines.features import Features
+from ssfl.models import backbones
 from ssfl.runs import provenance
 
 SIZE = 224
@@ -39,7 +44,9 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
     """Grey pictures [N, H, W], labels (-1: none), class names, each site's places, and patients."""
     named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
     sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
-    files, labels, owners = [], [], []
+    files: list[Path] = []
+    labels: list[int] = []
+    owners: list[np.ndarray] = []
     for number, place in enumerate([*named, *sites]):
         found = sorted(one for one in place.rglob("*") if one.is_file())
         if number >= len(named):
@@ -61,6 +68,29 @@ def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> 
             labelled, labels[labelled], groups
         )
     ]
+
+
+def regressions(
+    images: np.ndarray, labels: np.ndarray, classes: list[str], held: list[np.ndarray]
+) -> dict[str, Any]:
+    """What logistic regression on lite0's features reaches, by its strength C: no unlabelled picture, one
+    place."""
+    module = backbones.lite0(len(classes))
+    scale = (backbones.MEAN,), (backbones.STD,)
+    features = Features.of(module, 1, *scale, False, augment.WEAK, augment.STRONG, torch.get_num_threads())
+    labelled = np.flatnonzero(labels >= 0)
+    rows = np.zeros((len(labels), backbones.FEATURES), np.float32)
+    rows[labelled] = features.plain(torch.from_numpy(images[labelled])[:, None], torch.float32).numpy()
+    told = {}
+    for strength in (0.001, 0.01, 0.1, 1.0):
+        right = []
+        for one in held:
+            train = np.setdiff1d(labelled, one)
+            model = LogisticRegression(C=strength, max_iter=1000).fit(rows[train], labels[train])
+            hits = labels[one][model.predict(rows[one]) == labels[one]]
+            right.append(np.bincount(hits, minlength=len(classes)))
+        told[f"regression C={strength:g}"] = measured(labels, held, right)
+    return told
 
 
 def trained(
@@ -102,7 +132,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--config", default="pictures")
     parser.add_argument("--set", action="append", default=[], help="a setting, key=value")
-    parser.add_argument("--variant", action="append", default=[], help="NAME: key=value key=value ...")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help="NAME:key=value key=value ..., where NAME alone is without unlabelled pictures",
+    )
+    parser.add_argument("--regression", action="store_true", help="only logistic regression on features")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -117,18 +153,27 @@ def main(words: list[str] | None = None) -> None:
         "folds": asked.folds, "repeats": asked.repeats, "results": {},
     }  # fmt: skip
     variants = dict(one.split(":", 1) for one in asked.variant) or {"preset": ""}
+    if asked.regression:
+        variants = {}
+        for name, found in regressions(images, labels, classes, held).items():
+            _tell(told, name, found, asked.out)
     for name, sets in variants.items():
         config = ssfl.load_config(asked.config, [*asked.set, *sets.split()])
+        if name == "alone":  # the same without the unlabelled pictures
+            config = replace(config, method=methods.find("server-only")())
         began = time.perf_counter()
         right = [trained(config, images, labels, classes, owners, one) for one in held]
-        found = measured(labels, held, right) | {"seconds": time.perf_counter() - began, "set": sets}
-        told["results"][name] = found
-        shares = " ".join(f"{100 * one:.0f}" for one in found["class_accuracy"])
-        print(
-            f"{name}: {100 * found['balanced_accuracy']:.1f} ({shares}) {found['seconds']:.0f} s", flush=True
-        )
-        if asked.out:
-            asked.out.write_text(json.dumps(told, indent=1) + "\n")
+        seconds = time.perf_counter() - began
+        _tell(told, name, measured(labels, held, right) | {"seconds": seconds, "set": sets}, asked.out)
+
+
+def _tell(told: dict[str, Any], name: str, found: dict[str, Any], out: Path | None) -> None:
+    """Print a variant's result, and write all results so far."""
+    told["results"][name] = found
+    shares = " ".join(f"{100 * one:.0f}" for one in found["class_accuracy"])
+    print(f"{name}: balanced {100 * found['balanced_accuracy']:.1f} % ({shares})", flush=True)
+    if out:
+        out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,15 @@ def with_told(reply: Message, **told: float) -> Message:
     return Message(content, reply_to=QUESTION[0])
 
 
+def ascent(row: np.ndarray) -> np.ndarray:
+    """An update that increases the loss, nearly three tenths of the model long."""
+    sent = QUESTION[0].content.array_records["model"]["row"].numpy()
+    update = sent - row
+    long = 0.29 * np.linalg.norm(sent) / max(float(np.linalg.norm(update)), 1e-30)
+    changed: np.ndarray = (sent + np.float32(long) * update).astype(np.float32)
+    return changed
+
+
 QUESTION: list[Message] = []
 CONTENTS: dict[str, Callable[[Message], Message]] = {
     "nan": lambda reply: with_row(reply, lambda row: row * np.float32("nan")),
@@ -47,6 +56,7 @@ CONTENTS: dict[str, Callable[[Message], Message]] = {
     "name": lambda reply: with_row(reply, lambda row: row, "weights"),
     "round": lambda reply: with_told(reply, round=99),
     "norm": lambda reply: with_row(reply, lambda row: row * np.float32(50)),
+    "ascent": lambda reply: with_row(reply, ascent),
     "large": lambda reply: with_row(reply, lambda row: np.tile(row, 60)),
 }
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import torch
 import ssfl
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
+from ssfl.core.cohort import only
 from ssfl.data import sources, split
 from ssfl.federation import State
-from ssfl.runs import assemble, checkpoints
+from ssfl.runs import assemble, checkpoints, folder
 from ssfl.runs.surroundings import reproducible
 from waiting import wait_until
 
@@ -41,8 +43,11 @@ def config_of(folders: Path, sets: list[str]) -> Config:
     return replace(config, split=replace(config.split, users=3))
 
 
-def simulated(config: Config, folders: Path) -> State:
-    """What the engine "loop" makes of the same images, all of them in one process."""
+def simulated(
+    config: Config, folders: Path, arrivals: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
+) -> State:
+    """What the engine "loop" makes of the same images, all of them in one process; `arrivals` says for each
+    round which users were sent a model and which came back."""
     data = assemble.load_data(config)
     labels = data.labels.numpy()
     parts = [data.images, *(sources.read_image_files(files(folders, name), *data.shape) for name in NAMES)]
@@ -59,8 +64,19 @@ def simulated(config: Config, folders: Path) -> State:
         )
         state = sim.initial()
         while state.round < sim.rounds:
+            if arrivals is not None:
+                cohort = only(sim.plan.cohort(state.round), *arrivals[state.round])
+                _, _, own = sim.plan.prepare(state.round)
+                sim._ahead[state.round] = cohort, sim.plan.users_work(state.round, cohort), own
             state, _ = sim.play(state)
     return state
+
+
+def arrivals(run: Path) -> list[tuple[list[int], list[int]]]:
+    """Which users were sent a model and which came back, in each round of a run."""
+    rounds = [event for event in folder.read_events(run) if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == list(range(1, len(rounds) + 1))
+    return [(event["participants"], event["returned"]) for event in rounds]
 
 
 def files(folders: Path, name: str) -> list[Path]:

@@ -27,12 +27,13 @@ def draw(file: Path, seed: int = 0, size: tuple[int, int] = (40, 30), kind: str 
     """A picture of noise: "L" grey, "RGB" colours, "same" grey stored as RGB, "deep" 16 bits."""
     rng = np.random.default_rng(seed)
     grey = rng.integers(0, 256, size[::-1], dtype=np.uint8)
-    pixels: np.ndarray = {
-        "L": lambda: grey,
-        "RGB": lambda: rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8),
-        "same": lambda: np.stack([grey] * 3, -1),
-        "deep": lambda: grey.astype(np.uint16) * 16,
-    }[kind]()
+    pixels = grey
+    if kind == "RGB":
+        pixels = rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    elif kind == "same":
+        pixels = np.stack([grey] * 3, -1)
+    elif kind == "deep":
+        pixels = grey.astype(np.uint16) * 16
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(file)
     return file

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -326,20 +327,104 @@ def test_a_site_that_fails_says_why(folders: Path, hall: Open) -> None:
     assert "calais has no answer: no disk" in lines
 
 
-def test_too_few_sites_are_waited_for_but_not_for_ever(folders: Path, hall: Open) -> None:
+def test_a_round_goes_on_with_a_quorum_and_names_who_is_missing(folders: Path, hall: Open) -> None:
     made, grid, lines = hall(config_of(folders, []))
     state, _ = made.play(made.initial())
     grid.absent = {66}
-    with pytest.raises(RunError, match=r"2 of 3 sites are there, 1 missing \(calais\), after 0 s"):
-        made.play(state)
-    assert "waiting: 2 of 3 sites are there, 1 missing (calais)" in lines
-    made.fleet.needed = 2
-    _, [event] = made.play(state)
+    state, [event] = made.play(state)
     assert event["participants"] == event["returned"] == [0, 1]
+    assert event["missing"] == ["calais"]
+    assert "going on without calais" in lines
+    lines.clear()
+    state, _ = made.play(state)
+    assert "going on without calais" not in lines  # once is enough
+    grid.absent = set()
+    _, [event] = made.play(state)
+    assert event["returned"] == [0, 1, 2]
+    assert "missing" not in event
 
 
-def test_nobody_at_all_stops_the_run(folders: Path, hall: Open) -> None:
-    made, grid, _ = hall(config_of(folders, []))
+@pytest.mark.parametrize(("quorum", "sites", "least"), [
+    (None, 1, 1), (None, 2, 2), (None, 3, 2), (None, 4, 3), (None, 10, 7), (1, 10, 1), (5, 3, 3),
+])  # fmt: skip
+def test_the_quorum_is_two_thirds_and_at_least_two(quorum: int | None, sites: int, least: int) -> None:
+    made = fleet.Fleet(Hall({}), [], 10, 1.0, 1.0, print, quorum=quorum)
+    assert made.least(sites) == least
+    # whoever begins with fewer sites goes on with as few
+    assert fleet.Fleet(Hall({}), [], 1, 1.0, 1.0, print).least(3) == 1
+
+
+def test_too_few_sites_are_waited_for_but_not_for_ever(folders: Path, hall: Open) -> None:
+    made, grid, lines = hall(config_of(folders, []))
+    state, _ = made.play(made.initial())
+    grid.absent = {55, 66}
+    with pytest.raises(RunError, match=r"1 of 2 sites are there, 1 missing \(bonn, calais\), after 0 s"):
+        made.play(state)
+    assert "waiting: 1 of 2 sites are there, 1 missing (bonn, calais)" in lines
+    made.fleet.quorum = 1
+    _, [event] = made.play(state)
+    assert event["participants"] == event["returned"] == [0]
+
+
+def test_before_the_first_round_everybody_is_waited_for_as_long_as_there_is_patience(
+    folders: Path, hall: Open
+) -> None:
+    made, grid, lines = hall(config_of(folders, []))
+    grid.absent = {66}
+    assert list(made.fleet.gather(first=True)) == [0, 1]
+    assert "waiting: 2 of 3 sites are there, 1 missing (calais)" in lines
+    grid.absent = {55, 66}
+    with pytest.raises(RunError, match="1 of 3 sites are there, 2 missing"):
+        made.fleet.gather(first=True)
+
+
+@pytest.mark.parametrize("late", [{55, 66, 77}, {55, 66}])
+def test_a_round_in_which_sites_are_late_is_repeated(late: set[int], folders: Path, hall: Open) -> None:
+    config = config_of(folders, METHODS["grouping"])
+    made, grid, lines = hall(config, patience=60)
+    calls: dict[int, int] = dict.fromkeys(late, 0)
+
+    def spoil(node: int, reply: Message) -> Message | None:
+        if node in late and "model" in reply.content:
+            calls[node] += 1
+            return None if calls[node] == 2 else reply  # in the second round
+        return reply
+
+    grid.spoil = spoil
+    state, events = played(made)
+    numbers = sorted({77: 0, 55: 1, 66: 2}[node] for node in late)
+    assert [event.get("asked_again", []) for event in events] == [[], numbers, []]
+    assert all(event["returned"] == event["participants"] == [0, 1, 2] for event in events)
+    assert same(state, simulated(config, folders))
+    assert any(line.startswith("round 2 has ") for line in lines)
+
+
+def test_trouble_on_the_way_is_waited_out(folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(folders, [])
+    made, grid, lines = hall(config, patience=60)
+    for name in ("get_nodes", "push_messages", "pull_messages"):
+        stock, left = getattr(grid, name), [1, 4]
+
+        def shaky(*given: Any, stock: Any = stock, left: list[int] = left) -> Any:
+            """Fails once, works four times, fails once."""
+            left[0] -= 1
+            if left[0] == 0:
+                left[0] = left[1] + 1
+                left[1] = 10**9
+                raise httpx.ConnectTimeout("timed out")
+            return stock(*given)
+
+        monkeypatch.setattr(grid, name, shaky)
+    monkeypatch.setattr(fleet, "SOON", 0.1)
+    assert len(made.fleet.gather(first=True)) == 3
+    state, _ = played(made)
+    assert same(state, simulated(config, folders))
+    assert "the sites cannot be reached (timed out): trying again" in lines
+    assert any(line.endswith("could not be sent a message: timed out") for line in lines)
+
+
+def test_nobody_at_all_stops_the_run_after_the_patience(folders: Path, hall: Open) -> None:
+    made, grid, _ = hall(config_of(folders, []), deadline=0.5)
     grid.spoil = lambda node, reply: None if "model" in reply.content else reply
     with pytest.raises(RunError, match="no site gave a model in round 1"):
         made.play(made.initial())

@@ -208,7 +208,7 @@ def test_a_stopped_run_predicts_and_exports_from_its_last_checkpoint(
         assert torch.equal(one, other)  # the model of two rounds
     assert ssfl("export", str(path), "early")[0] == 0
     assert ssfl("resume", str(path), "--quiet")[0] == 0
-    assert not (path / "checkpoints" / "model.safetensors").exists()
+    assert not (path / "unfinished.safetensors").exists()
     assert ssfl("predict", str(path), "pictures")[2] == ""
 
 

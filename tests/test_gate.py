@@ -38,20 +38,57 @@ def test_the_gate_names_what_is_wrong_and_lets_the_others_pass() -> None:
     sent = torch.zeros(6, 2, dtype=torch.float64)
     rows = torch.tensor([[1, 0], [0, 1.5], [float("nan"), 0], [9, 0], [1.2, 0], [1, 0]], dtype=torch.float64)
     strikes = torch.tensor([0, 2, 0, 0, 0, 3])
-    assert gate.judge(sent, rows, strikes) == [
+    assert gate.judge(sent, rows, strikes).reasons == [
         "", "", "not finite", "its update is 7.5 times as long as the others'", "",
         "left out after three refusals",
     ]  # fmt: skip
     still = gate.judge(sent, sent, torch.zeros(6))  # a round in which nobody moved
-    assert still == [""] * 6
-    # who learns while the others hardly move is not far outside; who replaces the model is
+    assert still.reasons == [""] * 6
+    assert torch.equal(still.rows, sent)
+    # who learns while the others hardly move is not refused; who replaces the model is
     model, early = torch.full((4, 2), 10.0), torch.tensor([[0.0, 0], [0.01, 0], [0, 3], [9, 0]])
-    assert [bool(why) for why in gate.judge(model, model + early, torch.zeros(4))] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    refused = [bool(why) for why in gate.judge(model, model + early, torch.zeros(4)).reasons]
+    assert refused == [False, False, False, True]
+
+
+def test_the_gate_cuts_what_is_longer_than_is_usual() -> None:
+    sent = torch.full((4, 2), 100.0, dtype=torch.float64)
+    updates = torch.tensor([[1, 0], [0, -2], [1.5, 0], [0, 30]], dtype=torch.float64)
+    found = gate.judge(sent, sent + updates, torch.zeros(4))
+    assert found.reasons == [""] * 4
+    assert float(found.usual) == 1.5
+    assert found.times == pytest.approx([1 / 1.5, 2 / 1.5, 1, 20])
+    longest = gate.REACH * 1.5
+    assert torch.allclose(
+        found.rows - sent, torch.tensor([[1, 0], [0, -longest], [1.5, 0], [0, longest]]).double()
+    )
+    # one bad user in two, or alone: earlier rounds are known
+    before = torch.tensor([0.0, 0.1, 0.4])
+    alone = gate.judge(sent[:1], sent[:1] + updates[3:], torch.zeros(1), before)
+    assert float(alone.usual) == pytest.approx(gate.GROWTH * 0.4)
+    assert float((alone.rows - sent[:1]).norm()) == pytest.approx(gate.REACH * gate.GROWTH * 0.4)
+    unknown = gate.judge(sent[:1], sent[:1] + updates[3:], torch.zeros(1), torch.zeros(3))
+    assert torch.allclose(unknown.rows, sent[:1] + updates[3:])
+    assert torch.equal(gate.remembered(before, torch.tensor(0.2), 0.3), torch.tensor([0.1, 0.4, 0.3]))
+
+
+def test_a_long_update_is_cut_told_and_remembered(quick: Make) -> None:
+    sim = assemble.make(
+        quick(
+            "federation.gate=true", "federation.attackers=0.1", "federation.attack=ascent", "run.engine=loop"
+        )
+    )
+    [bad] = attacks.who(10, 0.1, 1)
+    state = sim.initial()
+    assert state.memory["usual"].tolist() == [0] * gate.ROUNDS
+    state, [event, *_] = sim.play(state)
+    state, [event, *_] = sim.play(state)
+    assert list(event["cut"]) == [str(bad)]
+    assert event["cut"][str(bad)] > gate.LENGTH
+    assert event["refused"] == {}
+    others = [one for user, one in enumerate(event["user_update_norm"]) if user != bad]
+    assert event["user_update_norm"][bad] > 3 * max(others)
+    assert state.memory["usual"][-1] >= sorted(others)[4] * 0.99
 
 
 @pytest.mark.parametrize(
@@ -79,8 +116,8 @@ def test_refused_models_are_left_out_and_counted() -> None:
     strikes = torch.tensor([0, 1, 0, 0])
     start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), strikes)
     new, fed = play(Grouping(), start, COHORT, train(1, 2, 3, 400), train(5), gate=True)
-    # w_s = 20; group 1 = (20 + 11 + 13) / 3; group 2 has lost user 3: (20 + 22) / 2
-    assert new.streams.flatten().tolist() == pytest.approx([44 / 3, 21])
+    # w_s = 20; group 1 = (20 + 11 + 12) / 3, for 3 is cut to 2; group 2 has lost user 3: (20 + 22) / 2
+    assert new.streams.flatten().tolist() == pytest.approx([43 / 3, 21])
     assert list(fed.log.refused) == [3]
     assert new.strikes.tolist() == [0, 1, 0, 1]
     assert strikes.tolist() == [0, 1, 0, 0]
@@ -142,7 +179,7 @@ def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
 def test_a_gate_that_refuses_nobody_changes_nothing(method: Method, server: Trainer | None) -> None:
     start = State(0, column(10, 20), column(15)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
     (plain, _), (guarded, fed) = (
-        play(method, start, COHORT, train(1, 2, 3, 4), server, gate=gated, at_once=3)
+        play(method, start, COHORT, train(2, 2, 2, 2), server, gate=gated, at_once=3)
         for gated in (False, True)
     )
     assert not fed.log.refused
@@ -187,6 +224,13 @@ def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
     row = sent + 1
     assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5), sent - 1)
     assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5, 2.5), sent - 2.5)
+    ascent = attacks.corrupt("ascent", sent, row, sim.layout, 5) - sent
+    assert float(ascent.norm()) == pytest.approx(attacks.ASCENT * float(sent.norm()), rel=1e-5)
+    assert float(torch.cosine_similarity(ascent, sent - row, 0)) == pytest.approx(1, abs=1e-5)
+    slow = attacks.corrupt("slow", sent, row, sim.layout, 5) - sent
+    assert float(slow.norm()) == pytest.approx(float((row - sent).norm()), rel=1e-5)
+    shifted = attacks.corrupt("shift", sent, sent, sim.layout, 5) - sent
+    assert float(torch.cosine_similarity(slow, shifted, 0)) == pytest.approx(1, abs=1e-5)
     noisy = attacks.corrupt("noise", sent, row, sim.layout, 5)
     assert torch.equal(noisy, attacks.corrupt("noise", sent, row, sim.layout, 5))
     assert 0.3 < float((noisy - row).std() / row.abs().mean()) < 3

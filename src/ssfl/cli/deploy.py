@@ -65,10 +65,16 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
     sites: Annotated[
-        int | None, typer.Option(min=1, help="So many sites must be there; by itself all with keys.")
+        int | None, typer.Option(min=1, help="Wait for so many sites at the start; default: all with keys.")
+    ] = None,
+    quorum: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sites that a round needs; default: two thirds of those that joined, at least two."
+        ),
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that sites have for a round.")] = 120,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for missing sites.")] = 600,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds without any answer until it stops.")] = 600,
     share_model: Annotated[
         bool, typer.Option("--share-model", help="Let sites keep the final model (`ssfl join --keep`).")
     ] = False,
@@ -91,7 +97,7 @@ def serve(
         tell("--insecure: nothing is encrypted and anybody on this machine may join")
     if (data is None) == (resume is None):
         raise ConfigError("give --data FOLDER with your labelled images, or --resume RUN")
-    place = centre.Place(keys, host, port, sites, deadline, patience, share_model)
+    place = centre.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
     loaded = None
     if data is not None:
         named = "name" if outside.is_path(data) else "path"
@@ -100,6 +106,8 @@ def serve(
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
     print(f"{result.told}  in {result.path}")
+    if result.verdict is not None:
+        print(result.verdict)
 
 
 @app.command()

@@ -82,7 +82,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *told,
         "run first",
         "  ssfl run                            the quickstart: bundled digits, under a minute on two cores",
-        "  ssfl run FOLDER                     then your own images: a sub-folder for each class, and unlabelled/",
+        "  ssfl run FOLDER                     then your own images: one folder per class, and unlabelled/",
     ]
 
 

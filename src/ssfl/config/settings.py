@@ -130,8 +130,9 @@ class Federation:
     """One step more in the first round of every epoch, as in the authors' code."""
     attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
     """The share of users that send garbage, to see what a federation withstands."""
-    attack: str = setting("sign", choices=("sign", "noise", "shift"))
-    """What they send: an update of the opposite "sign", "noise", or a model whose classes are "shift"ed."""
+    attack: str = setting("sign", choices=("sign", "ascent", "noise", "shift", "slow"))
+    """What they send: an update of the opposite "sign", such an update that is very long ("ascent"), "noise",
+    a model whose classes are "shift"ed, or "slow" steps towards such a model."""
     attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
     """How many times as long they make their update."""
     head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
@@ -139,8 +140,8 @@ class Federation:
     slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
     """Evaluate and save a slow average over rounds; this much of it stays in each. 0: the plain model."""
     gate: bool | None = None
-    """Refuse models that are not finite or whose update is far longer than the others'. A user that is
-    refused three times is left out. Default: only with real sites."""
+    """Cut updates that are longer than is usual, and refuse models that are not finite or whose update is
+    far too long. A user that is refused three times is left out. Default: only with real sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
     """How the models of a group become one: their "mean" (the paper), or robustly, coordinate by coordinate,
     a "trimmed" mean or the "median"."""

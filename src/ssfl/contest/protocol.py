@@ -24,8 +24,9 @@ CHOOSING = 0
 """The seed of the runs that choices are made by, with a split of their own; the contest's are 1, 2, ..."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
 """General settings that are the same for every method."""
-RATES = (1 / 3, 1.0, 3.0)
-"""The learning rates that a method tries, as multiples of the config's."""
+RATES = (1.0, 1 / 3, 3.0)
+"""The learning rates that a method tries, as multiples of the config's; of equally good ones the first is
+taken."""
 THRESHOLDS = (0.8, 0.95)
 """The thresholds that a method tries besides its own."""
 
@@ -128,7 +129,7 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
 
 
 def rates(config: Config) -> list[str]:
-    """The learning rates that a method tries, as options; the config's own is the second."""
+    """The learning rates that a method tries, as options; the config's own is the first."""
     return [f"train.lr={float(f'{config.train.lr * factor:.2g}'):g}" for factor in RATES]
 
 

@@ -56,10 +56,16 @@ class Centre(Simulation):
         new, answers = self.played(state, fed), workers.answers
         for place, why in fed.log.refused.items():
             self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counted=True)
+        for place, times in fed.log.cut.items():
+            self.fleet.cut(self.fleet.names[fed.cohort.users[place]], times)
         strikes = new.strikes.clone()
         for user in answers.refused:
             strikes[user] += 1
         event = self.round_event(new.round, fed) | dict(answers.traffic)
+        if answers.missing:
+            event["missing"] = answers.missing
+        if answers.again:
+            event["asked_again"] = answers.again
         event["phases"] = phases.seconds()
         if self.config.privacy.clip is not None:  # sites keep these back
             event = {key: value for key, value in event.items() if key not in KEPT_BACK}
@@ -100,14 +106,12 @@ class _Sites:
         """Send the models, wait for answers; the cohort of those that came."""
         rows = {user: start[stream] for user, stream in zip(cohort.users, cohort.streams, strict=True)}
         with self.phases.during("users"):
-            self.answers = self.centre.fleet.train(rows, self.centre.terms, self.round, meanwhile)
-        back = only(cohort, self.answers.sent, self.answers.came)
-        silent = set(self.answers.sent) - set(self.answers.refused)
-        if not back.users and (silent or not self.centre.has_server):  # otherwise the server goes on alone
-            raise RunError(
-                f"no site gave a model in round {self.round + 1}: look at the sites, or give them longer "
-                "with --deadline"
+            self.answers = self.centre.fleet.train(
+                rows, self.centre.terms, self.round, meanwhile, self.centre.has_server
             )
+        back = only(cohort, self.answers.sent, self.answers.came)
+        if not back.users and not self.centre.has_server:
+            raise RunError(f"no site's model counts in round {self.round + 1}: look at the sites")
         self._users = back.users
         return back
 
@@ -168,9 +172,11 @@ class Place:
     host: str
     port: int
     sites: int | None
-    """How many sites must be there; by itself all that have keys."""
+    """How many sites are waited for before the first round; by itself all that have keys."""
     deadline: float
     patience: float
+    quorum: int | None = None
+    """How many sites a round needs; by itself two thirds of those that have joined, and at least two."""
     share: bool = False
     """Whether sites get the final model."""
 
@@ -209,16 +215,9 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(
-                grid,
-                names,
-                needed,
-                *times,
-                view.tell,
-                notes,
-                grid.exclude,
-                asked=place.keys is None,
+                grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None, place.quorum,
                 left_out=set(gone),
-            )
+            )  # fmt: skip
             return conduct(sim, terms, fleet, path, again, place.share, view)
 
 
@@ -283,15 +282,16 @@ def conduct(
     centre.leave_out(start.state)
     try:
         try:
-            fleet.gather()
+            fleet.gather(first=True)
         except RunError as error:
             raise RunError(f"{error}; then go on with `{command}`") from error
-        folder.write_split(path, _described(sim) | _shares(fleet))
+        folder.write_split(path, _described(sim) | _shares(fleet))  # names, and what is known of sizes
         result = train.rounds(centre, path, start, view.report)
     finally:
         last = max((event["round"] for event in folder.read_events(path)), default=0)
         for event in centre.refusals(last):
             folder.append_event(path, event)
+        folder.write_split(path, _described(sim) | _shares(fleet))
     why = f"all {sim.rounds} rounds are played; {result.told}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")

@@ -1,24 +1,26 @@
-"""The sites, as the centre reaches them: who is there, what they are sent, what comes back in time."""
+"""The sites, as the centre reaches them: who is there, what they are sent, what comes back in time.
 
-import threading
+A round goes on with a quorum of the sites. Where fewer answer, those that did not are asked again; a site's
+work depends on nothing but the round, so that it does not matter at which time it was asked.
+"""
+
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, Queue
-from typing import Any, Protocol
+from typing import Any
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
 from ssfl.core.events import Event
-from ssfl.deploy import wire
-from ssfl.deploy.internals import LATE, NodeInfo
+from ssfl.deploy import post, wire
+from ssfl.deploy.internals import NodeInfo
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
 
-POLL = 0.25
-"""Seconds between two looks for answers."""
 LINE_EVERY = 10.0
 """Seconds between two lines about who is missing."""
 GREETING = 10.0
@@ -27,25 +29,11 @@ LATER = 30.0
 """Seconds until a site that did not say who it is, but something else, is asked again."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
-LONGEST = 300
-"""Letters of what somebody else said that are shown and written down."""
+SHARE = 2 / 3
+"""The quorum, as a share of the sites that have joined."""
+FEWEST = 2
+"""No quorum is less, where there are so many sites: one site's update alone is no average."""
 Tell = Callable[[str], None]
-
-
-def short(text: object) -> str:
-    """What somebody else said, as long as a line may be."""
-    said = " ".join(str(text).split())
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
-
-
-class Exchange(Protocol):
-    """What is used of Flower's Grid."""
-
-    def get_nodes(self) -> Iterable[NodeInfo]: ...
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
 
 
 @dataclass(frozen=True)
@@ -60,21 +48,25 @@ class Answers:
     """Why a user was refused something; its model may have come all the same."""
     traffic: Mapping[str, int]
     """Bytes that went over the port meanwhile, Flower's own included: `wire_up`, `wire_down`."""
+    missing: list[str] = field(default_factory=list)
+    """The sites that should have taken part, gave no model and were refused none."""
+    again: list[int] = field(default_factory=list)
+    """The users that were sent a model once more, each as often as that."""
 
 
 @dataclass
 class Fleet:
     """The sites, as the centre reaches them."""
 
-    grid: Exchange
+    grid: post.Exchange
     names: list[str]
     """In the order of the users' numbers."""
     needed: int
-    """How many sites must be there when a round begins."""
+    """How many sites are waited for before the first round."""
     deadline: float
     """Seconds that sites have for a round."""
     patience: float
-    """Seconds to wait for missing sites."""
+    """Seconds without any answer after which the run stops."""
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
     """What the port tells, from whatever thread: something refused, or how much has travelled."""
@@ -82,6 +74,8 @@ class Fleet:
     """Has the port drop nodes that are left out."""
     asked: bool = False
     """Whether sites tell their names themselves, for want of keys."""
+    quorum: int | None = None
+    """How many sites must take part in a round; by default two thirds of those that have joined."""
     images: dict[str, int] = field(default_factory=dict)
     """How many images each site says that it has."""
     doing: dict[str, str] = field(default_factory=dict)
@@ -90,6 +84,10 @@ class Fleet:
     """Who takes no part any more."""
     log: list[Event] = field(default_factory=list)
     """What was refused and has not been written down yet."""
+    _joined: set[str] = field(default_factory=set)
+    """Who has been there, and counts for the quorum."""
+    _without: list[str] = field(default_factory=list)
+    """Who was missing when that was last told."""
     _traffic: dict[str, int] = field(default_factory=dict)
     """Bytes that have gone over the port, if it tells."""
     _refused: dict[str, str] = field(default_factory=dict)
@@ -100,10 +98,19 @@ class Fleet:
     """Nodes that were asked who they are, in which message, and until when they may answer."""
     _turned_away: dict[int, float] = field(default_factory=dict)
     """Nodes that are not asked who they are, and until when."""
+    _cut: dict[str, int] = field(default_factory=dict)
+    """How often a site's update was cut."""
+    _reached: bool = True
+    """Whether the exchange itself could be reached when it was last asked."""
+
+    def least(self, sites: int) -> int:
+        """The quorum of so many sites."""
+        usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
+        return min(sites, usual if self.quorum is None else self.quorum)
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Somebody's message goes no further, without a name a stranger's; it may be counted already."""
-        why = short(why)
+        why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
         self.log.append(event if host is None else event | {"from": host})
         if name is None:
@@ -113,6 +120,14 @@ class Fleet:
         if not counted:
             self._refused[name] = why
         self.tell(f"refused: {name} sent {why}")
+
+    def cut(self, name: str, times: float) -> None:
+        """Name a site whose update was cut; who goes on with it is named ever less often."""
+        count = self._cut[name] = self._cut.get(name, 0) + 1
+        if count & (count - 1) == 0:
+            self.tell(
+                f"{name} sent an update {times:.3g} times as long as is usual: it was cut ({count} so far)"
+            )
 
     def listen(self) -> set[int]:
         """Take in what the port told; gives the nodes whose answer cannot come any more."""
@@ -131,7 +146,14 @@ class Fleet:
 
     def connected(self) -> dict[int, int]:
         """Flower's number of each user that is there and takes part."""
-        online = {node.node_id: node for node in self.grid.get_nodes()}
+        try:
+            online = {node.node_id: node for node in self.grid.get_nodes()}
+        except post.TROUBLE as error:
+            if self._reached:
+                self.tell(f"the sites cannot be reached ({post.short(error)}): trying again")
+            self._reached = False
+            return {}
+        self._reached = True
         for node, name in list(self._nodes.items()):
             if node not in online:
                 del self._nodes[node]
@@ -139,7 +161,8 @@ class Fleet:
                 self.tell(f"{name} is away")
         now = time.monotonic()
         known = self._nodes.keys() | {node for node, until in self._turned_away.items() if now < until}
-        self._greet({number: node for number, node in online.items() if number not in known})
+        new = {number: node for number, node in online.items() if number not in known}
+        self._greet(new)
         found = {name: node for node, name in self._nodes.items() if name not in self.left_out}
         return {user: found[name] for user, name in enumerate(self.names) if name in found}
 
@@ -157,7 +180,7 @@ class Fleet:
             for node in strangers
             if node not in self._greeted
         }
-        for node, name in self._send(new, "query", self.deadline):
+        for node, name in post.send(self.grid, new, "query", self.deadline, self.tell, self._called):
             self._greeted[node] = name, now + self.deadline
         end, waiting = time.monotonic() + GREETING, set(new)
         while True:
@@ -168,7 +191,7 @@ class Fleet:
             waiting &= self._greeted.keys()
             if not waiting or time.monotonic() > end:
                 return
-            time.sleep(getattr(self.grid, "pause", POLL))
+            time.sleep(getattr(self.grid, "pause", post.POLL))
 
     def _greetings(self) -> dict[int, RecordDict]:
         """What sites have answered that were asked who they are."""
@@ -177,7 +200,7 @@ class Fleet:
             try:
                 replies = list(self.grid.pull_messages([name]))
             except Exception as error:  # it stopped in the middle, or is gone: it is asked again
-                self.tell(f"{node} did not say who it is: {short(error)}")
+                self.tell(f"{node} did not say who it is: {post.short(error)}")
                 self._turned_away[node] = time.monotonic() + SOON
                 del self._greeted[node]
                 continue
@@ -185,8 +208,8 @@ class Fleet:
                 del self._greeted[node]
                 if reply.has_content():
                     found[node] = reply.content
-                elif reply.error.code not in LATE:
-                    self.tell(f"{node} did not say who it is, but {short(reply.error.reason)}")
+                elif reply.error.code not in post.LATE:
+                    self.tell(f"{node} did not say who it is, but {post.short(reply.error.reason)}")
                     self._turned_away[node] = time.monotonic() + LATER
         return found
 
@@ -195,7 +218,7 @@ class Fleet:
         try:
             told, count = wire.read_who(content)
         except DataError as error:
-            self.tell(f"{info.name or node} did not say who it is, but {short(error)}")
+            self.tell(f"{info.name or node} did not say who it is, but {post.short(error)}")
             self._turned_away[node] = time.monotonic() + LATER
             return
         name = told if self.asked else info.name
@@ -205,36 +228,41 @@ class Fleet:
         if name not in self.names or name in self._nodes.values():
             taken = name in self.names
             why = "another site has that name" if taken else "no such site is expected"
-            self.tell(f"{short(name)} is turned away: {why}")
+            self.tell(f"{post.short(name)} is turned away: {why}")
             self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
             return
         self._nodes[node], self.images[name] = name, count
+        self._joined.add(name)
         self.doing[name] = "connected"
         self.tell(f"{name} is connected with {count} images")
         if name in self.left_out:
             self._send_away([node])
 
-    def gather(self) -> dict[int, int]:
-        """Wait until enough sites are there."""
+    def gather(self, first: bool = False) -> dict[int, int]:
+        """Wait for a quorum of the sites; before the `first` round for all, as long as there is patience."""
         end, told, said = time.monotonic() + self.patience, 0.0, ""
-        needed = min(self.needed, len(self.names) - len(self.left_out)) if self.names else self.needed
-        if needed < 1:
-            raise RunError("every site is left out after three refusals: look at the sites")
         while True:
             self.listen()
             there = self.connected()
-            if len(there) >= needed:
+            most = len(self.names) - len(self.left_out) if self.names else self.needed
+            if most < 1:
+                raise RunError("every site is left out after three refusals: look at the sites")
+            needed = min(self.needed, most)
+            quorum = max(1, self.least(needed if first else len(self._joined - self.left_out)))
+            if len(there) >= (needed if first else quorum):
                 return there
-            missing = [
-                name
-                for user, name in enumerate(self.names)
-                if user not in there and name not in self.left_out
-            ]
-            line = f"{len(there)} of {needed} sites are there, {needed - len(there)} missing"
+            expected = self.names if first else sorted(self._joined)
+            missing = [n for n in expected if n not in self._nodes.values() and n not in self.left_out]
+            wanted = needed if first else quorum
+            line = f"{len(there)} of {wanted} sites are there, {wanted - len(there)} missing"
             line += f" ({', '.join(missing[:10])})" if missing else ""
             if time.monotonic() > end:
+                # where sites say their names themselves, all must have been there to be numbered
+                if first and not self.asked and len(there) >= quorum:
+                    return there
                 raise RunError(
-                    f"{line}, after {self.patience:.0f} s: get them to join, or ask for fewer with --sites"
+                    f"{line}, after {self.patience:.0f} s: get them to join, or ask for fewer with "
+                    f"{'--sites' if first else '--quorum'}"
                 )
             if line != said or time.monotonic() - told > LINE_EVERY:
                 told, said = time.monotonic(), line
@@ -249,83 +277,101 @@ class Fleet:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, RecordDict]:
         """Send each node its content; the answers that come in time."""
-        if not contents:
-            return {}
-        inbox = Queue[tuple[int, Message | Exception]]()
-        pause = getattr(self.grid, "pause", POLL * max(1, len(contents) / 10))
-        sent = list(self._send(contents, kind, deadline))
-        end = time.monotonic() + deadline
+        return post.exchange(
+            self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
+        )
 
-        def fetch(node: int, name: str) -> None:
-            """One thread for each: a site that stops in the middle of its answer holds up nobody else."""
-            try:
-                while time.monotonic() < end:
-                    for reply in self.grid.pull_messages([name]):
-                        return inbox.put((node, reply))
-                    time.sleep(pause)
-            except Exception as error:
-                inbox.put((node, error))
-
-        for node, name in sent:
-            threading.Thread(target=fetch, args=(node, name), daemon=True).start()
-        meanwhile()
-        answers: dict[int, RecordDict] = {}
-        missing, late = {node for node, _ in sent}, set(contents) - {node for node, _ in sent}
-        while missing:
-            missing -= self.listen()
-            left = end - time.monotonic()
-            try:
-                node, reply = inbox.get(timeout=min(max(left, 0.01), POLL))
-            except Empty:
-                if left > 0:
-                    continue
-                break  # what came while this process was busy has been taken in
-            missing.discard(node)
-            if isinstance(reply, Message) and reply.has_content():
-                answers[node] = reply.content
-            elif isinstance(reply, Message) and reply.error.code in LATE:
-                late.add(node)
-            else:
-                why = reply.error.reason if isinstance(reply, Message) else reply
-                self.tell(f"{self._nodes.get(node, node)} has no answer: {short(why)}")
-        for node in (missing | late) - self.listen():
-            self.tell(f"{self._nodes.get(node, node)} did not answer within {deadline:.0f} s")
-        return answers
-
-    def _send(self, contents: Mapping[int, RecordDict], kind: str, holds: float) -> Iterator[tuple[int, str]]:
-        """Send each node its content; gives the messages' names."""
-        for node, content in contents.items():
-            message = Message(content, dst_node_id=node, message_type=kind, ttl=holds)
-            for name in self.grid.push_messages([message]):
-                yield node, name
+    def _called(self, node: int) -> str:
+        return self._nodes.get(node, str(node))
 
     def train(
-        self, rows: Mapping[int, Tensor], terms: str, round: int, meanwhile: Callable[[], None]
+        self,
+        rows: Mapping[int, Tensor],
+        terms: str,
+        round: int,
+        meanwhile: Callable[[], None],
+        alone: bool = True,
     ) -> Answers:
-        """Send the users that are there a model each; what comes back."""
-        before = dict(self._traffic)
-        nodes = self.gather()
-        users = {nodes[user]: user for user in rows if user in nodes}
+        """Send the users that are there a model each; what comes back.
+
+        Who does not answer is asked again until there is a quorum; where none of these users is there, the
+        server may go on `alone`.
+        """
+        before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
+        came: dict[int, tuple[Tensor, dict[str, float]]] = {}
+        refused: dict[int, str] = {}
+        sent: list[int] = []
+        while True:
+            nodes = self.gather()
+            left = [user for user in rows if self.names[user] not in self.left_out]
+            users = {
+                nodes[user]: user for user in left if user in nodes and not (user in came or user in refused)
+            }
+            self._tell_missing([self.names[user] for user in left if user not in nodes])
+            sent += users.values()
+            new = self._ask(users, rows, terms, round, wait, meanwhile)
+            numbers = {name: user for user, name in enumerate(self.names)}
+            refused |= {numbers[name]: why for name, why in self._refused.items()}
+            heard = time.monotonic() if new or self._refused else heard
+            self._refused.clear()
+            came |= new
+            asked = set(sent)
+            if len(came.keys() | refused.keys() & asked) >= min(len(asked), self.least(len(left))) and (
+                asked or alone or not left
+            ):
+                break
+            if time.monotonic() - heard > self.patience:
+                raise RunError(
+                    f"no site gave a model in round {round + 1} for {self.patience:.0f} s: look at the "
+                    "sites, or give them longer with --deadline"
+                )
+            late = [self.names[user] for user in sent if not (user in came or user in refused)]
+            self.tell(
+                f"round {round + 1} has {len(came)} of {len(asked)} models: asking again "
+                f"{', '.join(dict.fromkeys(late))}"
+            )
+            wait, meanwhile = min(2 * wait, max(self.patience, self.deadline)), _nothing
+            if not users:
+                time.sleep(1)
+        missing = [self.names[user] for user in left if not (user in came or user in refused)]
+        traffic = {f"wire_{way}": total - before.get(way, 0) for way, total in self._traffic.items()}
+        once = list(dict.fromkeys(sent))
+        again = [user for user in once for _ in range(sent.count(user) - 1)]
+        return Answers(once, came, refused, traffic, missing, again)
+
+    def _ask(
+        self,
+        users: Mapping[int, int],
+        rows: Mapping[int, Tensor],
+        terms: str,
+        round: int,
+        wait: float,
+        meanwhile: Callable[[], None],
+    ) -> dict[int, tuple[Tensor, dict[str, float]]]:
+        """Send a model to these nodes; the models and numbers that come back in time, by user."""
         contents = {
             node: wire.pack(rows[user], terms=terms, user=user, round=round) for node, user in users.items()
         }
         self.doing |= {self.names[user]: "training" for user in users.values()}
         came = {}
-        for node, content in self.exchange(contents, "train", self.deadline, meanwhile).items():
+        for node, content in self.exchange(contents, "train", wait, meanwhile).items():
             user = users[node]
             try:
                 came[user] = wire.read_trained(content, rows[user].numel(), round)
                 self.doing[self.names[user]] = "answered"
+                self.images[self.names[user]] = wire.read_images(content)
             except DataError as error:
                 self.refuse(self.names[user], str(error))
         for user in users.values():
             if self.doing[self.names[user]] == "training":
                 self.doing[self.names[user]] = "no answer"
-        numbers = {name: user for user, name in enumerate(self.names)}
-        refused = {numbers[name]: why for name, why in self._refused.items()}
-        self._refused.clear()
-        traffic = {f"wire_{way}": total - before.get(way, 0) for way, total in self._traffic.items()}
-        return Answers(list(users.values()), came, refused, traffic)
+        return came
+
+    def _tell_missing(self, missing: list[str]) -> None:
+        """Name the sites that a round goes on without, once for as long as they are the same."""
+        if missing and missing != self._without:
+            self.tell(f"going on without {', '.join(missing[:10])}{', ...' if missing[10:] else ''}")
+        self._without = missing
 
     def leave_out(self, users: Collection[int]) -> None:
         """Send these users no model any more, and say so to them."""
@@ -340,7 +386,8 @@ class Fleet:
         """Tell sites that they are left out; nobody waits for what they say to that."""
         why = "the centre refused three of this site's answers and leaves it out: ask its keeper"
         end = ConfigRecord({"ask": "end", "why": why})
-        list(self._send({node: RecordDict({"config": end}) for node in nodes}, "query", self.deadline))
+        contents = {node: RecordDict({"config": end}) for node in nodes}
+        list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
         self.exclude(nodes)
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
@@ -354,3 +401,7 @@ class Fleet:
             else:
                 contents[node] = RecordDict({"config": ConfigRecord({"ask": "end", "why": why})})
         self.exchange(contents, "query", 10.0 if model is None else self.deadline)
+
+
+def _nothing() -> None:
+    """What the centre does while sites train once more."""

@@ -30,6 +30,7 @@ class View:
         self.sites: Sites | None = None
         self.round = self.rounds = 0
         self.accuracy = ""
+        self.inside = False  # whether the centre trains what the federation is compared with
         self.told: dict[str, str] = {}
         self.refusals: dict[str, int] = {}
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
@@ -55,7 +56,13 @@ class View:
 
     def report(self, event: Event) -> None:
         """What a run tells."""
-        if event["event"] == "round":
+        if event["event"] == "start":
+            self.inside = bool(event.get("what"))
+            if self.inside:
+                self.tell(f"now the {event['what']}, to compare with; sites have nothing to do")
+        elif self.inside and event["event"] in ("round", "eval"):
+            return
+        elif event["event"] == "round":
             self._round(event)
         elif event["event"] == "eval":
             self.accuracy = f"{accuracy(event)} on held-out labels"

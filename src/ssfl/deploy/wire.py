@@ -212,16 +212,24 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
     return row, told
 
 
-def read_who(content: RecordDict) -> tuple[str, int]:
-    """The name and the number of images that a site tells of itself."""
+def read_images(content: RecordDict) -> int:
+    """How many images a site says that it has."""
     try:
-        name = content.config_records["config"]["name"]
         count = _number(content.metric_records["told"]["images"])
     except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
     if not 0 <= count < 2**53:
         raise DataError(f"{count} images")
-    return str(name), int(count)
+    return int(count)
+
+
+def read_who(content: RecordDict) -> tuple[str, int]:
+    """The name and the number of images that a site tells of itself."""
+    try:
+        name = content.config_records["config"]["name"]
+    except KeyError as error:
+        raise DataError(f"an answer without its numbers ({error})") from error
+    return str(name), read_images(content)
 
 
 def _number(value: object) -> float:

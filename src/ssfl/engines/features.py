@@ -86,7 +86,7 @@ class Features:
         because nothing names them."""
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
-        settings = (FORMAT, count, tuple(mean), tuple(std), flip, external.fingerprint(module.trunk))
+        settings = (FORMAT, count, tuple(mean), tuple(std), flip, external.fingerprint(trunk))
         name = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
         own = (weak, strong) == (augment.WEAK, augment.STRONG)
         return cls(
@@ -136,7 +136,7 @@ class Features:
             key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
             drawn = draws.bits(draws.fold(key, torch.arange(self.count)), view.draws)
             made.append(view.make(image.expand(self.count, *image.shape), drawn, self.flip))
-        return self._through(torch.cat(made)).unflatten(0, (2, self.count))
+        return self._through(torch.cat(made)).unflatten(0, (2, self.count))  # type: ignore[no-any-return]
 
     def _through(self, images: Tensor) -> Tensor:
         device = next(self.trunk.parameters()).device

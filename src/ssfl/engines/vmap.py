@@ -76,6 +76,11 @@ class Vmap:
         if self.compiled:  # one process may run many experiments, and each shape is compiled anew
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
+            # torch times two ways to sum and takes the faster: other bits on another day
+            inductor = importlib.import_module("torch._inductor.config")
+            for name, value in (("dynamic_scale_rblock", False), ("deterministic", True)):
+                if hasattr(inductor, name):
+                    setattr(inductor, name, value)
         self._views: Callable[..., Batch] = made(make_batch)
         whole = made if getattr(self.networks[True], "compilable", True) else _as_is
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}

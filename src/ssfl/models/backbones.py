@@ -68,7 +68,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = x if self.expand is None else F.relu6(self.expand(x))
         out = self.project(F.relu6(self.depthwise(out)))
-        return x + out if self.shortcut else out
+        return x + out if self.shortcut else out  # type: ignore[no-any-return]
 
 
 class Stem(nn.Module):

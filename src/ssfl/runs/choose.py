@@ -132,6 +132,7 @@ def choose(
         settings.pop("split")
     if {"rounds", "epochs"} & set(said.get("federation", {})):
         federation.pop("rounds")
+    steps = federation["period"]
     rounds = said.get("federation", {}).get("rounds") or federation.get("rounds") or 100
     settings["train"]["warmup"] = min(80, rounds * steps // 10)
     return Choice(settings, why)
@@ -222,6 +223,11 @@ def _from_scratch(
         if one
         else "larger ones take much longer to train" + ("" if gpu else " on a CPU")
     )
+    if area > 96 * 96 and "batch_size" not in said.get("train", {}):  # memory: two gigabytes for two cores
+        images = train["batch_size"] * federation["period"]
+        train["batch_size"] = 8 if area > 160 * 160 else 16
+        if "period" not in said.get("federation", {}):
+            federation["period"] = max(2, min(32, images // train["batch_size"]))
     lines = [f"images of {' x '.join(map(str, sides))} pixels ({_found(facts)}): {_asked(pixels) or why}"]
     if gpu or name not in COST:
         federation["rounds"] = 100
@@ -230,11 +236,8 @@ def _from_scratch(
     work = train["batch_size"] * federation["period"] * (federation["participants"] + 1)
     affordable = BUDGET * max(1.0, 0.8 * cores) / (work * each)
     federation["rounds"] = max(20, min(100, int(affordable)))
-    lite = (
-        " (with the extra pretrained, a network that knows ImageNet would be used)"
-        if facts.side >= 48
-        else ""
-    )
+    offered = wanted is None and facts.side >= 48
+    lite = " (with the extra pretrained, a network that knows ImageNet would be used)" if offered else ""
     return [f"network {name}, which a CPU trains in minutes{lite}", *lines]
 
 

@@ -125,7 +125,8 @@ def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> floa
     if work.steps == 1 or first > LONG:
         return first * work.steps
     one, two = (_timed(sim, lambda count=count: train(_cut(work, count))) for count in (1, 2))  # type: ignore[misc]
-    return one + max(two - one, one / 4) * (work.steps - 1)
+    further = min(max(two - one, one / 4), two / 2)  # a busy machine makes the difference a matter of chance
+    return one + further * (work.steps - 1)
 
 
 def _cut(work: Work, steps: int) -> Work:

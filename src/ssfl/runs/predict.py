@@ -110,11 +110,11 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         config = folder.read_config(path)  # says so where it is not a run folder at all
-        file = path / "checkpoints" / "model.safetensors"
+        file = path / folder.UNFINISHED
         if not file.is_file():
             raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
     tensors, card = folder.read_model(file)
-    if file.parent.name == "checkpoints" and path.is_dir():
+    if path.is_dir() and file.name == folder.UNFINISHED:
         warnings.warn(
             f"{path} is not finished: this is its model after round {card.get('round')} of "
             f"{config.federation.rounds}; `{folder.again(path)}` goes on",

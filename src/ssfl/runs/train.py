@@ -351,7 +351,7 @@ def _playing(
         if state.round < sim.rounds:  # a run that is stopped here can predict
             known = [event for event in history if event["event"] == "eval"]
             card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
-            folder.write_model(path / "checkpoints" / MODEL, sim.final_tensors(state), card)
+            folder.write_model(path / folder.UNFINISHED, sim.final_tensors(state), card)
         saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
 
     private = sim.config.privacy.clip is not None
@@ -445,7 +445,7 @@ def _finish(
     judged = judged_by(evaluation, compared)
     tensors = kept.final_tensors(last)
     folder.write_model(path / MODEL, tensors, model_card(kept, evaluation | judged))
-    (path / "checkpoints" / MODEL).unlink(missing_ok=True)
+    (path / folder.UNFINISHED).unlink(missing_ok=True)
     summary: dict[str, Any] = {
         **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
         "rounds": state.round,

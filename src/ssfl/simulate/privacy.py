@@ -65,6 +65,7 @@ def spent(config: Config, history: Iterable[Event]) -> Event:
         if event["event"] == "round":
             round = event["round"]
             parts.update(event["participants"])
+            parts.update(event.get("asked_again", []))  # each answer has fresh noise
             least.update([min(len(group) for group in event["groups"] if group)] if event["returned"] else [])
     return {"event": "privacy", "round": round, **_cost(config, max(parts.values(), default=0), least)}
 

@@ -21,9 +21,12 @@ from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.errors import MethodError
 from ssfl.federation import METRICS, NEEDS, Named, State, Trained, Users
-from ssfl.simulate.gate import judge
+from ssfl.simulate.gate import LENGTH, judge
 from ssfl.simulate.plan import Plan
 from ssfl.simulate.scoring import Score
+
+USUAL = "usual"
+"""What the lengths of updates in the last rounds are called in a state's memory."""
 
 
 class Experiment(Protocol):
@@ -103,6 +106,10 @@ class Log:
     """How many models the server trained."""
     refused: dict[int, str] = field(default_factory=dict)
     """Why models were refused, by their users' places in the cohort."""
+    cut: dict[int, float] = field(default_factory=dict)
+    """How many times as long as is usual updates were that were far too long and have been cut."""
+    usual: Tensor | None = None
+    """The usual length of an update, where there is a gate."""
     told: dict[str, float] = field(default_factory=dict)
     """Further metrics of the method's round."""
     sent_bytes: int = 0
@@ -275,7 +282,7 @@ class Round:
             sent = torch.cat([part for part, _ in returned.held])
             rows, weight, report = _joined([back for _, back in returned.held])
             self.log.reported_bytes = sum(t.numel() * t.element_size() for t in report.values())
-            who = self._passed(sent, rows, weight)
+            rows, who = self._passed(sent, rows, weight)
             kept = _only(kept, who) if len(who) < len(rows) else kept
             groups = _regrouped(cohort.groups, who)
             report = {name: tensor[who] for name, tensor in report.items()}
@@ -297,14 +304,21 @@ class Round:
             sizes = self.sim.plan.users.sizes[users]
         return Users(means, average, counted, users, groups, kept, self.needs, rows, report, sizes)
 
-    def _passed(self, sent: Tensor, rows: Tensor, weight: Tensor | None) -> list[int]:
-        """The places of the models that count: those that the gate lets through and that have a weight."""
+    def _passed(self, sent: Tensor, rows: Tensor, weight: Tensor | None) -> tuple[Tensor, list[int]]:
+        """The models as they count, and the places of those that the gate lets through and that have a
+        weight."""
         if self.sim.config.federation.gate:
             strikes = self.state.strikes[list(self.cohort.users)]
-            reasons = judge(sent, rows, strikes)
-            self.log.refused = {place: reason for place, reason in enumerate(reasons) if reason}
+            verdict = judge(sent, rows, strikes, self.state.memory.get(USUAL))
+            rows, self.log.usual = verdict.rows, verdict.usual
+            self.log.refused = {place: why for place, why in enumerate(verdict.reasons) if why}
+            self.log.cut = {
+                place: times
+                for place, times in enumerate(verdict.times)
+                if times > LENGTH and place not in self.log.refused
+            }
         heavy = [True] * len(rows) if weight is None else (weight > 0).tolist()
-        return [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
+        return rows, [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
         """One row of a group's, or of everybody's where the group is empty: the mean or a robust average."""

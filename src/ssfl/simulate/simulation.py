@@ -30,8 +30,9 @@ from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
 from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
+from ssfl.simulate.gate import ROUNDS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import Round
+from ssfl.simulate.rounds import USUAL, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
@@ -114,6 +115,8 @@ class Simulation:
         memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
+        if gate:
+            memory[USUAL] = row.new_zeros(ROUNDS)
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
@@ -149,6 +152,10 @@ class Simulation:
             stays = min(federation.slow_average, new.round / (new.round + 9))
             slow = stays * new.memory[SLOW] + (1 - stays) * new.average
             new = replace(new, memory=new.memory | {SLOW: slow})
+        if USUAL in new.memory:
+            usual = new.streams.new_zeros(()) if log.usual is None else log.usual
+            server = 0.0 if log.server is None else log.server.norms.max()
+            new = replace(new, memory=new.memory | {USUAL: remembered(new.memory[USUAL], usual, server)})
         if log.refused:
             strikes = new.strikes.clone()
             strikes[[fed.cohort.users[place] for place in log.refused]] += 1
@@ -273,6 +280,10 @@ class Simulation:
         }
         if self.config.federation.gate:
             event["refused"] = {str(cohort.users[place]): why for place, why in log.refused.items()}
+        if log.cut:
+            event["cut"] = {
+                str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()
+            }
         if log.users is not None:
             names = list(log.users.metrics)
             numbers = torch.stack([*log.users.metrics.values(), log.users.norms])

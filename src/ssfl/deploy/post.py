@@ -1,0 +1,119 @@
+"""Messages to the sites and their answers, whatever carries them: Flower's Grid, or a test's stand-in."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import Empty, Queue
+from typing import Protocol
+
+import httpx
+from flwr.app import Message, RecordDict
+
+from ssfl.deploy.internals import LATE as LATE
+from ssfl.deploy.internals import CannotCarry, NodeInfo
+
+POLL = 0.25
+"""Seconds between two looks for answers."""
+TROUBLE = (httpx.HTTPError, OSError, CannotCarry)
+"""What goes wrong on the way: the message is lost, the federation is not."""
+ATTEMPTS = 3
+"""How often a message is sent before it is given up."""
+LONGEST = 300
+"""Letters of what somebody else said that are shown and written down."""
+Tell = Callable[[str], None]
+
+
+def short(text: object) -> str:
+    """What somebody else said, as long as a line may be."""
+    said = " ".join(str(text).split())
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
+
+
+class Exchange(Protocol):
+    """What is used of Flower's Grid."""
+
+    def get_nodes(self) -> Iterable[NodeInfo]: ...
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
+
+
+def send(
+    grid: Exchange,
+    contents: Mapping[int, RecordDict],
+    kind: str,
+    holds: float,
+    tell: Tell,
+    called: Callable[[int], str],
+) -> Iterator[tuple[int, str]]:
+    """Send each node its content, to be answered within `holds` seconds; gives the messages' names."""
+    for node, content in contents.items():
+        for attempt in range(ATTEMPTS):
+            message = Message(content, dst_node_id=node, message_type=kind, ttl=holds)
+            try:
+                yield from ((node, name) for name in grid.push_messages([message]) if name)
+                break
+            except TROUBLE as error:
+                tell(f"{called(node)} could not be sent a message: {short(error)}")
+                time.sleep(POLL * 2**attempt)
+
+
+def exchange(
+    grid: Exchange,
+    contents: Mapping[int, RecordDict],
+    kind: str,
+    deadline: float,
+    tell: Tell,
+    called: Callable[[int], str],
+    lost: Callable[[], set[int]],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[int, RecordDict]:
+    """Send each node its content; the answers that come in time. `lost` gives nodes whose answer cannot come
+    any more."""
+    if not contents:
+        return {}
+    inbox = Queue[tuple[int, Message | Exception]]()
+    pause = getattr(grid, "pause", POLL * max(1, len(contents) / 10))
+    sent = list(send(grid, contents, kind, deadline, tell, called))
+    end = time.monotonic() + deadline
+
+    def fetch(node: int, name: str) -> None:
+        """One thread for each: a site that stops in the middle of its answer holds up nobody else."""
+        while time.monotonic() < end:
+            try:
+                for reply in grid.pull_messages([name]):
+                    inbox.put((node, reply))
+                    return
+            except TROUBLE:  # the next look may do better
+                pass
+            except Exception as error:
+                inbox.put((node, error))
+                return
+            time.sleep(pause)
+
+    for node, name in sent:
+        threading.Thread(target=fetch, args=(node, name), daemon=True).start()
+    meanwhile()
+    answers: dict[int, RecordDict] = {}
+    missing, late = {node for node, _ in sent}, set(contents) - {node for node, _ in sent}
+    while missing:
+        missing -= lost()
+        left = end - time.monotonic()
+        try:
+            node, reply = inbox.get(timeout=min(max(left, 0.01), POLL))
+        except Empty:
+            if left > 0:
+                continue
+            break  # what came while this process was busy has been taken in
+        missing.discard(node)
+        if isinstance(reply, Message) and reply.has_content():
+            answers[node] = reply.content
+        elif isinstance(reply, Message) and reply.error.code in LATE:
+            late.add(node)
+        else:
+            why = reply.error.reason if isinstance(reply, Message) else reply
+            tell(f"{called(node)} has no answer: {short(why)}")
+    for node in (missing | late) - lost():
+        tell(f"{called(node)} did not answer within {deadline:.0f} s")
+    return answers
