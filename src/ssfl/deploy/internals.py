@@ -94,19 +94,15 @@ TYPES: dict[str, tuple[Any, Any]] = {
     ),
     "fleet/pull-messages": (fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
     "fleet/push-messages": (fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
-} | {
-    f"{api}/{name}": types
-    for api in ("fleet", "runtime")
-    for name, types in {
-        "push-object": (message_pb2.PushObjectRequest, message_pb2.PushObjectResponse),
-        "pull-object": (message_pb2.PullObjectRequest, message_pb2.PullObjectResponse),
-        "confirm-message-received": (
-            message_pb2.ConfirmMessageReceivedRequest,
-            message_pb2.ConfirmMessageReceivedResponse,
-        ),
-    }.items()
 }
 """The requests that are sent, and what is answered to them, by path."""
+for _api in ("fleet", "runtime"):
+    TYPES[f"{_api}/push-object"] = message_pb2.PushObjectRequest, message_pb2.PushObjectResponse
+    TYPES[f"{_api}/pull-object"] = message_pb2.PullObjectRequest, message_pb2.PullObjectResponse
+    TYPES[f"{_api}/confirm-message-received"] = (
+        message_pb2.ConfirmMessageReceivedRequest,
+        message_pb2.ConfirmMessageReceivedResponse,
+    )
 BUNDLE = b"""
 [project]
 name = "ssfl"

@@ -82,7 +82,7 @@ class View:
             for user, loss, mask in each:
                 if loss is not None and mask is not None:
                     self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
-        refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
+        refused = f"{len(event['refused'])} refused  " if event.get("refused") else ""
         came = f"{len(event['returned'])} of {len(event['participants'])} sites"
         if not event["participants"]:  # a head start
             came, told = "the centre alone", ""
