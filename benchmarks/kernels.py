@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ NORMS = {
 MODELS = {"resnet18": (10, 1), "wide_resnet": (10,), "cnn": (47, 10, 1)}
 IMAGES, CLOSE = 64, 0.02
 PRODUCTS = [
-    (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4), (128, 256, 64, 8, 3),
-    (128, 256, 64, 8, 4), (256, 64, 64, 4, 4), (256, 64, 64, 4, 2), (128, 64, 64, 4, 4), (128, 64, 64, 4, 3),
-    (64, 64, 64, 4, 6), (64, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4),
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 64, 64, 4, 4), (256, 64, 64, 4, 2),
+    (128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4),
 ]  # fmt: skip
 """Pixels, outputs and channels of a tile; warps and stages."""
 FILTERS = [
@@ -91,12 +92,12 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             a.requires_grad_(), b.requires_grad_()
             y = F.conv2d(a, b, None, stride, padding)
             grads = {"forward": 0, "images": a, "filters": b}
-            found.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())  # type: ignore[arg-type]
+            found.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())
         return torch.stack(found) if way == "filters" else torch.cat(found)
 
     def old() -> Tensor:
         keep = triton_tma.hopper
-        triton_tma.hopper = lambda device: False
+        setattr(triton_tma, "hopper", lambda device: False)  # noqa: B010 (typed as a cached function)
         try:
             if way == "forward":
                 return triton_conv.correlate(x_last, w_last, None, stride, padding)
@@ -104,28 +105,39 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
                 return triton_conv.spread(g_last, w_last, [size, size], stride, padding)
             return triton_conv.weights_grad(g_last, x_last, False, models, kernel, stride, padding)
         finally:
-            triton_tma.hopper = keep
+            setattr(triton_tma, "hopper", keep)  # noqa: B010
 
     def each() -> Iterator[Candidate]:
         yield "old", old
-        seen = set()
+        seen: set[Any] = set()
         rows = PRODUCTS if way != "filters" else FILTERS
         for pixels, wide, deep, *rest in rows:
             made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
             tile = triton_tma.Tile(pixels, min(wide, made), min(deep, summed), *rest[:2])
             if way == "forward":
-                yield from fresh(seen, tile, lambda tile=tile: triton_tma.correlate(
-                    x_last, w_last, None, [out, out], outputs, stride, 1, padding, False, tile))  # fmt: skip
+                how: tuple[Any, ...] = (
+                    x_last,
+                    w_last,
+                    None,
+                    [out, out],
+                    outputs,
+                    stride,
+                    1,
+                    padding,
+                    False,
+                    tile,
+                )
+                yield from fresh(seen, tile, partial(triton_tma.correlate, *how))
             elif way == "images":
-                yield from fresh(seen, tile, lambda tile=tile: triton_tma.correlate(
-                    g_last, w_last, None, [size, size], inputs, 1, stride, padding, True, tile))  # fmt: skip
+                how = (g_last, w_last, None, [size, size], inputs, 1, stride, padding, True, tile)
+                yield from fresh(seen, tile, partial(triton_tma.correlate, *how))
             elif not (rest[2] and kernel != 3):
                 taps = kernel if rest[2] else kernel**2
                 tiles = models * taps * (outputs // tile.outputs) * (inputs // tile.channels)
                 few = images < IMAGES  # when they are checked: with one part and with several
                 for parts in (1, 2) if few else [max(1, each // tiles) for each in (132, 264, 528, 1056)]:
-                    yield from fresh(seen, (*tile, rest[2], parts), lambda tile=tile, row=rest[2], parts=parts:
-                        triton_tma.weights_grad(g_last, x_last, models, kernel, stride, padding, tile, row, parts))  # fmt: skip
+                    how = (g_last, x_last, models, kernel, stride, padding, tile, bool(rest[2]), parts)
+                    yield from fresh(seen, (*tile, rest[2], parts), partial(triton_tma.weights_grad, *how))
 
     return each(), expected() if models <= 3 else x
 
@@ -147,12 +159,13 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
     add = random(*x.shape, seed=4) if "add" in way else None
     g = random(*x.shape, seed=5)
     x_last, g_last, more = last(x), last(g), None if add is None else last(add)
+    added = add is not None
 
     def expected() -> Tensor:
         found = []
         adds = [None] * models if add is None else add.float().chunk(models)
-        for a, w, b, c, d in zip(x.float().chunk(models), weight.float(), bias.float(), g.float().chunk(models),
-                                 adds, strict=True):  # fmt: skip
+        wide = (x.float().chunk(models), weight.float(), bias.float(), g.float().chunk(models), adds)
+        for a, w, b, c, d in zip(*wide, strict=True):
             a.requires_grad_()
             y = F.batch_norm(a, None, None, w, b, True) if "batch" in way else F.group_norm(a, groups, w, b)
             y = F.relu(y if d is None else y + d)
@@ -168,7 +181,7 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
                         triton_batch.HELD, triton_batch.PROGRAMS = held, programs
                         if "back" in way:
                             return triton_batch.backward(
-                                g_last, x_last, y, *moments, weight, bias, 1e-5, 0.0, add is not None
+                                g_last, x_last, y, *moments, weight, bias, 1e-5, 0.0, added
                             )[0]
                         found = triton_batch.statistics(x_last, models)
                         return triton_batch.forward(x_last, *found, weight, bias, more, 1e-5, 0.0)
@@ -182,11 +195,11 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
             for warps in (1, 2, 4, 8, 16):
                 each_holds = tall * wide // (32 * warps)
                 if wide >= 8 and 16 <= each_holds <= 64 and tall * wide <= 65536:
-                    yield [tall, wide, warps], lambda tile=(tall, wide, warps): group(tile)
+                    yield [tall, wide, warps], partial(group, (tall, wide, warps))
             for part in (16, 32, 64, 128, 256):  # read twice
                 for warps in (4, 8):
                     if wide in (16, 32, 64) and part < tall and part * wide // (32 * warps) in (8, 16):
-                        yield [part, wide, warps], lambda tile=(part, wide, warps): group(tile)
+                        yield [part, wide, warps], partial(group, (part, wide, warps))
             wide *= 2
 
     def group(tile: tuple[int, int, int] | None) -> Tensor:
@@ -197,7 +210,7 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
         return triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0, tile)
 
     if "back" in way and "batch" in way:
-        moments = triton_batch.statistics(x_last, models)
+        moments: tuple[Tensor, Tensor] = triton_batch.statistics(x_last, models)
         y = triton_batch.forward(x_last, *moments, weight, bias, more, 1e-5, 0.0)
     elif "back" in way:
         y = triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0)
@@ -241,7 +254,7 @@ def timed(function: Callable[[], Any]) -> float:
         end.record()
         end.synchronize()
         spent.append(1000 * begin.elapsed_time(end) / count)
-    return statistics.median(spent[1:])
+    return float(statistics.median(spent[1:]))
 
 
 def label(candidate: Any, way: str) -> str:
@@ -255,10 +268,10 @@ def tasks(only: list[str]) -> list[tuple[Any, ...]]:
     for name in only:
         for case in CONVOLUTIONS[name]:
             found += [(products, name, case, way, MODELS[name]) for way in ("forward", "images", "filters")]
-        for case in NORMS.get(name, []):
+        for sizes in NORMS.get(name, []):
             for kind in ("group", "batch"):
                 ways = [f"{kind}{back}{add}" for back in ("", " back") for add in ("", " add")]
-                found += [(norms, name, case, way, MODELS[name]) for way in ways]
+                found += [(norms, name, sizes, way, MODELS[name]) for way in ways]
     return found
 
 
@@ -273,7 +286,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     waiting = [(number, task) for number, task in enumerate(tasks(given.only))]
-    fork, running = multiprocessing.get_context("fork"), {}
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, Any] = {}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         files = {number: Path(folder) / f"{number}.jsonl" for number, _ in waiting}

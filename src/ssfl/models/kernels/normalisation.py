@@ -97,8 +97,10 @@ def suit_batch(x: Tensor) -> bool:
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C]; and the mean
-    and variance of each model's channels, [n, C], through which no gradient goes."""
+    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C].
+
+    And the mean and variance of each model's channels, [n, C], through which no gradient goes.
+    """
     from ssfl.models.kernels import triton_batch
 
     images, more = pixels_first(x), None if add is None else pixels_first(add)
@@ -123,8 +125,8 @@ def _batch_grad(
     from ssfl.models.kernels import triton_batch
 
     found = triton_batch.backward(
-        pixels_first(grad), pixels_first(x), pixels_first(y), mean, var, weight.contiguous(), bias.contiguous(),
-        eps, slope, added,
+        pixels_first(grad), pixels_first(x), pixels_first(y), mean, var,
+        weight.contiguous(), bias.contiguous(), eps, slope, added,
     )  # fmt: skip
     return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
 

@@ -1,7 +1,8 @@
 """Triton kernels: batch normalisation of n models, with a sum and an activation, forward and back.
 
 Images are [n · B, H, W, C], parameters and statistics [n, C]. Sums over a model's pixels are taken in
-parts, whose number is a function of the shapes, and the parts are added in their order: the same bits every time.
+parts, whose number is a function of the shapes, and the parts are added in their order: the same bits
+every time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"

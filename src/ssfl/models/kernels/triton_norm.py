@@ -13,6 +13,8 @@ from torch import Tensor
 
 LARGE = 1024
 """Pixels from which an image is large."""
+MANY = 512
+"""Programs that keep a large GPU busy where each takes a while."""
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _forward_twice(
 def _statistics(
     x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Mean and one over the deviation of each channel's group, [BC]; sums after the first pixel is taken off."""
+    """Mean and one over the deviation of each channel's group, [BC]; the first pixel is the zero."""
     first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
     total = tl.zeros((BP, BC), dtype=tl.float32)
     squares = tl.zeros((BP, BC), dtype=tl.float32)
@@ -189,18 +191,22 @@ def _backward_twice(
         tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
 
 
-def _tiles(pixels: int, channels: int, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
+def _tiles(shape: torch.Size, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
     """Pixels and channels of a tile, and warps; with fewer pixels than an image has, it is read twice.
 
     `more`: something is added; `back`: the gradient. Read off results/kernels-h200.json.
     """
-    tall, members = triton.next_power_of_2(pixels), channels // groups
-    if tall >= LARGE and (more or back) and members <= 64:
-        wide = max(members, min(channels, 64))
+    images, height, width, channels = shape
+    tall, members = triton.next_power_of_2(height * width), channels // groups
+    wide = max(members, min(channels, 64))
+    if tall >= LARGE and (more or back) and wide <= 64 and images * channels // wide >= MANY:
         return 2048 // wide, wide, 4
-    held = 32768 if tall >= LARGE else 8192 if tall > 128 else 4096 if tall > 32 else 1024
+    if tall >= LARGE:
+        held, each = (16384, 32 if more else 64) if back else (32768, 32)
+    else:
+        held = 8192 if tall > 128 else 4096 if tall > 32 else 1024
+        each = 32 if more and tall > 128 else 64
     wide = max(members, min(channels, held // tall, 64))
-    each = 64 if tall < LARGE and (tall <= 128 or not more) else 32
     return tall, wide, max(1, min(16, tall * wide // (32 * each)))
 
 
@@ -210,7 +216,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """The normalised, summed and activated images."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, add is not None, False)
+    tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
     y = torch.empty_like(x)
     (_forward if tall >= pixels else _forward_twice)[(len(x), channels // wide)](
@@ -226,7 +232,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients for x, for what was added (if so), and for weight and bias, image by image."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, added, True)
+    tall, wide, warps = _tiles(x.shape, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)
     to_x = torch.empty_like(x)
     to_add = torch.empty_like(x) if added else x.new_empty(0)

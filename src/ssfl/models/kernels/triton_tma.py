@@ -1,9 +1,9 @@
-"""Triton kernels for Hopper: the products of `triton_conv.py`, whose tiles the GPU's copy engine brings (TMA).
+"""Triton kernels for Hopper: the products of `triton_conv.py`, with tiles loaded by the copy engine (TMA).
 
 A tile of pixels is a box of whole images, rows and columns; what lies outside an image comes as zeros, so
 no place is computed and nothing is masked before the store. With a stride the pixels are seen as
-[n · B, H / s, s, W / s, s · C], so that the taps of one phase are again a box. The products are [outputs, pixels]:
-the side that comes as a box must be the second one, or it would go through registers.
+[n · B, H / s, s, W / s, s · C], so that the taps of one phase are again a box. The products are
+[outputs, pixels]: the side that comes as a box must be the second one, or it would go through registers.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -26,6 +26,8 @@ except ImportError:  # an older Triton
 
 PROGRAMS = 132
 """How many programs keep the GPU busy: one for each of its processors."""
+MOST_PARTS = 4
+"""Into more parts the pixels' sum is not split: there it was not timed, or gained little."""
 NARROW = 64
 """Outputs that the tensor cores take at least."""
 FAR = 8
@@ -42,8 +44,8 @@ def _correlate(
 ):  # fmt: skip
     """y[o, m] = sum over taps and channels of w · x[pixel of m moved by the tap, c]; y is H by W.
 
-    FLIP false: w is [n · O, k · k · C]. FLIP true: w is [n · C, k · k · O]: the gradient with respect to images,
-    whose `up` is the forward stride, and whose pixels go together by phase.
+    FLIP false: w is [n · O, k · k · C]. FLIP true: w is [n · C, k · k · O]: the gradient with respect to
+    images, whose `up` is the forward stride, and whose pixels go together by phase.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
@@ -202,7 +204,7 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """The tile for these images, and None where `triton_conv.py` does it. Read off results/kernels-h200.json."""
+    """The tile for these images (see results/kernels-h200.json); None where `triton_conv.py` does it."""
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
@@ -239,7 +241,8 @@ def filter_tile(
     tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
     programs = PROGRAMS * (1 if _flat(box, height, width) else 4) * (1 if kernel > 1 else 2)
     steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
-    return tile, row, max(1, min(programs // tiles, steps // 4))
+    parts = max(1, min(programs // tiles, steps // 4))
+    return None if parts > MOST_PARTS else (tile, row, parts)
 
 
 def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
@@ -251,7 +254,7 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip` the gradient, filters [n, C, k, k, O]."""
+    """Images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip` the images' gradient."""
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
@@ -259,8 +262,9 @@ def correlate(
     down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
     _correlate[(triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up)](
         _pixels(x, stride, box, tile.channels), _matrix(w, models * w.shape[1], block),
-        w if bias is None else bias.contiguous(), y, images, size[0], size[1], images * size[0] * size[1] * outputs,
-        stride, up, padding, kernel, channels, outputs, flip, bias is not None,
+        w if bias is None else bias.contiguous(), y, images, size[0], size[1],
+        images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
+        flip, bias is not None,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
