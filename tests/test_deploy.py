@@ -488,6 +488,33 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "127.0.0.1"]
 
 
+def test_a_key_is_revoked_or_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    keys.init(folder, [])
+    for name in ("aachen", "bonn"):
+        keys.add(folder, name)
+    lines: list[str] = []
+    renewed: list[tuple[str, Any]] = []
+    there = fleet.Fleet(Hall({}), ["aachen", "bonn"], 2, 1.0, 1.0, lines.append)
+    before = keys.sites(folder)
+    watch = keys.Watch(folder, before, set(), there, lambda *given: renewed.append(given))
+    watch.look()
+    assert (renewed, lines) == ([], [])
+    keys.revoke(folder, "bonn")
+    keys.replace(folder, "aachen")
+    keys.add(folder, "calais")
+    watch.look()
+    now = keys.sites(folder)
+    assert now["aachen"] != before["aachen"]
+    assert renewed == [("aachen", now["aachen"]), ("bonn", None)]
+    assert there.left_out == {"bonn"}
+    keys.add(folder, "bonn")  # and given back
+    watch.look()
+    assert there.left_out == set()
+    with pytest.raises(SsflError, match="holds no key of 'dover'"):
+        keys.revoke(folder, "dover")
+
+
 def test_wrong_names_and_files_are_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(SsflError, match="ssfl keys init"):
         keys.add(tmp_path / "none", "aachen")

@@ -302,6 +302,54 @@ def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
 
 
 @pytest.mark.slow
+def test_a_full_disk_stops_the_centre_with_one_line_and_the_run_goes_on_later(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out, long = free_port(), stage.folder / "run", ["federation.rounds=8"]
+    serve = stage.serve(folders, ring, port, *sets(*long))
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    stage.until("serve", "round 2/8  accuracy")
+    (out / "events.jsonl").rename(out / "events.kept")
+    (out / "events.jsonl").symlink_to("/dev/full")
+    assert stage.ended(serve) == 2, stage.said("serve")
+    last = stage.said("serve").splitlines()[-1]
+    assert "events.jsonl: No space left on device" in last
+    assert f"ssfl serve --resume {out}" in last
+    assert "Traceback" not in stage.said("serve")
+    (out / "events.kept").rename(out / "events.jsonl")  # there is room again
+    second = stage.ssfl("second", "serve", "--resume", out, "--keys", ring, "--port", port)
+    assert stage.ended(second) == 0, stage.said("second")
+    assert same(checkpoint(out), simulated(config_of(folders, long), folders))
+
+
+@pytest.mark.slow
+def test_keys_are_revoked_and_replaced_while_the_federation_runs(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out = free_port(), stage.folder / "run"
+    own = Path(shutil.copytree(ring, stage.folder / "keys"))
+    serve = stage.serve(folders, own, port, "--deadline", 10, *sets("federation.rounds=25"))
+    joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
+    stage.until("serve", "round 2/25")
+    keys.revoke(own, "bonn")
+    stage.until("serve", "bonn is left out from here on: its key was taken away")
+    keys.replace(own, "calais")
+    stage.until("serve", "calais has another key now")
+    joins["calais"].terminate()  # its key is of no use any more
+    stage.ended(joins["calais"])
+    stage.ssfl("new", "join", f"127.0.0.1:{port}", "--data", folders / "calais", "--key", own / "calais.site",
+               "--device", "cpu", "--threads", 1)  # fmt: skip
+    assert stage.ended(serve) == 0, stage.said("serve")
+    came = [sorted(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
+    assert len(came) == 25
+    assert came[0] == [0, 1, 2]
+    assert came[-1] == [0, 2]
+    assert "round 25" in stage.said("new")
+    assert "Traceback" not in stage.said("serve")
+
+
+@pytest.mark.slow
 def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
     folders: Path, ring: Path, stage: Stage
 ) -> None:

@@ -51,6 +51,29 @@ def keys_add(
     print(f"give {keys.add(folder, name)} to {name} by a way you trust, then delete it here")
 
 
+@keys_app.command("replace")
+def keys_replace(
+    name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
+) -> None:
+    """Make another key for a site, also while the centre runs.  Example: ssfl keys replace hospital-a"""
+    require_flower()
+    from ssfl.deploy import keys
+
+    print(f"give {keys.replace(folder, name)} to {name} by a way you trust, then delete it here")
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
+) -> None:
+    """Take a site's key away, also while the centre runs.  Example: ssfl keys revoke hospital-a"""
+    require_flower()
+    from ssfl.deploy import keys
+
+    keys.revoke(folder, name)
+    print(f"{name} has no key any more")
+
+
 @app.command()
 def serve(
     data: Annotated[

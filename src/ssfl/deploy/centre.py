@@ -6,7 +6,7 @@ users train elsewhere, take their time, and may not come back.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import Queue
@@ -215,9 +215,11 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Vi
                 view.tell(f"without a key, and kept out: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(
-                grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None, place.quorum,
-                left_out=set(gone),
+                grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None,
+                quorum=place.quorum, left_out=set(gone),
             )  # fmt: skip
+            if place.keys is not None:
+                fleet.look = keyring.Watch(place.keys, known, set(gone), fleet, grid.renew).look
             return conduct(sim, terms, fleet, path, again, place.share, view)
 
 
@@ -288,10 +290,11 @@ def conduct(
         folder.write_split(path, _described(sim) | _shares(fleet))  # names, and what is known of sizes
         result = train.rounds(centre, path, start, view.report)
     finally:
-        last = max((event["round"] for event in folder.read_events(path)), default=0)
-        for event in centre.refusals(last):
-            folder.append_event(path, event)
-        folder.write_split(path, _described(sim) | _shares(fleet))
+        with suppress(RunError):  # a full disk may be what ended it, and that is told
+            last = max((event["round"] for event in folder.read_events(path)), default=0)
+            for event in centre.refusals(last):
+                folder.append_event(path, event)
+            folder.write_split(path, _described(sim) | _shares(fleet))
     why = f"all {sim.rounds} rounds are played; {result.told}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")

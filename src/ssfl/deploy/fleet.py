@@ -74,6 +74,8 @@ class Fleet:
     """Has the port drop nodes that are left out."""
     asked: bool = False
     """Whether sites tell their names themselves, for want of keys."""
+    look: Callable[[], None] = lambda: None
+    """Looks for keys that were replaced or taken away."""
     quorum: int | None = None
     """How many sites must take part in a round; by default two thirds of those that have joined."""
     images: dict[str, int] = field(default_factory=dict)
@@ -242,6 +244,7 @@ class Fleet:
         """Wait for a quorum of the sites; before the `first` round for all, as long as there is patience."""
         end, told, said = time.monotonic() + self.patience, 0.0, ""
         while True:
+            self.look()
             self.listen()
             there = self.connected()
             most = len(self.names) - len(self.left_out) if self.names else self.needed

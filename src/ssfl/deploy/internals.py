@@ -201,12 +201,17 @@ def identity(task: int, run: int, node: int) -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, run, node
 
 
-def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
-    """Register the sites, and begin a run that nobody but this process plays."""
-    for name, key in sites.items():
-        call("control/register-node", public_key=public_key_to_bytes(key), name=name)
+def register(call: Caller, name: str, key: ec.EllipticCurvePublicKey) -> int:
+    """Let a site in that has this key; gives its number."""
+    return int(call("control/register-node", public_key=public_key_to_bytes(key), name=name).node_id)
+
+
+def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[str, int]:
+    """Register the sites, and begin a run that nobody but this process plays; gives the sites' numbers."""
+    numbers = {name: register(call, name, key) for name, key in sites.items()}
     bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
     call("control/start-run", fab=fab_pb2.Fab(content=bundle))
+    return numbers
 
 
 def take_task(call: Caller) -> int:

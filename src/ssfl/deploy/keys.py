@@ -9,10 +9,11 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Protocol
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -98,6 +99,76 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
             raise SsflError(f"{file} is no public key of `ssfl keys add`: make it again or remove it")
         found[file.stem] = key
     return found
+
+
+def revoke(folder: Path, name: str) -> None:
+    """Take a site's key away; a centre that runs leaves the site out from its next round on."""
+    if not (folder / f"{name}.pub").is_file():
+        raise SsflError(
+            f"{folder} holds no key of {name!r}: its sites are {', '.join(sites(folder)) or 'none'}"
+        )
+    for file in (folder / f"{name}.pub", folder / f"{name}.site"):
+        file.unlink(missing_ok=True)
+
+
+def replace(folder: Path, name: str) -> Path:
+    """Make another key for a site, which counts instead of its old one; gives the file to hand over."""
+    revoke(folder, name)
+    return add(folder, name)
+
+
+class Sites(Protocol):
+    """What a watch of keys needs of a fleet."""
+
+    names: list[str]
+    left_out: set[str]
+
+    @property
+    def tell(self) -> Callable[[str], None]: ...
+
+
+@dataclass
+class Watch:
+    """Looks at a keys folder while a federation runs."""
+
+    folder: Path
+    known: dict[str, ec.EllipticCurvePublicKey]
+    without: set[str]
+    """Sites that have no key now."""
+    fleet: Sites
+    renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
+    """Has the port take another key of a site from now on, or none."""
+    _seen: list[tuple[str, int]] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Take in keys that were replaced, taken away or added since this was last asked."""
+        try:
+            seen = sorted((file.name, file.stat().st_mtime_ns) for file in self.folder.glob("*.pub"))
+            if seen == self._seen:
+                return
+            now = sites(self.folder)
+        except (SsflError, OSError) as error:  # somebody is at work there
+            self.fleet.tell(f"the keys stay as they were: {error}")
+            return
+        self._seen = seen
+        for name in sorted(now.keys() | self.known.keys()):
+            key, before = now.get(name), self.known.get(name)
+            if key == before:
+                continue
+            if name not in self.fleet.names:
+                self.fleet.tell(f"{name} has a new key: it takes part from the next `ssfl serve --resume` on")
+                continue
+            self.renew(name, key)
+            if key is None:
+                self.without.add(name)
+                self.fleet.left_out.add(name)
+                self.fleet.tell(f"{name} is left out from here on: its key was taken away")
+            else:
+                if name in self.without:
+                    self.fleet.left_out.discard(name)
+                self.without.discard(name)
+                self.fleet.tell(f"{name} has another key now: its old one does not count any more")
+        self.known = now
 
 
 def check_dates(folder: Path) -> None:

@@ -54,6 +54,8 @@ class Link:
     """Seconds after which an answer that stops in the middle is given up."""
     answered: set[str] = field(default_factory=set)
     """Messages whose answers have come, as the port tells from a thread of its own."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Flower's number of each site that has a key."""
     pause: float = 0.1
     """Seconds between two looks for an answer, which cost next to nothing here."""
     _asked: dict[str, float] = field(default_factory=dict)
@@ -93,6 +95,15 @@ class Link:
             internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
             for tree in found.message_object_trees
         ]
+
+    def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
+        """Let a site in with this key from now on, or not at all, and no more with the one it had."""
+        old = self.numbers.pop(name, None)
+        if old is not None:
+            self.call("control/unregister-node", node_id=old)
+            self.exclude([old])
+        if key is not None:
+            self.numbers[name] = internals.register(self.call, name, key)
 
     def exclude(self, nodes: Collection[int]) -> None:
         """Have the port drop sites that are left out, once they were told."""
@@ -141,9 +152,9 @@ def running(
             with httpx.Client(transport=transport, timeout=httpx.Timeout(60, pool=None)) as http:
                 call = internals.Caller(http, "http://superlink", lambda: {guard.SECRET: secret}, RETRYING)
                 _wait(process, call, folder / "link.log")
-                internals.begin(call, sites)
+                numbers = internals.begin(call, sites)
                 with _played(call) as run:
-                    yield Link(call, run, deadline, answered)
+                    yield Link(call, run, deadline, answered, numbers)
         finally:
             process.send_signal(signal.SIGINT)
             try:

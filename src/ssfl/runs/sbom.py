@@ -62,7 +62,7 @@ def describe(extras: Iterable[str] = ()) -> tuple[dict[str, Any], set[str]]:
     parts = []
     for name, package in sorted(found.items()):
         told = package.metadata
-        licence = told.get("License-Expression") or told.get("License") or ""
+        licence = next((told[key] for key in ("License-Expression", "License") if key in told), "")
         one: dict[str, Any] = {
             "type": "application" if name == "ssfl" else "library",
             "bom-ref": f"pkg:pypi/{name}@{package.version}",
