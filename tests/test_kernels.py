@@ -1,4 +1,6 @@
-"""The GPU kernels against the plain layers they stand for."""
+"""The GPU kernels, those on trial too, against the plain layers they stand for."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +15,13 @@ if torch.cuda.is_available():
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROUNDED = 4e-3  # bfloat16 keeps eight bits
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_trial() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSFL_KERNELS", "trial")
+        yield
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
+from ssfl.models.kernels.convolution import MULTIPLE, on_trial, pixels_first, usable
 
 LARGEST = 32768
 """Numbers of one image that a program holds at once."""
@@ -87,10 +87,9 @@ group_norm.register_autograd(_backward, setup_context=_remember)
 
 
 def suit_batch(x: Tensor) -> bool:
-    """Whether the kernels take these images: bfloat16 on a GPU, channels by sixteen."""
-    return (
-        x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0 and usable()
-    )
+    """Whether the kernels are wanted and take these images: bfloat16 on a GPU, channels by sixteen."""
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0
+    return fits and usable() and on_trial()
 
 
 @torch.library.custom_op("ssfl::batch_norm", mutates_args=())

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssfl.models.kernels.convolution import on_trial
 from ssfl.errors import SsflWarning
 
 try:
@@ -157,7 +158,12 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether this GPU has the copy engine, and Triton knows it. If not, that is said once."""
+    """Whether kernels on trial are wanted, this GPU has the copy engine, and Triton knows it.
+
+    If only the first is so, that is said once.
+    """
+    if not on_trial():
+        return False
     if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
         return True
     why = "needs a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
