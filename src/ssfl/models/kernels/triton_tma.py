@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.models.kernels.convolution import on_trial
 from ssfl.errors import SsflWarning
+from ssfl.models.kernels.convolution import on_trial
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
