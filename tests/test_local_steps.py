@@ -12,7 +12,7 @@ from ssfl.config.settings import Config
 from ssfl.core.schedule import learning_rate
 from ssfl.data import split
 from ssfl.engines.work import Work
-from ssfl.runs import assemble
+from ssfl.runs import assemble, forecast
 from ssfl.simulate.plan import Owners
 from ssfl.simulate.simulation import Simulation
 
@@ -150,3 +150,12 @@ def test_a_capped_dirichlet_split_has_users_of_more_equal_sizes() -> None:
         counts = np.bincount(labels[np.asarray(user)], minlength=10)
         before = np.concatenate([[0], counts.cumsum()[:-1]])
         assert not counts[before >= 4900 / 20].any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_forecast_measures_a_step_of_such_users(quick: Make, engine: str) -> None:
+    sim = made(quick, f"run.engine={engine}", "federation.local_epochs=2")
+    expected = forecast.measure(sim, sim.initial())
+    assert expected is None or expected.round > 0
+    assert forecast._users(sim, sim.initial()) > 0
+    assert f"2 local epochs (at most {sim.plan.most_steps} steps)" in forecast.lines(sim, expected)[1]

@@ -74,10 +74,13 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
     users = f"{taking} of {sim.config.split.users}" if taking < sim.config.split.users else f"{taking}"
     tested = len(sim.dataset.test_labels)
     kind = "grey" if channels == 1 else "colour"
+    steps = f"{federation.period} steps"
+    if federation.local_epochs is not None:
+        steps = f"{federation.local_epochs:g} local epochs (at most {sim.plan.most_steps:,} steps)"
     found = [
         f"{sim.config.model.name} ({parameters}) on {kind} images of {width}x{height}; {users} users, "
         f"{len(sim.parts.server):,} labelled images at the server, {tested:,} for tests",
-        f"{sim.rounds:,} rounds of {federation.period} steps with {train.batch_size} images",
+        f"{sim.rounds:,} rounds of {steps} with {train.batch_size} images",
     ]
     if expected is not None:
         found[1] += (
@@ -122,17 +125,25 @@ def _server(sim: Simulation, state: State) -> float:
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
     """Seconds that all steps of some work take, from one of them, or two where they are short."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
-    if work.steps == 1 or first > LONG:
-        return first * work.steps
+    if work.played == 1 or first > LONG:
+        return first * work.played
     one, two = (_timed(sim, lambda count=count: train(_cut(work, count))) for count in (1, 2))  # type: ignore[misc]
     further = min(max(two - one, one / 4), two / 2)  # a busy machine makes the difference a matter of chance
-    return one + further * (work.steps - 1)
+    return one + further * (work.played - 1)
 
 
 def _cut(work: Work, steps: int) -> Work:
     """The first steps of some work."""
     labelled = None if work.labelled is None else work.labelled[:, :steps]
-    return replace(work, batches=work.batches[:, :steps], labelled=labelled, rates=work.rates[:steps])
+    taken = None if work.taken is None else work.taken.clamp(max=steps)
+    return replace(
+        work,
+        batches=work.batches[:, :steps],
+        labelled=labelled,
+        rates=work.rates[:steps],
+        taken=taken,
+        longest=None if work.longest is None else min(work.longest, steps),
+    )
 
 
 def _evaluation(sim: Simulation, state: State) -> float:
