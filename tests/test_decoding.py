@@ -27,7 +27,7 @@ def draw(file: Path, seed: int = 0, size: tuple[int, int] = (40, 30), kind: str 
     """A picture of noise: "L" grey, "RGB" colours, "same" grey stored as RGB, "deep" 16 bits."""
     rng = np.random.default_rng(seed)
     grey = rng.integers(0, 256, size[::-1], dtype=np.uint8)
-    pixels = grey
+    pixels: np.ndarray = grey
     if kind == "RGB":
         pixels = rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     elif kind == "same":
