@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ssfl.deploy import keys, link, silenced
-from ssfl.deploy.fleet import Fleet
+from ssfl.deploy import keys, silenced
 
 NUMBERS = 10_026
 """Weights of the quickstart's network."""
@@ -92,6 +91,9 @@ def child_of(pid: int) -> int:
 def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) -> dict[str, Any]:
     """One federation of light sites."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    from ssfl.deploy import link
+    from ssfl.deploy.fleet import Fleet
 
     ring, lines, told = folder / "keys", list[str](), Queue[dict[str, Any]]()
     keys.init(ring, [])

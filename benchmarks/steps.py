@@ -44,6 +44,8 @@ CASES = {
     "cnn-47": Case("cnn", "none", (28, 28), 47, 47),
     "cnn-10": Case("cnn", "none", (28, 28), 47, 10),
     "resnet18-10": Case("resnet18", "group", (32, 32, 3), 10, 10),
+    "resnet18-bn-10": Case("resnet18", "batch", (32, 32, 3), 10, 10),
+    "wrn-bn-10": Case("wide_resnet", "batch", (32, 32, 3), 10, 10),
     "resnet18-470": Case(
         "resnet18", "group", (32, 32, 3), 10, 470, settings=("train.momentum_policy=reset",)
     ),

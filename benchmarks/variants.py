@@ -1,6 +1,6 @@
 """Variants of one method side by side, over many splits: what each part of it is worth.
 
-python -m benchmarks.variants {anchored,norms} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
+python -m benchmarks.variants {anchored,norms,screen} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
 
 A seed is weights, draws and a split. Accuracy is on validation images, which are set aside before the
 split and trained on by nobody: the variants of `anchored` are there to be chosen from. Differences are to
@@ -75,7 +75,35 @@ NORMS: Variants = {
     for name, sets in _NORMS.items()
 }
 """GroupNorm beside BatchNorm; the authors' code tests with the server's running statistics."""
-SETS = {"anchored": ANCHORED, "norms": NORMS}
+SCREEN: Variants = {
+    "anchored": [],
+    "server: batches of 256": ["train.server_batch_size=256"],
+    "server: 48 steps": ["train.server_steps=48"],
+    "server: 48 steps of 256": ["train.server_steps=48", "train.server_batch_size=256"],
+    "server: a third of the learning rate": ["train.server_lr=0.03"],
+    "server: keeps its momentum": ["train.momentum_policy=server"],
+    "T = 4": ["federation.period=4"],
+    "T = 8": ["federation.period=8"],
+    "threshold 0.95": ["method.threshold=0.95"],
+    "relative threshold 0.9": ["method.relative=true", "method.threshold=0.9"],
+    "relative threshold 0.9 by held-out labels": [
+        "method.relative=true", "method.threshold=0.9", "train.server_held_out=0.1",
+    ],
+    "no guard": ["method.guard=false"],
+    "guard by held-out labels": ["train.server_held_out=0.1"],
+    "users without a label left out": ["federation.skip_unlabelled=true"],
+    "no momentum": ["method.momentum=0.0"],
+    "no momentum, twice the learning rate": ["method.momentum=0.0", "train.lr=0.2"],
+    "full pace": ["method.pace=full"],
+    "annealed learning rate": ["train.schedule=annealing"],
+    "a head start of a tenth": ["federation.head_start=0.1"],
+    "gradients cut at 1": ["train.clip=1.0"],
+    "semifl": ["method.name=semifl"],
+    "semifl, learning rate 0.03": ["method.name=semifl", "train.lr=0.03"],
+    "cbafed": ["method.name=cbafed"],
+}  # fmt: skip
+"""Ideas to screen with one seed on photographs (learning rate 0.1); those that help get more seeds."""
+SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 
 
 def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 Call = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Decoded images of the tests are kept apart from the user's."""
+    place = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSFL_CACHE", str(place))
+        yield place
+
+
 @pytest.fixture
 def quick() -> Callable[..., Config]:
     """The quickstart, cut to a few short rounds; further overrides as key=value."""

@@ -11,6 +11,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from ssfl.core.draws import bits
+from ssfl.data import augment
 from ssfl.data.augment import (
     OPERATIONS,
     STRONG_DRAWS,
@@ -405,3 +406,15 @@ def test_normalise(channels: int, dtype: torch.dtype) -> None:
 def test_normalise_wants_one_mean_per_channel() -> None:
     with pytest.raises(ValueError, match="one mean and one std"):
         normalise(random_images(2, 3, 8, 8), [0.5], [0.5], torch.float32)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_large_images_get_the_bytes_of_small_ones(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU large images take a shorter way to the same views."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(0, 256, (150, channels, 64, 70), dtype=torch.uint8, generator=generator)
+    images[::7] //= 4  # some that AutoContrast stretches
+    draws = torch.randint(-(2**62), 2**62, (150, augment.STRONG_DRAWS), generator=generator)
+    short = augment.strong_views(images, draws, True)
+    monkeypatch.setattr(augment, "LARGE", 10**9)
+    assert torch.equal(short, augment.strong_views(images, draws, True))

@@ -46,8 +46,8 @@ def test_a_run_that_went_wrong_says_so_in_its_last_line(ssfl: Call) -> None:
 
 
 def test_a_contests_methods_may_be_given_one_by_one(ssfl: Call) -> None:
-    code, out, _ = ssfl("contest", *SHORT, "--methods", "alternate", "--methods", "server-only,alternate",
-                        "--seeds", "1", "--quiet")  # fmt: skip
+    code, out, _ = ssfl("contest", "--no-tune", *SHORT, "--methods", "alternate",
+                        "--methods", "server-only,alternate", "--seeds", "1", "--quiet")  # fmt: skip
     assert code == 0
     assert out.count("| alternate ") == out.count("| server-only ") == 1
 
@@ -156,6 +156,7 @@ def mixed_sizes() -> None:
     for name, size in (("a/1.png", 8), ("a/2.png", 9), ("b/1.png", 8), ("b/2.png", 8)):
         Path("images", name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (size, size)).save(Path("images", name))
+    Path("images.toml").write_text("[federation]\nrounds = 1")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def mixed_sizes() -> None:
         (["run", "--set", "split.server_labels=2000"], None, "lower it to at most"),
         (["run", "--set", "split.users=1400"], None, "users would have no image: lower split.users"),
         (["run", "--set", "run.device=cuda:7"], None, "use 'cpu' or 'auto'"),
-        (["run", "nothing"], None, "own, quickstart, svhn-10"),
+        (["run", "nothing"], None, "own, pictures, quickstart"),
         (["run", "--set", "data.name=cifar10"], None, "cifar-10-binary.tar.gz"),
         (["run", "--set", "data.path=no.npz"], None, "no.npz"),
         (["run", "--set", "data.path=bad.npz"], lambda: Path("bad.npz").write_bytes(b""), "bad.npz"),
@@ -179,7 +180,8 @@ def mixed_sizes() -> None:
         (["run", "--set", "data.path=bad.npz"],
          lambda: npz(y_train=np.zeros(8, int), y_test=np.zeros(2, int)),
          "one class only"),
-        (["run", "--set", "data.path=images"], mixed_sizes, "data.size"),
+        (["run", "--set", "data.path=images"], mixed_sizes, "too few"),
+        (["run", "images.toml", "--set", "data.path=images"], mixed_sizes, "data.size"),
         (["run", "--out", "."], None, "exists already"),
         (["run", "--out", "A" * 300], None, "File name too long"),
         (["run", "--set", "run.device=meta"], None, "use 'cpu' or 'auto'"),

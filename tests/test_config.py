@@ -1,5 +1,6 @@
 """Settings: precedence, round trips, and errors that name the key, the value and the fix."""
 
+import math
 import re
 import tomllib
 from dataclasses import dataclass, fields
@@ -62,8 +63,9 @@ def test_numbers_as_people_write_them_and_the_preset_for_other_data() -> None:
 
 def test_a_section_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("split = 3")
-    with pytest.raises(ConfigError, match="must be a section"):
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "mine.toml", ["split.users=3"])
+    assert (caught.value.key, caught.value.value) == ("split", 3)
 
 
 def test_the_papers_seeds_are_the_defaults() -> None:
@@ -124,8 +126,10 @@ def test_a_mistake_has_a_key_a_value_and_a_fix_that_works(
 
 
 def test_not_a_number_is_out_of_range() -> None:
-    with pytest.raises(ConfigError, match=r"split\.skew = nan must lie between 0 and 1"):
+    with pytest.raises(ConfigError) as caught:
         load_config("quickstart", ["split.skew=nan"])
+    assert caught.value.key == "split.skew"
+    assert math.isnan(caught.value.value)
 
 
 @pytest.mark.parametrize(
@@ -288,32 +292,42 @@ def test_a_server_without_labels_is_refused_only_by_methods_that_need_it(method:
 
 def test_more_groups_than_participants() -> None:
     sets = ["method.name=grouping", "federation.groups=4", "federation.participants=3"]
-    with pytest.raises(ConfigError, match="groups = 4 is more than the 3 participants") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config("quickstart", sets)
     error = caught.value
     assert (error.key, error.value, error.fix) == ("federation.groups", 4, "federation.groups=3")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "key", "value", "fix"),
     [
-        ("data = 3", r"\[data\] must be a section"),
-        ("[data", "not valid TOML"),
-        ('[data]\nname = "digits"', "federation.rounds or federation.epochs"),
-        ('[data]\nname = "digits"\npath = "x"\n[federation]\nrounds = 3', "data.name .* or data.path"),
-        ('[data]\nname = "mnist"', "data.name = 'mnist' is not one of digits"),
-        ("[tain]\nlr = 1", r"unknown section \[tain\]: did you mean train"),
+        ("data = 3", "data", 3, None),
+        ("[data", None, "mine.toml", None),
+        ('[data]\nname = "digits"', "federation.rounds", None, None),
+        ('[data]\nname = "digits"\npath = "x"\n[federation]\nrounds = 3', "data.name", "digits", None),
+        ('[data]\nname = "mnist"', "data.name", "mnist", "data.name=emnist"),
+        ("[tain]\nlr = 1", "tain", {"lr": 1}, "[train]"),
     ],
 )
-def test_files_with_mistakes(tmp_path: Path, text: str, words: str) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        load_config(file)
+def test_files_with_mistakes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    key: str | None,
+    value: object,
+    fix: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("mine.toml")
+    assert (caught.value.key, caught.value.value, caught.value.fix) == (key, value, fix)
 
 
 def test_configs_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean quickstart"):
+    with pytest.raises(ConfigError) as caught:
         load_config("quickstar")
-    with pytest.raises(ConfigError, match=r"cannot read .*no\.toml"):
+    assert (caught.value.value, caught.value.fix) == ("quickstar", "quickstart")
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "no.toml")
+    assert caught.value.value == str(tmp_path / "no.toml")

@@ -10,11 +10,12 @@ import pytest
 
 from ssfl.config.loading import load_config
 from ssfl.contest import play
+from ssfl.contest.protocol import common
 from ssfl.contest.standings import Standing, draw, table, write
 from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
-from ssfl.methods import METHODS, alternate
+from ssfl.methods import DEFAULT, METHODS, alternate, find
 from ssfl.models import networks
 from ssfl.runs import checkpoints, train
 from ssfl.runs import folder as runs
@@ -45,15 +46,13 @@ def test_what_the_config_says_is_the_same_for_all_and_the_rest_is_the_methods_ow
     assert entry("supervised").config.model.norm == "none"  # the preset's, not the row's
     assert (one.train.clip, two.train.clip, two.train.weight_decay) == (0, 1, 5e-4)
     assert replace(two.train, clip=0, weight_decay=one.train.weight_decay) == one.train
-    norms = [
-        play.entry("quickstart", name, 1, [], (), Path()).config.model.norm for name in ("crl-gn", "crl-bn")
-    ]
-    assert norms == ["group", "batch"]
-    for name in METHODS:  # every row as `ssfl run` has it, but for the seed and which images are looked at
+    general = {f"{section}.{key}": value for (section, key), value in common().items()}
+    for name in METHODS:  # every row as `ssfl run` has it, but for what is the same for all
         if name in ("fixmatch", "fedmatch"):
             continue
         sets = [f"method.name={name}", "data.validation=0.05", "run.seed=3", "split.seed=2022"]
-        sets.append("run.test=last")
+        sets += ["run.test=last", "run.baseline=false"]
+        sets += [f"{k}={v}" for k, v in general.items() if k != "model.norm"]
         config = entry(name).config
         rounds, epochs = config.federation.rounds, config.federation.epochs
         federation = replace(load_config("emnist-47", sets).federation, rounds=rounds, epochs=epochs)
@@ -72,17 +71,32 @@ def test_the_configs_own_method_does_not_count() -> None:
         entry("grouping", "split.user=3")
 
 
-def test_users_pass_equally_many_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["anchored", "alternate", "semifl", "cbafed", "server-only", "crl-bn"])
+def test_general_settings_are_the_same_for_all(method: str) -> None:
+    config = play.entry("quickstart", method, 1, [], (), Path()).config
+    own = find(DEFAULT).defaults
+    assert config.model.norm == own["model"]["norm"]
+    assert config.train.server_views == own["train"]["server_views"]
+    assert config.federation.slow_average == own["federation"]["slow_average"]
+    said = ["model.norm=none", "federation.slow_average=0"]
+    config = play.entry("quickstart", method, 1, said, (), Path()).config
+    assert (config.model.norm, config.federation.slow_average) == ("none", 0)
+
+
+def test_users_train_on_equally_many_images(tmp_path: Path) -> None:
     assert play.passes(entry("alternate").config) == 1
     assert play.passes(entry("semifl").config) == 2
     assert play.passes(entry("server-only").config) == 0
-    # 30 epochs of 65,536 images in rounds of 16 batches of 64; two passes of each image halve the rounds
-    assert entry("semifl").config.federation.rounds == 30 * 64 / 2
+    assert entry("semifl").config.federation == entry("alternate").config.federation
+    # 30 epochs of 65,536 images in rounds of 16 batches of 64; where passes are equal, two halve the rounds
+    less = play.entry("emnist-47", "semifl", 3, (), (), Path(), equal="passes")
+    assert less.config.federation.rounds == 30 * 64 / 2
     found = {one.method: one for one in played(tmp_path, "alternate", "semifl", "server-only", seeds=1)}
     assert found["alternate"].images == found["semifl"].images == 6 * 2 * 8 * 10
-    assert found["semifl"].rounds == 3
-    assert found["semifl"].megabytes == pytest.approx(found["alternate"].megabytes / 2)
-    assert found["semifl"].server_images == found["alternate"].server_images / 2 == 3 * 2 * 8
+    assert found["semifl"].rounds == 6
+    assert found["alternate"].passes == found["alternate"].images
+    assert found["semifl"].passes <= 2 * found["semifl"].images  # only confident images are trained on
+    assert found["semifl"].server_images == found["alternate"].server_images == 6 * 2 * 8
     assert found["server-only"].images == found["server-only"].megabytes == 0
     assert found["alternate"].curve[-1][0] == found["alternate"].images
 
@@ -93,12 +107,20 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     told = table(found)
     assert "± " in told
     apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
-    assert f"| {sum(apart) / 2:.2f} ± {abs(apart[0] - apart[1]) / 2:.2f} " in told
+    mean, half = sum(apart) / 2, 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t of one degree
+    assert f"| {mean:.2f} [{mean - half:.2f}, {mean + half:.2f}] " in told
     assert told.count("\n") == 4
     assert told.endswith("\naccuracy is of 360 test images; 70 training images set aside draw the curves")
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]
+    assert whole["date"][:2] == "20"
+    assert whole["versions"]["torch"]
+    for one in whole["standings"]:
+        assert one["config"]["method"]["name"] == one["method"]
+        assert one["config"]["split"]["server_labels"] == 50  # resolved
+        assert all(run["versions"] and run["date"] for run in one["runs"])
+        assert str(tmp_path) not in json.dumps(one)
     for picture in draw(found, tmp_path):
         assert picture.stat().st_size > 5000
     # the last round's accuracy is the one that counts
@@ -127,7 +149,7 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert (tmp_path / "alternate-lr0.000001-seed0").is_dir()
     assert (tmp_path / "alternate-lr0.05-seed1").is_dir()
     assert not (tmp_path / "alternate-lr0.000001-seed1").exists()
-    assert "by 70 validation images " in (tmp_path / "told.txt").read_text()
+    assert "by validation images " in (tmp_path / "told.txt").read_text()
     assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
     assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
     chosen, played_then = (runs.read_events(tmp_path / f"alternate-lr0.05-seed{seed}") for seed in (0, 1))
@@ -344,7 +366,43 @@ def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None
 
 def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fl2 does 3 times .* play a multiple of 3, or at least 15"):
-        play.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path)
+        play.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path, equal="passes")
+
+
+def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = play.play(
+        "quickstart", ["alternate", "server-only"], 1, sets=SHORT, tune=True, out=tmp_path,
+        tell=told.append, quiet=True,
+    )  # fmt: skip
+    by_name = {one.method: one for one in found}
+    tries = by_name["alternate"].tries
+    rates = ["train.lr=0.03", "train.lr=0.01", "train.lr=0.09"]
+    assert [list(one["options"]) for one in tries[:3]] == [[rate] for rate in rates]
+    assert len(tries) == 4  # its own threshold is one of the two that all try
+    best = max(tries[:3], key=lambda one: one["validation_accuracy"])
+    assert tries[3]["options"] == (*best["options"], "method.threshold=0.8")
+    assert len(by_name["server-only"].tries) == 3
+    chosen = max(tries, key=lambda one: one["validation_accuracy"])
+    assert by_name["alternate"].options == chosen["options"]
+    halves = list(tmp_path.glob("*-half-seed0"))
+    assert len(halves) == 7
+    for path in halves:
+        assert runs.read_config(path).federation.rounds == 3
+        assert not any("accuracy" in event for event in runs.read_events(path))
+    assert runs.read_config(next(tmp_path.glob("alternate-*-seed1"))).federation.rounds == 6
+
+
+def test_a_run_that_ends_far_below_its_best_has_collapsed(tmp_path: Path) -> None:
+    played(tmp_path, "alternate", seeds=1)
+    file = tmp_path / "alternate-seed1" / "events.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line["event"] == "eval")
+    better = last | {"round": 5, "validation_accuracy": last["validation_accuracy"] + 0.11}
+    lines.insert(lines.index(last), better)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (one,) = played(tmp_path, "alternate", seeds=1)
+    assert one.collapsed == 1
 
 
 def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
@@ -359,5 +417,5 @@ def test_a_head_start_comes_on_top_of_what_users_do(tmp_path: Path, whole: int) 
         assert config.federation.rounds is not None
         head = head_start(config.federation.head_start, config.federation.rounds)
         theirs = config.federation.rounds - head
-        assert theirs == round(whole / play.passes(config))
+        assert theirs == whole
         assert (head > 0) == (name in ("fl2", "rscfed", "cbafed")) or theirs < 9

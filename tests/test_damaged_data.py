@@ -51,7 +51,7 @@ def damaged_sources(tmp_path: Path) -> dict[str, tuple[Path, Callable[[], Datase
         return lambda: load(name, root=root)
 
     def own(path: Path) -> Callable[[], Dataset]:
-        return lambda: load(path=path, root=tmp_path)
+        return lambda: load(path=path, root=tmp_path, broken="stop")
 
     sources = {
         "cifar tar": (tmp_path / "cifar-10-binary.tar.gz", named("cifar10", tmp_path)),

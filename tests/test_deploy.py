@@ -25,7 +25,8 @@ from ssfl.cli import main
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, Federation
 from ssfl.core import outside
-from ssfl.deploy import centre, fleet, keys, site, view, wire
+from ssfl.deploy import centre, fleet, images, keys, site, view, wire
+from ssfl.deploy.images import Files
 from ssfl.deploy.internals import NodeInfo, identity
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
@@ -80,7 +81,7 @@ def hall(folders: Path) -> Iterator[Open]:
     def make(config: Config, **times: Any) -> tuple[centre.Centre, Hall, list[str]]:
         lines: list[str] = []
         there = {
-            number: site.Site(name, files(folders, name), "cpu", 1, lambda line: None)
+            number: site.Site(name, Files(files(folders, name)), "cpu", 1, lambda line: None)
             for number, name in zip((77, 55, 66), NAMES, strict=True)
         }
         sim, terms = centre.prepare(config)
@@ -432,14 +433,14 @@ def test_nobody_at_all_stops_the_run_after_the_patience(folders: Path, hall: Ope
 def test_sites_check_what_they_are_asked(folders: Path, hall: Open) -> None:
     made, _, _ = hall(config_of(folders, []))
     good = json.loads(made.terms)
-    assert "labelled" not in made.terms  # where the centre keeps its images is its own affair
+    assert str(folders) not in made.terms  # where the centre keeps its images is its own affair
     for key, value in [("shape", [1, 8, 10**6]), ("mean", [float("nan")]), ("std", [0.0]), ("classes", 1),
                        ("shape", "8"), ("config", "[run]\nseed = -1"), ("config", "x")]:  # fmt: skip
         with pytest.raises(SsflError):
             wire.read_terms(json.dumps(good | {key: value}))
     with pytest.raises(DataError, match="cannot be read"):
         wire.read_terms("hello")
-    one = site.Site("aachen", files(folders, "aachen"), "cpu", 1)
+    one = site.Site("aachen", Files(files(folders, "aachen")), "cpu", 1)
     with pytest.raises(SsflError, match="user 3 of 3"):
         one.simulation(made.terms, 3)
 
@@ -590,12 +591,12 @@ def test_a_site_names_what_it_cannot_read_and_goes_on_with_the_rest(folders: Pat
     broken.write_bytes(good.read_bytes()[:40])
     empty.write_bytes(b"")
     lines: list[str] = []
-    assert site.usable([broken, empty, good], lines.append) == [good]
+    assert images.usable([broken, empty, good], lines.append) == [good]
     assert len(lines) == 2
     assert str(broken) in lines[0]
     assert str(empty) in lines[1]
     with pytest.raises(DataError, match="none of 2 image files can be read"):
-        site.usable([broken, empty], lines.append)
+        images.usable([broken, empty], lines.append)
 
 
 def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Path) -> None:
@@ -606,7 +607,7 @@ def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
     lines: list[str] = []
-    there = site.Site("aachen", [tmp_path / "10.png", tmp_path / "11.png"], "cpu", 1, lines.append)
+    there = site.Site("aachen", Files([tmp_path / "10.png", tmp_path / "11.png"]), "cpu", 1, lines.append)
     there.simulation(centre.prepare(config_of(tmp_path, []))[1], 0)
     assert lines == [
         "1 of 2 images have values above 4,095, the largest that the centre's images have bits for: "

@@ -87,6 +87,14 @@ CASES = {
     "few classes": ["method.name=anchored", "method.threshold=0.6", "split.skew=1"],
     "gradients cut": ["method.name=fedprox", "train.clip=0.5", "method.proximal=0.5"],
     "private": ["privacy.clip=0.5", "privacy.noise=0.01"],
+    "local epochs": ["federation.local_epochs=0.5", "model.norm=batch"],
+    "local epochs, momentum kept": ["federation.local_epochs=0.4", "train.momentum_policy=user",
+                                    "train.batches=restart", "method.name=anchored", "run.users_at_once=3"],
+    "local epochs, labels at users": ["federation.local_epochs=0.3", "split.labels_at=both",
+                                      "split.user_labels=40"],
+    "another server": ["train.server_batch_size=24", "train.server_steps=5", "train.server_lr=0.05",
+                       "train.momentum_policy=server", "train.schedule=annealing"],
+    "SemiFL, local epochs": ["method.name=semifl", "federation.local_epochs=0.5", "method.threshold=0.6"],
     "models of their own": ["method.name=overlap-sgd", "split.server_labels=0", "model.norm=group"],
 }  # fmt: skip
 

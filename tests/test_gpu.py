@@ -64,6 +64,30 @@ def test_methods_that_look_before_they_train_do_on_a_gpu_as_on_a_cpu(quick: Make
     assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["alternate", "anchored", "semifl"])
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_users_with_different_numbers_of_steps_do_on_a_gpu_as_on_a_cpu(
+    quick: Make, name: str, compiled: str
+) -> None:
+    """Also inside the recorded step: rounds whose longest user differs share one recording."""
+    settings = [f"method.name={name}", "run.engine=vmap", "train.precision=float64", "model.norm=batch",
+                "method.threshold=0.105", "federation.local_epochs=0.5", "federation.participants=3",
+                "split.scheme=dirichlet", "split.alpha=1", "train.momentum_policy=user",
+                "train.server_batch_size=20", "train.server_steps=4"]  # fmt: skip
+    rows, steps = [], []
+    for device in ("cpu", "cuda"):
+        how = [f"run.device={device}", f"run.compile={compiled if device == 'cuda' else 'false'}"]
+        sim = assemble.make(quick(*how, *settings))
+        state = sim.initial()
+        for _ in range(4):
+            state, events = sim.play(state)
+            steps.append(events[0]["steps"])
+        rows.append(state.average.cpu())
+    assert steps[:4] == pytest.approx(steps[4:])
+    assert len(set(steps[:4])) > 1
+    assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
+
+
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_the_same_bytes_again_and_after_a_resume(quick: Make, tmp_path: Path, engine: str) -> None:
     config = quick(f"run.engine={engine}", "run.device=cuda", "run.checkpoint_every=2", "federation.rounds=6")

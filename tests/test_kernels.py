@@ -8,6 +8,9 @@ from torch.nn import functional as F
 from ssfl.models import layers
 from ssfl.models.kernels import convolution, normalisation
 
+if torch.cuda.is_available():
+    from ssfl.models.kernels import triton_tma
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROUNDED = 4e-3  # bfloat16 keeps eight bits
 
@@ -28,6 +31,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: 
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("older", [True, False])
 @pytest.mark.parametrize(
     ("models", "images", "inputs", "outputs", "size", "kernel", "stride", "padding"),
     [
@@ -37,13 +41,22 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: 
         (2, 5, 64, 128, 16, 1, 2, 0),
         (2, 3, 48, 16, 7, 3, 1, 1),
         (1, 4, 256, 512, 4, 3, 2, 1),
+        (3, 16, 256, 256, 8, 3, 1, 1),
+        (2, 64, 512, 512, 4, 3, 1, 1),
+        (2, 8, 256, 512, 8, 1, 2, 0),
+        (2, 6, 128, 192, 12, 3, 1, 1),
         (4, 6, 1, 32, 28, 3, 1, 0),
         (3, 5, 3, 64, 32, 3, 1, 1),
         (3, 5, 3, 16, 9, 3, 2, 1),
     ],
 )
 def test_convolution(models: int, images: int, inputs: int, outputs: int, size: int,
-                     kernel: int, stride: int, padding: int, bias: bool) -> None:  # fmt: skip
+                     kernel: int, stride: int, padding: int, bias: bool, older: bool,
+                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    if older:  # what GPUs before Hopper use
+        monkeypatch.setattr(triton_tma, "hopper", lambda device: False)
+    elif not triton_tma.hopper(torch.device("cuda:0")):
+        pytest.skip("needs a Hopper GPU")
     x = random(models * images, inputs, size, size)
     weight = random(models, outputs, inputs, kernel, kernel, seed=2) / (inputs * kernel**2) ** 0.5
     shift = random(models, outputs, seed=3) if bias else None
@@ -84,6 +97,54 @@ def test_group_norm(models: int, images: int, channels: int, groups: int, size: 
     theirs = torch.autograd.grad(expected, exact, towards.float())
     assert all(
         float((a.float() - b).norm() / b.norm()) < 5 * ROUNDED for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(
+    ("models", "images", "channels", "size"),
+    [(3, 5, 64, 32), (2, 4, 32, 26), (2, 3, 512, 4), (4, 2, 16, 7), (2, 64, 48, 8)],
+)
+def test_batch_norm(models: int, images: int, channels: int, size: int, added: bool, slope: float) -> None:
+    x = random(models * images, channels, size, size) * 2 + 0.5
+    weight, bias = random(models, channels, seed=2), random(models, channels, seed=3)
+    add = random(*x.shape, seed=4) if added else None
+    given = [each.requires_grad_() for each in (x, weight, bias, add) if each is not None]
+    assert normalisation.suit_batch(x)
+    found, mean, var = normalisation.batch_norm(x, weight, bias, add, 1e-5, slope)
+    exact = [each.detach().float().requires_grad_() for each in given]
+    parts = zip(exact[0].chunk(models), exact[1].unbind(), exact[2].unbind(), strict=True)
+    expected = torch.cat([F.batch_norm(part, None, None, w, b, True) for part, w, b in parts])
+    expected = F.leaky_relu(expected + exact[3] if added else expected, slope)
+    assert close(found, expected)
+    variances, means = torch.var_mean(exact[0].unflatten(0, (models, -1)), (1, 3, 4), correction=0)
+    assert torch.allclose(mean, means, atol=1e-5)
+    assert torch.allclose(var, variances, rtol=1e-5)
+    towards = random(*expected.shape, seed=5)
+    ours = torch.autograd.grad(found, given, towards)
+    theirs = torch.autograd.grad(expected, exact, towards.float())
+    assert all(
+        float((a.float() - b).norm() / b.norm()) < 5 * ROUNDED for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_a_networks_batch_norm_is_the_plain_layers() -> None:
+    layer, x = layers.BatchNorm(32).cuda(), random(6, 32, 8, 8) + 1
+    state = {name: torch.stack([value, value + 0.5]) for name, value in layer.state_dict().items()}
+    moved = {}
+    for kernels in (True, False):
+        convolution.use(kernels)
+        try:
+            given = dict(state)
+            out = torch.func.functional_call(layer, given, (x,))
+        finally:
+            convolution.use(True)
+        moved[kernels] = [out, given["running_mean"], given["running_var"]]
+    assert close(moved[True][0], moved[False][0].float())
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(moved[True][1:], moved[False][1:], strict=True)
     )
 
 

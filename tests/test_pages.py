@@ -153,7 +153,7 @@ def test_lines_differ_in_more_than_colour_and_carry_their_names(
     assert sorted(names) == ["alone", "alternate, 2 seeds", "grouping"]
     assert script(browser, "return document.querySelectorAll('#accuracy polygon.band').length") == 1
     assert "method.name" in browser.find_element("css selector", "#differences").text
-    assert "±" in browser.find_element("css selector", "#question").text
+    assert "±" in browser.find_element("css selector", "#verdict").text
 
 
 @pytest.mark.parametrize("width", [320, 400, 768])

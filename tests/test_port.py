@@ -7,7 +7,8 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from flwr.app import Error, Message
 
 import light
+from ssfl.deploy import fleet as fleets
 from ssfl.deploy import guard, internals, keys, link, notes
 from ssfl.deploy.fleet import Fleet
 from ssfl.errors import SsflError
@@ -47,7 +49,9 @@ class Scene:
         return len(self.fleet.exchange({node: light.model(NUMBERS) for node in nodes}, "train", 60.0))
 
     def gathered(self) -> None:
-        wait_until(lambda: len(self.fleet.connected()) == len(SITES), lambda: f"not all came: {self.lines}")
+        wait_until(
+            lambda: len(self.fleet.connected()) == self.fleet.needed, lambda: f"not all came: {self.lines}"
+        )
 
     def refused(self) -> list[dict[str, Any]]:
         self.fleet.listen()
@@ -55,15 +59,15 @@ class Scene:
 
 
 @contextmanager
-def scene(folder: Path, host: str = "127.0.0.1") -> Iterator[Scene]:
-    """A SuperLink with three light sites that are there."""
+def scene(folder: Path, host: str = "127.0.0.1", names: Sequence[str] = SITES) -> Iterator[Scene]:
+    """A SuperLink with light sites that are there."""
     ring, port, lines, told = folder / "keys", free_port(), list[str](), Queue[dict[str, Any]]()
     keys.init(ring, [host])
-    sites = [keys.read_site(keys.add(ring, name)) for name in SITES]
+    sites = [keys.read_site(keys.add(ring, name)) for name in names]
     with link.running(
         folder / "link", ring, host, port, keys.sites(ring), 60.0, 4 * NUMBERS, told.put
     ) as grid:
-        fleet = Fleet(grid, list(SITES), len(SITES), 60.0, 60.0, lines.append, told, exclude=grid.exclude)
+        fleet = Fleet(grid, list(names), len(names), 60.0, 60.0, lines.append, told, exclude=grid.exclude)
         with light.crowd(f"{host}:{port}", sites) as there:
             made = Scene(fleet, there, host, port, folder, lines)
             made.gathered()
@@ -276,3 +280,55 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
         assert made.round() == 0
     assert len(lines) == 3
     assert all("no disk" in line and len(line) < 1000 for line in lines)
+
+
+def processor_seconds() -> float:
+    """What the SuperLink's process has computed."""
+    [pid] = [pid for pid in descendants(os.getpid()) if b"ssfl.deploy.port" in command_of(pid)]
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_many_sites_are_let_in_and_cost_little_while_they_wait(tmp_path: Path) -> None:
+    names = [f"site-{number:02d}" for number in range(40)]
+    with scene(tmp_path, names=names) as made:
+        nodes = list(made.fleet.connected().values())
+        began = time.monotonic()
+        before = processor_seconds()
+        time.sleep(10)
+        each = (processor_seconds() - before) / len(names) / (time.monotonic() - began)
+        assert each < 0.01  # of a core; asking twice a second took three times as much
+        for _ in range(3):
+            came = made.fleet.exchange({node: light.model(NUMBERS) for node in nodes[:10]}, "train", 300.0)
+            assert len(came) == 10
+        assert made.crowd.lost == []
+
+
+def test_who_is_slow_to_say_its_name_holds_nobody_up_and_is_let_in_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "GREETING", 1.0)
+    with scene(tmp_path) as made:
+        held, name = threading.Event(), "bonn"
+        made.crowd.over.set()
+        for thread in made.crowd.threads:
+            thread.join(60)
+        wait_until(lambda: not made.fleet.connected(), "they did not leave")
+
+        def slow(message: Message) -> Message:
+            held.wait(300)
+            return light.answer(message)
+
+        mute, others = light.Crowd(slow), light.Crowd()
+        for site in SITES:
+            key = keys.read_site(tmp_path / "keys" / f"{site}.site")
+            who = mute if site == name else others
+            threading.Thread(target=who.attend, args=(f"{made.host}:{made.port}", key), daemon=True).start()
+        wait_until(lambda: len(made.fleet.connected()) == 2, "the others are held up")
+        assert made.round() == 2
+        held.set()
+        wait_until(lambda: len(made.fleet.connected()) == 3, "its late answer does not count")
+        assert made.round() == 3
+        mute.over.set()
+        others.over.set()

@@ -26,7 +26,7 @@ from image_files import (
 from ssfl.data.dataset import Dataset
 from ssfl.data.download import OFFICIAL
 from ssfl.data.sources import load
-from ssfl.errors import DataError
+from ssfl.errors import SsflWarning
 
 
 def test_names_and_paths(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_folder_refused(tmp_path: Path) -> None:
     refused("mixed", two, "mixed/", "9x8", "8x8", "--set data.size=N")
     assert load(path=tmp_path / "mixed", root=tmp_path, size=8).shape == (1, 8, 8)
     odd.write_bytes(b"no image")
-    refusal(lambda: load(path=tmp_path / "mixed", root=tmp_path), odd, "fresh copy")
+    refusal(lambda: load(path=tmp_path / "mixed", root=tmp_path, broken="stop"), odd, "fresh copy")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -255,8 +255,20 @@ def test_every_broken_image_of_a_folder_is_named(tmp_path: Path) -> None:
             Image.new("L", (8, 8), 20 * number).save(file)
     for name in ("cat/0", "cat/4", "dog/2"):
         (tmp_path / f"{name}.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"0\.png.*; and 2 more like it: .*2\.png, .*4\.png"):
-        load(path=tmp_path, root=tmp_path)
+    refusal(
+        lambda: load(path=tmp_path, root=tmp_path, broken="stop"),
+        "3 of 12", "cat/0.png", "cat/4.png", "dog/2.png", "data.broken=skip",
+    )  # fmt: skip
+    with pytest.warns(SsflWarning) as told:
+        data = load(path=tmp_path, root=tmp_path)
+    (line,) = [str(one.message) for one in told]
+    assert "3 of 12" in line
+    assert all(name in line for name in ("cat/0.png", "cat/4.png", "dog/2.png"))
+    assert data.broken == 3
+    assert len(data.labels) + len(data.test_labels) == 9
+    for name in ("cat/1", "cat/2", "cat/3", "cat/5"):
+        (tmp_path / f"{name}.png").write_bytes(b"no picture")
+    refusal(lambda: load(path=tmp_path, root=tmp_path), tmp_path / "cat", "none of its images can be read")
 
 
 def test_forbidden_files() -> None:

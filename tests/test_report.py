@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import ssfl
 from ssfl.config.settings import Config
 from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
-from ssfl.report import costs, gather, page, several, verdict
+from ssfl.report import collapse, costs, gather, page, several
 from ssfl.runs import folder as runs
 from ssfl.runs.train import Interrupted
 
@@ -188,7 +189,7 @@ def test_a_collapse_is_told(
     head: str, bad: bool,
 ) -> None:  # fmt: skip
     path = fake(folder, tmp_path, masks, right, scores)
-    said = verdict.judge(gather.read(path, "made-up"))
+    said = collapse.judge(gather.read(path, "made-up"))
     assert (said.head, said.bad) == (head, bad)
     assert ("one way" in said.text) == (said.since is not None)
     assert head in words(page.contents([path]))
@@ -208,7 +209,7 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
     newer = ("gate", "combine", "attackers", "attack", "compile", "precision")
     (old / "config.toml").write_text("\n".join(line for line in config if line.split(" = ")[0] not in newer))
     told = page.contents([old])
-    assert "not measured" in words(told)
+    assert not any(block.get("figure") == "diversity" for s in told["sections"] for block in s["blocks"])
     assert "did not record the time" in words(told)
     assert figure(told, "confusion")
     page.contents([old, folder / "alone"])
@@ -267,11 +268,11 @@ def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp
     ssfl.run(quick("run.test=never", "data.validation=0.1"), tmp_path / "run")
     told = page.contents([tmp_path / "run"])
     said = words(told)
-    assert "of the 143 validation images right" in said
+    assert "of 143 validation images right" in said
     assert "The test images are never looked at." in said
     assert "no confusion matrix: test images are never looked at" in said
-    assert "validation accuracy" in str(told)
-    assert "test accuracy" not in str(told)
+    assert "accuracy on validation images" in str(told)
+    assert "accuracy on test images" not in str(told)
     assert [one["figure"] for one in blocks(told, "matrix")] == ["who-has-what"]
     page.write([tmp_path / "run"], tmp_path / "run.html", tmp_path / "figures")
     ssfl.run(quick("run.test=never", "data.validation=0.1", "train.lr=0.01"), tmp_path / "slower")
@@ -382,3 +383,35 @@ def test_only_reports_are_overwritten(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SsflError, match="is a folder"):
         page.write([folder / "alone"], tmp_path)
     assert target.read_text() == "precious"
+
+
+def test_the_verdict_comes_first_and_no_picture_twice(tmp_path: Path) -> None:
+    pixels = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
+    labels = load_digits().target
+    np.savez(
+        tmp_path / "own.npz", x_train=pixels[:200], y_train=labels[:200], x_unlabelled=pixels[200:400],
+        x_test=pixels[400:440], y_test=labels[400:440],
+    )  # fmt: skip
+    sets = [f"data.path={tmp_path / 'own.npz'}", "federation.rounds=4", "federation.period=4",
+            "split.users=2", "run.threads=1", "run.device=cpu", "model.name=small"]  # fmt: skip
+    result = ssfl.run(ssfl.load_config("own", sets), tmp_path / "run")
+    told = page.contents([tmp_path / "run"])
+    first, second, *rest = told["sections"]
+    assert (first["id"], second["id"]) == ("verdict", "accuracy")
+    assert first["blocks"][0]["text"] == result.verdict
+    [tile] = [item for block in first["blocks"] if block["kind"] == "tiles" for item in block["items"][:1]]
+    assert tile[2] == f"{result.summary['correct']} of 40"
+    assert "diversity" not in [block.get("figure") for section in rest for block in section["blocks"]]
+    both = page.contents([tmp_path / "run", tmp_path / "run" / "baseline"])
+    assert [section["id"] for section in both["sections"]][:3] == ["verdict", "accuracy", "differences"]
+    assert "40 test images are too few" in both["sections"][0]["blocks"][0]["text"]
+    for page_of in (told, both):
+        shown = [
+            item["image"]
+            for section in page_of["sections"]
+            for block in section["blocks"]
+            if block["kind"] == "images"
+            for item in block["items"]
+        ]
+        assert shown
+        assert len(shown) == len(set(shown))

@@ -14,6 +14,8 @@ from ssfl.core.cohort import Cohort, draw_cohort
 from ssfl.core.rows import write_row
 from ssfl.data import split
 from ssfl.engines.work import make_batch
+from ssfl.federation import Look
+from ssfl.methods import find
 from ssfl.runs import assemble
 
 Make = Callable[..., Config]
@@ -209,3 +211,74 @@ def test_the_order_of_images_may_begin_anew_in_every_round(quick: Make) -> None:
     for batches in rounds:  # a fresh permutation: no image twice while there are others
         assert len(set(batches[0].flatten().tolist())) == batches[0].numel()
     assert not torch.equal(rounds[0], rounds[1])
+
+
+def test_cbafeds_server_joins_the_average_by_its_number_of_images() -> None:
+    cohort = Cohort((0, 1), (0, 1), ((0, 1),), (0, 0), (0, 1))
+    sim = toy("cbafed", "split.users=2", server=True)
+    counts = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    report = {"counts": counts, "images": torch.tensor([3.0, 1.0], dtype=torch.float64)}
+    memory = {"counts": torch.ones(2).double(), "stored": torch.zeros(0).double()}
+    workers = Adding([1, 5], [30], weight=[3, 1], report=report)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, workers)
+    # users 11 and 15 weigh 3 and 1; the server trains the model that they were sent, and has 2 labels: 40
+    assert workers.served == [[10]]
+    assert new.average.item() == pytest.approx((3 * 11 + 1 * 15 + 2 * 40) / 6)
+    assert new.streams[0].item() == new.average.item()
+    assert new.memory["counts"].tolist() == [1 + 3, 1 + 1]
+    # one confident image of a single user is one in three, and none at all leaves the server alone
+    few = Adding([1, 5], [30], weight=[0, 1], report=report)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, few)
+    assert new.average.item() == pytest.approx((1 * 15 + 2 * 40) / 3)
+    nobody = Adding([1, 5], [30], weight=[0, 0], report=report)
+    new, _ = played(sim, start([10], 10.0, **memory), cohort, nobody)
+    assert new.average.item() == 40
+
+
+def looked(confidence: list[list[float]], taken: list[int] | None = None) -> Look:
+    """Predictions for two classes in steps of two images each; the first class is the more probable."""
+    first = torch.tensor(confidence).double()
+    answers = torch.stack([first, 1 - first], -1)
+    users, count = first.shape
+    images = torch.arange(users * count).reshape(users, count // 2, 2)
+    steps = None if taken is None else torch.tensor(taken)
+    return Look(answers, images, torch.arange(users), {}, False, steps)
+
+
+@pytest.mark.parametrize("name", ["semifl", "cbafed"])
+def test_users_take_as_many_steps_as_confident_images_fill(name: str) -> None:
+    method = find(name)(threshold=0.9)  # type: ignore[call-arg]
+    sure = [[0.6, 0.95, 0.6, 0.6, 0.6, 0.6], [0.95, 0.6, 0.95, 0.6, 0.95, 0.6], [0.6] * 6, [0.95] * 6]
+    made = method.label(looked(sure))
+    assert made.steps.tolist() == [1, 2, 0, 3]
+    assert (made.weight > 0).tolist() == [True, True, False, True]
+    assert made.metrics["mask_rate"].tolist() == pytest.approx([1 / 6, 1 / 2, 0, 1])
+    assert made.images[0, 0].tolist() == [1, 1]
+    assert made.images[1].flatten().tolist()[:3] == [6, 8, 10]
+    if name == "cbafed":
+        assert made.weight.tolist() == [1, 3, 0, 6]
+    # images of steps that a user does not take do not count
+    made = method.label(looked(sure, taken=[1, 2, 3, 1]))
+    assert made.steps.tolist() == [1, 1, 0, 1]
+    assert made.metrics["mask_rate"].tolist() == pytest.approx([1 / 2, 1 / 2, 0, 1])
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_one_confident_image_is_one_step_of_semifl(quick: Make, engine: str) -> None:
+    settings = ["method.name=semifl", f"run.engine={engine}", "train.precision=float64", "method.momentum=0"]
+    sim = assemble.make(quick(*settings))
+    state = sim.initial()
+    work = sim.plan.users_work(0, sim.plan.cohort(0))
+    rows = state.average.repeat(10, 1)
+    confidence = sim.engine.answers(rows, work).amax(-1)
+    best = torch.stack([confidence.flatten().topk(2).values]).mean()  # between the surest and the next
+    sim = assemble.make(quick(*settings, f"method.threshold={float(best)}"))
+    new, (event, *_) = sim.play(state)
+    moved = torch.tensor(event["user_update_norm"])
+    assert event["steps"] == pytest.approx(1 / 10)  # of ten users one took one step
+    assert (moved > 0).sum() == 1
+    assert event["images"] == 16
+    # one step with a gradient of length 1 at most, besides weight decay
+    rate = sim.plan.rates(0)[0]
+    assert moved.max() <= 1.9 * rate * (1 + 5e-4 * state.average.norm()) + 1e-9
+    assert new.round == 1

@@ -245,23 +245,26 @@ def test_a_split_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "key", "value", "fix"),
     [
-        (lambda y: split.skewed(y, 3, 1.5), "between 0"),
-        (lambda y: split.skewed(y, 3, 0.4, 40), "class 0, which has 12: lower it to at most 20"),
-        (lambda y: split.skewed(y, 3, 0.4, 22), "class 1, which has 10: lower it to at most 20"),
-        (lambda y: split.skewed(y, 0, 0.4), "at least 1"),
-        (lambda y: split.iid(y, 0), "at least 1"),
-        (lambda y: split.skewed(y, 3, 0.4, -4), "at least 0"),
-        (lambda y: split.dirichlet(y, 3, 0.0), "above 0"),
-        (lambda y: split.shards(y, 3, 5), "between 1 and the 2 classes"),
-        (lambda y: split.shards(np.repeat(range(9), 10), 2, 2), "cannot hold all 9 classes"),
-        (lambda y: split.mixture(y, 3, [[1.0, 0.0]]), "class 1 to no user"),
-        (lambda y: split.mixture(y, 3, [[1.0]]), "rows of 2 numbers"),
-        (lambda y: split.iid(np.full(5, -1), 2), "no image has a label"),
+        (lambda y: split.skewed(y, 3, 1.5), "split.skew", 1.5, None),
+        (lambda y: split.skewed(y, 3, 0.4, 40), "split.server_labels", 40, "split.server_labels=20"),
+        (lambda y: split.skewed(y, 3, 0.4, 22), "split.server_labels", 22, "split.server_labels=20"),
+        (lambda y: split.skewed(y, 0, 0.4), "split.users", 0, None),
+        (lambda y: split.iid(y, 0), "split.users", 0, None),
+        (lambda y: split.skewed(y, 3, 0.4, -4), "split.server_labels", -4, None),
+        (lambda y: split.dirichlet(y, 3, 0.0), "split.alpha", 0.0, None),
+        (lambda y: split.shards(y, 3, 5), "split.classes_per_user", 5, None),
+        (lambda y: split.shards(np.repeat(range(9), 10), 2, 2), "split.users", 2, None),
+        (lambda y: split.mixture(y, 3, [[1.0, 0.0]]), "split.mixtures", [[1.0, 0.0]], None),
+        (lambda y: split.mixture(y, 3, [[1.0]]), "split.mixtures", [[1.0]], None),
+        (lambda y: split.iid(np.full(5, -1), 2), None, None, None),
     ],
 )  # fmt: skip
-def test_impossible_splits_say_what_to_change(make: object, words: str) -> None:
+def test_impossible_splits_say_what_to_change(
+    make: object, key: str | None, value: object, fix: str | None
+) -> None:
     labels = labels_of([12, 10])
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         make(labels)  # type: ignore[operator]
+    assert (caught.value.key, caught.value.value, caught.value.fix) == (key, value, fix)

@@ -42,6 +42,16 @@ def load() -> ssfl.Data:
     return ssfl.Data.of(train, test, server=range(100), users=writers, strong=darker)
 
 
+def labelled() -> ssfl.Data:
+    """The centre of a real federation: `ssfl serve --data examples/own/data.py:labelled --keys keys`"""
+    return ssfl.Data.of(Digits(0, 100), Digits(1400, 1797))
+
+
+def unlabelled() -> Tensor:
+    """One of its sites: `ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site`"""
+    return Digits(100, 1400).images
+
+
 def main(out: str | Path = "runs/own-data", rounds: int = 20) -> ssfl.Result:
     """Train on them."""
     config = ssfl.load_config("own", [f"federation.rounds={rounds}", "train.batch_size=32", "train.warmup=0"])

@@ -7,7 +7,7 @@ from ssfl.core.version import VERSION
 
 if TYPE_CHECKING:
     from ssfl import augment, averaging, diversity, schedule, split
-    from ssfl.config.loading import Config, load_config
+    from ssfl.config.loading import Config
     from ssfl.core import losses
     from ssfl.core.fields import setting
     from ssfl.core.losses import Losses
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ssfl.errors import SsflError
     from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
     from ssfl.methods import parts
+    from ssfl.runs.choose import load_config
     from ssfl.runs.laws import check
     from ssfl.runs.predict import load_model
     from ssfl.runs.stepping import Federation
@@ -42,7 +43,7 @@ _HOMES = {
     "Step": "federation",
     "Users": "federation",
     "check": "runs.laws",
-    "load_config": "config.loading",
+    "load_config": "runs.choose",
     "load_model": "runs.predict",
     "resume": "runs.train",
     "run": "runs.train",

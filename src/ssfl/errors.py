@@ -7,24 +7,23 @@ from ssfl.signals import exit_code
 
 
 class SsflError(Exception):
-    """A mistake that its author can mend; the CLI prints the message alone, without a traceback."""
+    """A mistake that its author can mend; the CLI prints the message alone, without a traceback.
+
+    A program can ask it for `key`, the setting (section.name) or argument that is wrong; `value`, what it was
+    set to; and `fix`, what to type instead, such as split.users=3, or None if there is no single answer.
+    """
 
     exit_code = 2
-
-
-class ConfigError(SsflError):
-    """A key, value or combination of settings that cannot be used."""
 
     def __init__(
         self, message: str, *, key: str | None = None, value: Any = None, fix: str | None = None
     ) -> None:
         super().__init__(message)
-        self.key = key
-        """The setting: section.name."""
-        self.value = value
-        """What it was set to."""
-        self.fix = fix
-        """What to type instead, such as split.users=3; None if there is no single answer."""
+        self.key, self.value, self.fix = key, value, fix
+
+
+class ConfigError(SsflError):
+    """A key, value or combination of settings that cannot be used."""
 
 
 class MethodError(SsflError):

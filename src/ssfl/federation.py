@@ -140,10 +140,12 @@ class Step:
                 logits, self.buffers = self._network(used, self.buffers, images, train, keys)
         return logits.to(self.batch.shares.dtype)
 
-    def slopes(self, loss: Loss, at: Named | None = None) -> tuple[Named, Named]:
+    def slopes(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
         """The gradient of a loss, at the current weights or at others, and the loss's metrics.
 
-        Running statistics move with the first gradient at the current weights alone.
+        Running statistics move with the first gradient at the current weights alone. The gradient is in the
+        weights' own type; with wide=False it stays in the type of the forward pass (bfloat16, perhaps), for
+        whoever hands it on as it is: that saves a pass over memory.
         """
         if self._evaluate is None:
             raise MethodError("slopes() belongs in gradient(), not in a loss")
@@ -156,7 +158,9 @@ class Step:
         )
         if at is None and not self._moved:
             self.buffers, self._moved = buffers, True
-        slopes = {n: slope.to(self.weights[n].dtype) for n, slope in zip(leaves, found, strict=True)}
+        slopes = dict(zip(leaves, found, strict=True))
+        if wide:
+            slopes = {name: slope.to(self.weights[name].dtype) for name, slope in slopes.items()}
         return slopes, metrics
 
     def after(self, slopes: Named) -> "Step":
@@ -257,6 +261,17 @@ class Look(NamedTuple):
     """What the round sent besides the model, [n, ...]."""
     has_labels: bool
     """Whether users hold labelled images of their own."""
+    taken: Tensor | None = None
+    """[n]: how many of the T steps each user takes, where users differ; what the others show does not
+    count."""
+
+    @property
+    def drawn(self) -> Tensor:
+        """[n, T · B]: whether each image belongs to a step that its user takes."""
+        users, steps, size = self.images.shape
+        if self.taken is None:
+            return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
+        return torch.arange(steps * size, device=self.images.device) < size * self.taken[:, None]
 
 
 class Labels(NamedTuple):
@@ -272,6 +287,8 @@ class Labels(NamedTuple):
     """[n]: a user's weight in the average; 0 is as if it had dropped out."""
     pace: Tensor | None = None
     """[n]: the part of the learning rate that a user takes."""
+    steps: Tensor | None = None
+    """[n]: how many steps each user takes, at most those it was asked for; None is all of them."""
     reach: Tensor | None = None
     """[n]: the factor by which a user's update is scaled before it is sent."""
     report: Named = {}  # noqa: RUF012 (never changed)
@@ -426,6 +443,9 @@ class Fed(Protocol):
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """The accuracy, averaged over classes, on `most` of the server's labelled images, minus chance."""
 
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
+
     def tell(self, **metrics: float) -> None:
         """Add numbers to the round's event."""
 
@@ -507,7 +527,7 @@ class Method:
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
         """The gradient of a step, by name, and its metrics; a weight that is left out stays as it is."""
-        return step.slopes(loss)
+        return step.slopes(loss, wide=False)
 
     def round(self, state: State, fed: Fed) -> State:
         """The next state; by default the paper's round."""

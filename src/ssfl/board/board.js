@@ -61,13 +61,21 @@
     return el("tr", { class: on ? "chosen" : null },
       el("td", {}, box), el("th", { scope: "row" }, name, el("span", { class: "more" }, about)),
       el("td", {}, el("span", { class: `state ${run.state}` }, run.state), bar),
-      el("td", { class: "number" }, rounds), el("td", { class: "number" }, accuracy(run)),
+      el("td", { class: "number" }, rounds), el("td", { class: "number" }, accuracyCell(run)),
       el("td", { class: "number wide" }, ago(run.age)));
   }
 
   function accuracy(run) { // where the test images come last, that of validation images until then
     const early = run.accuracy === null && run.validation !== null;
-    return early ? `${show("percent", run.validation)} (validation)` : show("percent", run.accuracy);
+    const [right, count] = early ? [run.validation_correct, run.validation_count] : [run.correct, run.count];
+    const of = count ? `${show("count", right)} of ${show("count", count)}` : null;
+    const kind = early ? "validation" : run.folds ? "folds" : null;
+    return { value: show("percent", early ? run.validation : run.accuracy), of, kind,
+      interval: early ? run.validation_interval : run.interval };
+  }
+  function accuracyCell(run) {
+    const told = accuracy(run), more = [told.of, told.kind].filter(Boolean).join(", ");
+    return [told.value, more ? el("span", { class: "more" }, more) : null];
   }
 
   function drawList() {
@@ -123,11 +131,13 @@
   }
 
   function tiles(run) {
+    const told = accuracy(run), percent = (share) => (100 * share).toFixed(1);
+    const of = [told.of, told.interval && `95 % interval ${told.interval.map(percent).join(" to ")} %`].filter(Boolean);
     const facts = [["state", run.state], ["round", `${show("count", run.round ?? 0)} of ${show("count", run.rounds)}`],
-      ["accuracy", accuracy(run)], ["method", run.method], ["data", run.data]];
-    if (run.left !== null) facts.push(["about left", show("seconds", run.left)]);
-    return el("dl", { class: "tiles" }, facts.map(([name, value]) =>
-      el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value || "–"))));
+      [told.kind ? `accuracy (${told.kind})` : "accuracy", told.value, ...of], ["method", run.method], ["data", run.data]];
+    if (run.left !== null) facts.push(["time left, about", show("seconds", Math.max(1, Math.round(run.left)))]);
+    return el("dl", { class: "tiles" }, facts.map(([name, value, ...more]) => el("div", { class: "tile" }, el("dt", {}, name),
+      el("dd", {}, value || "–", more.map((line) => el("span", { class: "beside" }, line))))));
   }
 
   function drawAbout(found, missing) {
@@ -139,6 +149,7 @@
     for (const run of found) {
       if (run.error) parts.push(el("p", { class: "say warn" }, el("strong", {}, `${run.name} failed: `), run.error));
       if (run.damaged) parts.push(el("p", { class: "say warn" }, `${run.name}: its events.jsonl is damaged; what stands before is shown.`));
+      if (run.verdict) parts.push(el("p", { class: "say" }, found.length > 1 ? el("strong", {}, `${run.name}: `) : null, run.verdict));
       if (run.state === "stopped") parts.push(el("p", { class: "note" }, `${run.name} was stopped; \`ssfl resume\` goes on with it.`));
     }
     if (found.length === 1) parts.push(tiles(found[0]));

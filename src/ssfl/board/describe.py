@@ -9,10 +9,18 @@ from typing import Any
 
 from ssfl.board import folder
 from ssfl.board.folder import text
+from ssfl.core.statistics import wilson
 from ssfl.report.gather import finite
 
 TAIL = 1 << 18
 SETTINGS = 300
+VERDICT = 2000
+"""Letters that a verdict may have."""
+SCORES = {
+    "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
+    "validation_correct": "validation_correct", "validation_count": "validation_count",
+}  # fmt: skip
+"""How good a model is, as the page calls it and as evaluations and the summary do."""
 LARGEST = {
     "config.toml": folder.SMALL, "summary.json": folder.SMALL, "split.json": 1 << 26, "events.jsonl": 1 << 28,
     "model.safetensors": 1 << 32,
@@ -33,12 +41,34 @@ def run(handle: int, name: str) -> dict[str, Any]:
         "data": text(data.get("name") or Path(str(data.get("path", ""))[:4096]).stem),
         "rounds": _whole(config.get("federation", {}).get("rounds")),
         "round": _whole(summary.get("rounds")),
-        "accuracy": finite(summary.get("accuracy")),
-        "validation": finite(summary.get("validation_accuracy")),
+        **{name: finite(summary.get(key)) for name, key in SCORES.items()},
+        "folds": summary.get("judged_by") == "folds",
+        "verdict": _verdict(summary),
         "left": None,
         "age": _age(handle),
     }
-    return told if state == "finished" else told | _so_far(handle, told["rounds"], state == "running")
+    if state != "finished":
+        told |= _so_far(handle, told["rounds"], state == "running", told["age"] or 0.0)
+    return told | _intervals(told)
+
+
+def _verdict(summary: dict[str, Any]) -> str | None:
+    """Whether the unlabelled images helped, in words."""
+    judged = summary.get("verdict")
+    said = judged.get("text") if isinstance(judged, dict) else None
+    return "".join(sign for sign in said[:VERDICT] if sign.isprintable()) if isinstance(said, str) else None
+
+
+def _intervals(told: dict[str, Any]) -> dict[str, list[float] | None]:
+    """The 95 % intervals of the accuracies, where their counts are known."""
+    found = {}
+    for name, right, count in (
+        ("interval", told["correct"], told["count"]),
+        ("validation_interval", told["validation_correct"], told["validation_count"]),
+    ):
+        known = right is not None and count is not None and 0 <= right <= count and 1 <= count <= 10**9
+        found[name] = list(wilson(right, int(count))) if known else None
+    return found
 
 
 class Finished:
@@ -67,20 +97,23 @@ def _changed(handle: int, file: str) -> int:
         return 0
 
 
-def _so_far(handle: int, rounds: int | None, running: bool) -> dict[str, Any]:
+def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
     """Round, accuracy (on validation images too: test images may come last) and seconds left of an unfinished
-    run, from the end of its events."""
+    run, from the end of its events. What is left is what the run itself says, as the terminal shows it."""
     found: dict[str, Any] = {"round": 0}
-    pace = []
+    pace, left = [], None
     for event in _last_events(handle):
         found["round"] = max(found["round"], _whole(event.get("round")) or 0)
-        for key, name in (("accuracy", "accuracy"), ("validation", "validation_accuracy")):
+        for key, name in SCORES.items():
             if event.get("event") == "eval" and finite(event.get(name)) is not None:
                 found[key] = finite(event[name])
         seconds = finite(event.get("seconds"))
         if seconds is not None and event.get("event") == "round":
             pace.append(seconds)
-    if running and rounds and pace:
+            left = finite(event.get("left"))
+    if running and left is not None:
+        found["left"] = max(0.0, left - age)
+    elif running and rounds and pace:  # of a version that did not say
         recent = sorted(pace[-20:])
         found["left"] = max(0, rounds - found["round"]) * recent[len(recent) // 2]
     return found

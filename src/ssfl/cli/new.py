@@ -9,7 +9,7 @@ import typer
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write ssfl.toml into.")],
     images: Annotated[
-        Path | None, typer.Option(help="The folder of images, by itself DIR: a sub-folder for each class.")
+        Path | None, typer.Option(help="The folder of images: a sub-folder for each class. Default: DIR.")
     ] = None,
 ) -> None:
     """Write a commented config for a folder of images.

@@ -10,8 +10,8 @@ from ssfl.cli import verbs
 ConfigName = Annotated[
     str | None,
     typer.Argument(
-        help="A preset's name, a TOML file or a folder that `ssfl new` made; by itself quickstart, or own "
-        "where --set names other data.",
+        help="A preset's name, a TOML file, a folder that `ssfl new` made, or a folder of images. Default: "
+        "quickstart, or own where --set names other data.",
         autocompletion=verbs.complete_config,
     ),
 ]

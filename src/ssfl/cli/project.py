@@ -1,45 +1,17 @@
 """`ssfl new`: a commented config for a folder of images, checked to run as it is."""
 
 import json
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from ssfl.config.loading import PROJECT, load_config
-from ssfl.config.settings import Config, Data, Model
+from ssfl.config.loading import PROJECT
+from ssfl.config.settings import Data, Model
 from ssfl.core.fields import limits_of
-from ssfl.data import own, pictures
-from ssfl.data.dataset import Dataset, checked
-from ssfl.errors import ConfigError, DataError, SsflError
-from ssfl.models import networks
-from ssfl.runs import assemble
+from ssfl.data import own
+from ssfl.errors import ConfigError
+from ssfl.runs import choose
+from ssfl.runs.choose import Choice, Facts
 from ssfl.runs.text import loose, printable, untested
-
-GPU = torch.cuda.is_available()
-LARGE = 96 if GPU else 32
-"""Pixels on a side above which images are made smaller: a first run should end today."""
-USERS = 10
-FEW = 3
-"""Users that take part in a round on a CPU, which trains them one or two at a time."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a folder of images holds."""
-
-    folder: Path
-    files: own.Files
-    sizes: Counter[tuple[int, int]]  # width, height
-    grey: bool
-
-    @property
-    def size(self) -> int | None:
-        """What to resize to: None where all images have one size that is not large."""
-        if len(self.sizes) == 1 and max(next(iter(self.sizes))) <= LARGE:
-            return None
-        return 64 if GPU and min(self.sizes.most_common(1)[0][0]) >= 64 else 32
 
 
 def project(folder: Path, images: Path | None) -> list[str]:
@@ -47,9 +19,10 @@ def project(folder: Path, images: Path | None) -> list[str]:
     target = folder / PROJECT
     if target.exists():
         raise ConfigError(f"{target} exists already and is not overwritten: choose another DIR or move it")
-    found = inspect(images or folder, images is None)
-    users = most_users(found)
-    text = config(found, users)
+    choose.require_images(images or folder, images is None)
+    found = choose.inspect(images or folder)
+    chosen = choose.choose(found, choose.cores(), choose.on_gpu({}), choose.has_pretrained())
+    text = config(found, chosen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
@@ -58,78 +31,16 @@ def project(folder: Path, images: Path | None) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else "the name of a folder is not UTF-8"
         raise ConfigError(f"cannot write {target}: {reason}; choose another DIR") from error
     return [
-        *summary(found, users),
+        *summary(found, chosen),
         f"wrote {target}; now",
         f"  ssfl split {folder}    who would get which images",
         f"  ssfl run {folder}      train",
     ]
 
 
-def inspect(folder: Path, by_itself: bool) -> Found:
-    """Look at every file's name and header, not at its pixels."""
-    layout = "put the images of each class in a sub-folder, and those without labels in unlabelled/"
-    if not folder.is_dir():
-        if folder.exists():
-            raise DataError(f"{folder} is a file: give the folder that holds the images; {layout}")
-        option = "give the images' folder with --images FOLDER" if by_itself else "check its name"
-        raise DataError(f"there is no folder {folder}: {option}; {layout}")
-    if by_itself and not pictures.list_images(folder):
-        raise DataError(f"{folder} holds no images: give their folder with --images FOLDER; {layout}")
-    if not pictures.list_images(folder):
-        raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")
-    files = own.sort_files(folder, Data.test_fraction)
-    headers = [found for _, found in pictures.each(files.everything, pictures.header)]
-    sizes = Counter((width, height) for width, height, _ in headers)
-    return Found(folder, files, sizes, all(grey for *_, grey in headers))
-
-
-def most_users(found: Found) -> int:
-    """As many users as get images in the split that the config asks for, at most ten.
-
-    The split is tried with the labels alone, so that the config is known to run before it is written.
-    """
-    size = found.size
-    width, height = (size, size) if size else next(iter(found.sizes))
-    train = found.files.labels(found.files.train) + [-1] * len(found.files.unlabelled)
-    test = found.files.labels(found.files.test)
-    shape = (1 if found.grey else 3, height, width)
-    none = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    dataset = Dataset(
-        found.folder.name,
-        none.expand(len(train), *shape), torch.tensor(train),
-        none.expand(len(test), *shape), torch.tensor(test),
-        tuple(found.files.train), (0.0,), (1.0,), not found.grey, **own.owners(found.files),
-    )  # fmt: skip
-    checked(dataset, found.folder)
-    named = len(found.files.users)
-    for users in [named] if named else range(min(USERS, len(train)), 0, -1):
-        try:
-            assemble.make_parts(assemble.resolve(_settings(found, users), dataset), dataset)
-            return users
-        except SsflError:
-            continue
-    raise DataError(
-        f"{found.folder}: {len(train)} training images are too few for a server and one user: add some"
-    )
-
-
-def _settings(found: Found, users: int) -> Config:
-    chosen = [f"model.name={model}"] if (model := light_model(found)) else []
-    path = f"data.path={json.dumps(str(found.folder))}"
-    return load_config("own", [path, f"split.users={users}", *chosen])
-
-
-def light_model(found: Found) -> str | None:
-    """The network that a CPU gets, where a GPU would get another."""
-    side = found.size or min(next(iter(found.sizes)))
-    shape = (1 if found.grey else 3, side, side)
-    chosen = networks.suited(shape, GPU)
-    return None if chosen == networks.suited(shape, True) else chosen
-
-
-def summary(found: Found, users: int) -> list[str]:
-    """What was found, in words."""
-    files, names = found.files, list(found.files.train)
+def summary(found: Facts, chosen: Choice) -> list[str]:
+    """What was found and chosen, in words."""
+    files, names, users = found.files, list(found.files.train), chosen.settings["split"]["users"]
     labelled, test = (sum(map(len, part.values())) for part in (files.train, files.test))
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     sizes = sorted(found.sizes)
@@ -138,8 +49,7 @@ def summary(found: Found, users: int) -> list[str]:
         f"{found.folder}: {len(names)} classes ({shown})",
         f"  {labelled} labelled images, {len(files.unlabelled)} without labels, {test} for testing"
         + ("" if files.own_test else " (a part of each class, held out)"),
-        f"  {'grey' if found.grey else 'colour'}, {pixels} pixels"
-        + (f", resized to {found.size}x{found.size}" if found.size else ""),
+        f"  stored as {'grey' if found.grey else 'colour'}, {pixels} pixels",
     ]
     if files.users:
         named = ", ".join([*files.users][:8]) + (", ..." if users > 8 else "")
@@ -148,26 +58,35 @@ def summary(found: Found, users: int) -> list[str]:
     told += [f"  {line}" for line in untested(names, [len(files.test.get(name, [])) for name in names])]
     if not files.unlabelled:
         told.append(f"  all are labelled: the server keeps some, {users} users get the others without labels")
-    return [printable(line) for line in told]
+    return [printable(line) for line in (*told, *(f"  {line}" for line in chosen.why))]
 
 
-def config(found: Found, users: int) -> str:
+def config(found: Facts, chosen: Choice) -> str:
     """The commented TOML."""
-    size = found.size
-    about = "\n".join(f"# {line.strip()}" for line in summary(found, users))
+    about = "\n".join(f"# {line.strip()}" for line in summary(found, chosen))
     testing = (
         "# test images come from test/"
         if found.files.own_test
         else f"test_fraction = {Data.test_fraction}  # of each class: there is no folder test/"
     )
+    size, users = chosen.settings["data"].get("size"), chosen.settings["split"]["users"]
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
     known = ", ".join(limits_of(Model)["name"].choices)
-    network = f'# name = "small"  # {known}; by itself what suits the images and the machine'
-    part, batch = f"# participants = {users}  # users that take part in a round", 64
-    if model := light_model(found):
-        part = f"participants = {min(users, FEW)}  # users that take part in a round: few, for a CPU"
-        batch = 32
-        network = f'name = "{model}"  # quick on a CPU; with a GPU leave it out, or choose from {known}'
+    network = f'# name = "small"  # {known}; by default what suits the images and the machine'
+    model: dict[str, Any] = dict(chosen.settings["model"])
+    if name := model.pop("name", None):
+        network = f'name = "{name}"  # chosen for this machine; others: {known}'
+    network = "\n".join([network, *(f"{key} = {json.dumps(value)}" for key, value in model.items())])
+    federation, train = chosen.settings["federation"], dict(chosen.settings["train"])
+    batch, warmup, rate = train.pop("batch_size"), train.pop("warmup"), train.pop("lr", 0.03)
+    more = "".join(f"\n{key} = {json.dumps(value)}" for key, value in train.items())
+    method = (
+        'name = "anchored"  # users and server in turn; "server-only" trains on the labels alone\n'
+        "# threshold = 0.8  # a pseudo-label counts when the model is this sure"
+    )
+    if own_method := chosen.settings.get("method"):
+        method = "\n".join(f"{key} = {json.dumps(value)}" for key, value in own_method.items())
+    part = f"participants = {federation['participants']}  # users that take part in a round"
     differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
     dealt = "how many users the images without labels are dealt to"
     if found.files.users:
@@ -182,37 +101,37 @@ def config(found: Found, users: int) -> str:
 #   ssfl split {PROJECT}    who would get which images
 #   ssfl run {PROJECT}      train; `--set section.key=value` changes a setting for one run
 #
-# Lines that begin with # are what happens by itself. All settings: `ssfl settings`.
+# Lines that begin with # show defaults and examples. All settings: `ssfl settings`.
 
 [data]
 path = {json.dumps(str(found.folder.absolute()), ensure_ascii=False)}
 {resized} image is resized to this square
 {testing}
 # validation = 0.1  # a part of the training images to choose settings by; test images choose nothing
-# flip = {str(not found.grey).lower()}  # whether a mirrored image is still of its class; false for writing
+# flip = false  # whether a mirrored image is still of its class; default: not if most images are grey
+# broken = "stop"  # end with an error if a file cannot be read; default: leave it out
 
 [split]
 users = {users}  # {dealt}
 {differ}
-# server_labels = 100  # labelled images at the server, by itself {labels}
+# server_labels = 100  # labelled images at the server, default: {labels}
 
 [model]
 {network}
 norm = "group"
 
 [method]
-name = "anchored"  # users and server in turn; "server-only" trains on the labels alone: the line to beat
-# threshold = 0.8  # a pseudo-label counts when the model is so sure; lower it if the mask rate stays near 0
+{method}
 
 [federation]
-rounds = 100  # how long: accuracy that still rises at the end asks for more
-period = 16  # local steps a round
+rounds = {federation["rounds"]}  # how long: accuracy that still rises at the end asks for more
+period = {federation["period"]}  # local steps a round
 {part}
 
 [train]
 batch_size = {batch}
-lr = 0.03
-warmup = 80  # steps in which the learning rate rises from 0
+lr = {rate}
+warmup = {warmup}  # steps in which the learning rate rises from 0{more}
 
 [run]
 seed = 1  # another seed, another run: report the mean of several

@@ -15,21 +15,35 @@ def run(
     config: ConfigName = None,
     sets: verbs.Sets = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    folds: Annotated[
+        int | None, typer.Option(help="Cross-validate on the labelled images, in this many folds.")
+    ] = None,
+    no_baseline: Annotated[
+        bool, typer.Option("--no-baseline", help="Do not train a server-only model to compare with.")
+    ] = False,
     code: With = None,
     quiet: Quiet = False,
     json_only: Json = False,
 ) -> None:
     """Train a federation.
 
-    Example: ssfl run --set split.users=20 --set method.name=grouping"""
-    from ssfl.config.loading import PROJECT, load_config
-    from ssfl.core import outside
+    CONFIG may be a folder of images: a sub-folder for each class, and unlabelled/.
+
+    Example: ssfl run scans"""
+    from ssfl.config.loading import PROJECT, check_early
+    from ssfl.core import outside, progress
 
     outside.supply(code or [])
-    loaded = load_config(config, sets or [])  # before torch is imported, which takes seconds
+    sets = [*(sets or []), *([] if folds is None else [f"run.folds={folds}"])]
+    sets += ["run.baseline=false"] if no_baseline else []
+    check_early(config, sets)  # before torch is imported, which takes seconds
+    progress.show(not (quiet or json_only))
     from ssfl.runs import train
+    from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
+
+    loaded = load_config(config, sets)
 
     named = Path(config or "quickstart").absolute()
     target = out or next_free(Path("runs") / (named.parent if named.name == PROJECT else named).stem)
-    carry_out(lambda report: train.run(loaded, target, report), quiet or json_only, json_only)
+    carry_out(lambda report: train.run(loaded, target, report, forecast=True), quiet or json_only, json_only)

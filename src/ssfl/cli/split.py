@@ -11,13 +11,17 @@ def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = 
     """Show who would get which images.
 
     Example: ssfl split --set split.skew=1"""
-    from ssfl.config.loading import load_config
+    from ssfl.config.loading import check_early
+    from ssfl.core import progress
 
-    loaded = load_config(config, sets or [])  # before torch is imported
+    check_early(config, sets or [])  # before torch is imported
+    progress.show(not json_only)
     from ssfl.data.inventory import describe_split
     from ssfl.runs import text
     from ssfl.runs.assemble import load_data, make_parts, resolve
+    from ssfl.runs.choose import load_config
 
+    loaded = load_config(config, sets or [])
     dataset = load_data(loaded)
     resolved = resolve(loaded, dataset)
     described = describe_split(dataset, *make_parts(resolved, dataset))

@@ -9,7 +9,7 @@ from typing import Any
 def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Run with or without a progress display, then tell the result."""
     from ssfl.engines import dist
-    from ssfl.report import gather, verdict
+    from ssfl.report import collapse, gather
     from ssfl.runs import folder as runs
     from ssfl.runs import progress
 
@@ -21,7 +21,9 @@ def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
         print(json.dumps(runs.read_summary(result.path)))
     elif not quiet:
         print(f"{result.told}  in {result.path}")
-        said = verdict.judge(gather.read(result.path, result.path.name))
+        if result.verdict is not None:
+            print(result.verdict)
+        said = collapse.judge(gather.read(result.path, result.path.name))
         if said.bad:
             print(
                 f"{said.head} {said.text} See `ssfl report {shlex.quote(str(result.path))}`", file=sys.stderr

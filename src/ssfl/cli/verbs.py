@@ -17,7 +17,7 @@ GROUPS = {
     "Start": ("doctor", "new", "settings"),
     "Train": ("split", "run", "resume"),
     "Look": ("report", "board", "compare"),
-    "Use the model": ("predict", "export"),
+    "Use the model": ("predict", "evaluate", "export"),
     "Several machines": ("keys", "serve", "join"),
     "Experiments": ("paper", "contest", "check"),
 }

@@ -20,6 +20,7 @@ def check(config: Config) -> None:
             "run.test", config.run.test, "needs other images to look at: set data.validation=0.1",
             "data.validation=0.1",
         )  # fmt: skip
+    _check_comparison(config)
     if config.train.nesterov and config.train.momentum == 0:
         raise _error(
             "train.nesterov", True, "needs train.momentum above 0: set train.nesterov=false",
@@ -102,6 +103,31 @@ def _check_labels(config: Config) -> None:
         )  # fmt: skip
 
 
+def _check_comparison(config: Config) -> None:
+    """The comparison with the server alone, and its folds, need the whole federation in this process."""
+    run = config.run
+    if run.folds == 1:
+        raise _error("run.folds", 1, "holds out everything: use at least 2, such as 5", "run.folds=5")
+    for engine, why in (("dist", "several processes"), ("sites", "real sites")):
+        if run.folds and run.engine == engine:
+            raise _error("run.folds", run.folds, f"does not go with {why}: set run.folds=0", "run.folds=0")
+    if run.folds and config.privacy.clip is not None:
+        raise _error(
+            "run.folds", run.folds, "would spend the users' privacy again in every fold: set run.folds=0",
+            "run.folds=0",
+        )  # fmt: skip
+    if run.baseline and run.engine == "dist":
+        raise _error(
+            "run.baseline", True, "does not go with run.engine = 'dist': set run.baseline=false",
+            "run.baseline=false",
+        )  # fmt: skip
+    if run.folds and (config.split.labels_at == "users" or config.split.server_labels == 0):
+        raise _error(
+            "run.folds", run.folds, "divides the server's labelled images, and it has none: set run.folds=0",
+            "run.folds=0",
+        )  # fmt: skip
+
+
 def _check_averaging(config: Config) -> None:
     """A method that averages in its own way leaves no room for another average."""
     method, federation = config.method, config.federation
@@ -133,6 +159,7 @@ def _check_dist(config: Config) -> None:
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
         ("federation.check", federation.check, federation.check, "false"),
+        ("federation.skip_unlabelled", federation.skip_unlabelled, federation.skip_unlabelled, "false"),
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
         ("federation.attackers", federation.attackers, federation.attackers > 0, "0"),
     ]:
@@ -159,6 +186,8 @@ def _check_privacy(config: Config) -> None:
     why = obstacle(config, ("models", "reports", "sends"))
     if not method.trains_users:
         why = f"method.name = {method.name!r}, which does not train users"
+    if config.federation.skip_unlabelled:
+        why = "federation.skip_unlabelled = true, which tells who had no pseudo-label"
     if config.train.momentum_policy == "slot":
         why = "train.momentum_policy = 'slot', which hands momentum on"
     if why:

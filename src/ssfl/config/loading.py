@@ -48,8 +48,9 @@ GONE = {
 OUTSIDE = ("data.name", "model.name", "method.name")
 """Settings that may name code from outside by an import path."""
 __all__ = [
-    "CONFIGS", "RENAMED", "Config", "apply", "as_dict", "check_overrides", "from_dict", "load_config",
-    "presets", "read", "to_toml", "unchecked",
+    "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
+    "from_dict",
+    "is_image_folder", "load_config", "presets", "read", "to_toml", "unchecked",
 ]  # fmt: skip
 
 
@@ -84,15 +85,59 @@ def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
 def check_overrides(overrides: Iterable[str]) -> None:
     """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config.
 
-    A method's own fields are not checked here: its class would import torch.
+    Without method.name, a setting of any method will do: the config may name that method.
     """
     given: dict[str, Any] = {}
     apply(given, overrides)
-    name = given.pop("method", {}).get("name")
+    own = given.pop("method", {})
+    name = own.pop("name", None)
     if isinstance(name, str):
         methods.check_name(name)
+        _check_method(name, own)
+    else:
+        for key, value in own.items():
+            known = [one for one in methods.METHODS if key in limits_of(methods.settings_of(one) or Config)]
+            _check_method(known[0] if len(known) == 1 else "" if known else methods.DEFAULT, {key: value})
     for section, values in given.items():
         _section(section, SECTIONS[section], values)
+
+
+def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> None:
+    """Raises for the mistakes that can be seen before torch is imported, which takes seconds."""
+    overrides = list(overrides)
+    given = read(source, overrides)
+    name = given.get("method", {}).get("name", methods.DEFAULT)
+    _check_keys(given)
+    said: dict[str, Any] = {}
+    apply(said, overrides)
+    if "name" not in said.get("method", {}) and is_image_folder(source):
+        check_overrides(overrides)  # the method is chosen when the images are known
+    elif isinstance(name, str):
+        methods.check_name(name)
+        _check_method(name, {key: value for key, value in given.get("method", {}).items() if key != "name"})
+    for section, kind in SECTIONS.items():
+        _section(section, kind, given.get(section, {}))
+
+
+def _check_keys(given: dict[str, Any]) -> None:
+    """Raises for a section that does not exist."""
+    for section, values in given.items():
+        if section not in NAMES:
+            close = closest(section, NAMES)
+            raise ConfigError(
+                f"unknown section [{section}]{meant(close)}",
+                key=section,
+                value=values,
+                fix=f"[{close}]" if close else None,
+            )
+        _check_section(section, values)
+
+
+def _check_method(name: str, values: dict[str, Any]) -> None:
+    """Raises for a mistake in the settings of a built-in method, before torch is imported."""
+    kind = methods.settings_of(name)
+    if kind is not None:
+        _section("method", kind, values)
 
 
 def from_dict(
@@ -111,16 +156,7 @@ def unchecked(
     given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
     """A config whose settings are each allowed; whether they go together nobody has asked."""
-    for section, values in given.items():
-        if section not in NAMES:
-            close = closest(section, NAMES)
-            raise ConfigError(
-                f"unknown section [{section}]{meant(close)}",
-                key=section,
-                value=values,
-                fix=f"[{close}]" if close else None,
-            )
-        _check_section(section, values)
+    _check_keys(given)
     own = dict(given.get("method", {}))
     name = own.pop("name", methods.DEFAULT)
     if not isinstance(name, str):
@@ -129,6 +165,8 @@ def unchecked(
     rest = {section: given.get(section, {}) for section in SECTIONS}
     for section, values in rest.items():  # typing mistakes show before torch is imported
         _section(section, SECTIONS[section], values)
+    if method is None:
+        _check_method(name, own)
     if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
         method = methods.recorded(name, own)
     if method is None:
@@ -169,11 +207,7 @@ def _read(source: str | Path) -> dict[str, Any]:
         if not path.is_file():
             path = Path(source) / PROJECT
         if not path.is_file() and Path(source).is_dir():
-            raise ConfigError(
-                f"{source} has no {PROJECT}: `ssfl new {source} --images FOLDER` writes one",
-                value=str(source),
-                fix=f"ssfl new {source} --images FOLDER",
-            )
+            return _read_folder(Path(source))
         if not path.is_file():
             close = closest(str(source), presets())
             hint = meant(close) or f"; presets: {', '.join(presets())}"
@@ -194,6 +228,38 @@ def _read(source: str | Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", value=str(source)) from error
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """The config of a folder of images: the preset `own` with its path."""
+    if (folder / "config.toml").is_file():
+        raise ConfigError(
+            f"{folder} is a run folder: `ssfl resume {folder}` goes on with it",
+            value=str(folder),
+            fix=f"ssfl resume {folder}",
+        )
+    if not is_image_folder(folder):
+        raise ConfigError(
+            f"{folder} holds neither {PROJECT} nor images: put the images of each class in a sub-folder, and "
+            "those without labels in unlabelled/",
+            value=str(folder),
+        )
+    given = _read("own")
+    given["data"] = {**given.get("data", {}), "path": str(folder)}
+    return given
+
+
+def is_image_folder(source: str | Path | None) -> bool:
+    """Whether a config is the name of a folder of images: it has sub-folders and no config."""
+    if source is None or (CONFIGS / f"{source}.toml").is_file():
+        return False
+    folder = Path(source)
+    try:
+        if not folder.is_dir() or any((folder / name).is_file() for name in (PROJECT, "config.toml")):
+            return False
+        return any(entry.is_dir() and not entry.name.startswith(".") for entry in folder.iterdir())
+    except OSError:
+        return False
 
 
 def _set(given: dict[str, Any], override: str) -> None:

@@ -33,11 +33,16 @@ class Data:
     size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to this many pixels square."""
     test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a part of the labelled images")
-    """The part of a folder's labelled images held out for testing where it has no test/ of its own."""
+    """The part of a folder's labelled images held out for testing where it has no test/ of its own. With
+    run.folds nothing is: each labelled image is tested in its fold."""
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
     """The part of the training images set aside before the split, to choose settings by."""
     flip: bool | None = None
-    """Whether views may be mirrored; by itself: yes for objects, no for digits and letters."""
+    """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
+    grey by their pixel values."""
+    broken: str = setting("skip", choices=("skip", "stop"))
+    """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
+    the command. Both name them together."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class Split:
     """Give the server's images to every user besides its own, as DataSharing does."""
     alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
     """Concentration of scheme "dirichlet"."""
+    capped: bool = False
+    """With scheme "dirichlet", users that have their fair share of the images already get none of the classes
+    that follow, as in SemiFL's code: users' numbers of images then differ less."""
     classes_per_user: int = setting(2, least=1, most=10**6, what="classes")
     """Classes each user holds in scheme "shards"."""
     mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="weights")
@@ -75,11 +83,19 @@ class Model:
     """[model] The network."""
 
     name: str | None = setting(
-        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet"), paths=True
+        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
     )
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet, or a function that makes any nn.Module:
-    "FILE.py:name" or "package.module:name". Default: what suits the image size; without a GPU one that a CPU
-    can train."""
+    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; lite0, which starts from ImageNet weights (extra
+    "pretrained"); or a function that makes any nn.Module: "FILE.py:name" or "package.module:name". Default:
+    what suits the image size; without a GPU one that a CPU can train."""
+    train: str = setting("head", choices=("head", "last", "all"))
+    """What is trained of lite0: the "head" (the last layer), the "last" block, the last convolution and the
+    head, or "all". The rest is frozen and never sent."""
+    weights: str | None = None
+    """Start from the weights in this .safetensors file. Default: random ones, and ImageNet's for lite0."""
+    cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
+    """V: if the first part of the network is frozen, compute its output once for V weak and V strong views of
+    every image, and train on those. Default: 4 for lite0, unless all of it is trained."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """Normalisation: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
@@ -101,6 +117,9 @@ class Federation:
     authors' code (47 users in 5 groups: 10, 10, 10, 10, 7)."""
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, local steps per round."""
+    local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
+    """Users train so many passes over their own images in a round instead of T steps: a user with more images
+    takes more steps. The learning rate then stays the same within a round."""
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """How many rounds; or give epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
@@ -128,6 +147,9 @@ class Federation:
     a "trimmed" mean or the "median"."""
     check: bool = False
     """Use a group's median instead of its average where it does better on the server's labelled images."""
+    skip_unlabelled: bool = False
+    """Leave users that had no pseudo-label in a round out of its average; otherwise their models, which did
+    not move or only decayed, count like the others."""
     dropout: float = setting(0.0, least=0, most=0.999, what="a probability below 1: somebody must come back")
     """The chance that a participant does not come back; the average is over those who do."""
 
@@ -166,13 +188,27 @@ class Train:
     """c, how many half turns the cosine makes; above 1/2 it reaches the floor."""
     horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
     """The schedule's length as a multiple of the run's; above 1 only its beginning is used."""
+    schedule: str = setting("paper", choices=("paper", "annealing"))
+    """The cosine: the "paper"'s, cos(π · cycles · progress), or "annealing", (1 + cos(π · progress)) / 2, as
+    PyTorch's CosineAnnealingLR, to which cycles do not apply."""
     floor: float = setting(1e-4, least=0, most=1, what="a fraction of train.lr")
     """ε, the least fraction of the base rate."""
-    momentum_policy: str = setting("reset", choices=("reset", "slot", "user"))
-    """Momentum at the start of a round: "reset" to zero, kept per "slot" or kept per "user"."""
+    momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
+    """Momentum at the start of a round: "reset" to zero, kept by the "server" alone, or kept by server and
+    users, for each "slot" of a round or for each "user"."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second one strong), or "suited": both,
     but weak alone for images of fewer than 16 pixels a side, of which strong views would leave little."""
+    server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
+    """The part of the server's labelled images that it does not train on. A method's guard and
+    federation.check judge by these instead of by images that it has learned by heart."""
+    server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
+    """Images per step of the server. Default: batch_size."""
+    server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
+    """Steps of the server per round, during which its learning rate stays the same. Default: as many as the
+    users' (federation.period)."""
+    server_lr: float | None = setting(None, least=0, most=1000, what="a learning rate")
+    """The server's base learning rate. Default: lr."""
     batches: str = setting("continue", choices=("continue", "restart"))
     """In every round a trainer's order of images goes on ("continue") or begins anew ("restart")."""
     precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))
@@ -205,6 +241,13 @@ class Run:
     for runs by which something is chosen; the others look at the validation images (data.validation)."""
     checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """Rounds between checkpoints, by itself a hundredth of all or 10; after two minutes one anyway."""
+    baseline: bool | None = None
+    """Also train a model on the server's labels alone, with the same start and as many steps, and say whether
+    the unlabelled images helped. If they hurt on held-out labels, the server-only model is kept. Default: yes
+    for your own images, no for known data sets."""
+    folds: int = setting(0, least=0, most=100, what="folds; 0 is none")
+    """Cross-validate on the server's labelled images: each is held out in one of so many shorter runs. Images
+    of one patient stay together where file names or sub-folders show it. The final model uses all labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

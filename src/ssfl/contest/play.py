@@ -1,92 +1,33 @@
 """Methods side by side under one protocol: the same split, network, views and user work.
 
 A seed is a start, its draws and a split: where labels are few, which images have them matters most.
-What the config and --set say holds for all, [method] aside; what they leave open is as in each method's
-defaults. Rounds are chosen so that users pass equally many images forward and backward; those that the
-server plays alone, where a method begins so, come on top. Choices are made on validation images, which are
-set aside before the split and trained on by nobody; test images are looked at once, in the last round,
-and never by runs that choose.
+`protocol.py` has the rules. Choices are made on validation images, which are set aside before the split and
+trained on by nobody; test images are looked at once, in the last round, and never by runs that choose.
 """
 
 import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
+from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, thresholds
 from ssfl.contest.standings import Standing
 from ssfl.core import plain_files
-from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError, DivergedError, RunError
 from ssfl.runs import assemble, folder, progress, same, train
 from ssfl.runs.text import percent
 
-VALIDATION = 0.05
-"""The part of the training images that choices are made by, where the config sets none aside."""
-CHOOSING = 0
-"""The seed of the runs that choices are made by, with a split of their own; the contest's are 1, 2, ..."""
+COLLAPSE = 0.1
+"""A run has collapsed if it ends this far below its own best validation accuracy."""
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One run of the contest."""
-
-    method: str
-    options: tuple[str, ...]
-    """The choices tried or taken, `section.key=value`."""
-    config: Config
-    path: Path
-
-
-def passes(config: Config) -> int:
-    """Forward and backward passes that a user's step makes of each of its images."""
-    return config.method.passes() if config.method.trains_users else 0
-
-
-def entry(
-    source: str, method: str, seed: int, sets: Sequence[str], options: tuple[str, ...], out: Path
-) -> Entry:
-    """A method's run: the config's own settings, the method's row, and equal user work."""
-    methods.check_name(method)
-    keys = [one.partition("=")[0].strip() for one in sets]
-    if "run.seed" in keys:
-        raise ConfigError("--set run.seed: a contest's seeds are 1, 2, ...; --seeds says how many")
-    bad = [one for one, key in zip(sets, keys, strict=True) if key.startswith("method.")]
-    if bad:
-        raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
-    if "run.test" in keys:
-        raise ConfigError("--set run.test: a contest looks at test images in the last round alone")
-    shared = configs.read(source, sets)
-    base = configs.unchecked(shared)  # its own method does not play
-    shared["method"] = {"name": method}
-    shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
-    shared.setdefault("run", {}).update(seed=seed, test="never" if seed == CHOOSING else "last")
-    shared.setdefault("split", {})["seed"] = base.split.seed + seed
-    configs.apply(shared, options)
-    try:
-        config = configs.from_dict(shared)
-    except ConfigError as error:
-        raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
-    work, head = passes(config), config.federation.head_start
-    if work > 1 or head:
-        whole = assemble.rounds(config)
-        count = max(1, round(whole / max(work, 1)))
-        if work and abs(count * work - whole) > 0.1 * whole:
-            raise ConfigError(
-                f"{method} does {work} times the work in a step, and {whole:g} rounds cannot be cut to as "
-                f"much within a tenth: play a multiple of {work}, or at least {5 * work}"
-            )
-        count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
-        config = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
-    called = method.replace("/", "_").replace(":", "_")
-    name = "-".join([called, *(one.partition(".")[2].replace("=", "") for one in options), f"seed{seed}"])
-    return Entry(method, options, config, out / name)
+__all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
 
 def play(
@@ -96,11 +37,20 @@ def play(
     *,
     sets: Sequence[str] = (),
     choose: Sequence[str] = (),
+    tune: bool = False,
+    equal: str = "images",
     out: Path,
     tell: Tell,
     quiet: bool = False,
 ) -> list[Standing]:
-    """Every method with every seed, best first; finished runs are not run again."""
+    """Every method with every seed, best first; finished runs are not run again.
+
+    With `tune` every method first chooses its learning rate, and then its threshold if it has one, by runs of
+    half the length. `choose` names further values to choose from, by runs of full length.
+    """
+    rules = Rules(source, tuple(sets), out, equal)
+    if tune and choose:
+        raise ConfigError("--choose has its own values: add --no-tune")
     grid = [_values(one) for one in choose]
     keys = [values[0].partition("=")[0] for values in grid]
     twice = [key for number, key in enumerate(keys) if key in keys[:number]]
@@ -112,22 +62,28 @@ def play(
     strange = [key for key in keys if key.startswith("method.") and key not in known]
     if strange:
         raise ConfigError(f"--choose {strange[0]}: no method has this setting", key=strange[0])
-    wanted = {method: _tries(source, method, sets, grid, out) for method in dict.fromkeys(names)}
+    wanted = {method: _tries(rules, method, grid) for method in dict.fromkeys(names)}
     playing = [one for mine in wanted.values() if len(mine) > 1 for one in mine]
+    if tune:
+        playing += [rules.entry(method, CHOOSING, half=True) for method in wanted]
     for seed, mine in itertools.product(range(1, seeds + 1), wanted.values()):
-        playing.append(entry(source, mine[0].method, seed, sets, mine[0].options, out))
+        playing.append(rules.entry(mine[0].method, seed, mine[0].options))
     first = _require_playable(playing)
     _same_protocol(out, source, sets, first.model.name)
     found = []
     for method, mine in wanted.items():
-        taken, scores = mine[0].options, []
-        if len(mine) > 1:
+        if tune:
+            scores = _tuned(rules, method, tell, quiet)
+        elif len(mine) > 1:
             scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
+        else:
+            scores = []
+        taken = mine[0].options
+        if scores:
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            images = f"by {_images(mine[0].path)['validation_images']:,} validation images"
-            tell(f"{method}: {' '.join(taken)}, {images} {_percent(best)}, else {others}")
-        entries = [entry(source, method, seed, sets, taken, out) for seed in range(1, seeds + 1)]
+            tell(f"{method}: {' '.join(taken)}, by validation images {_percent(best)}, else {others}")
+        entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
         tried = [
             {"options": options, "validation_accuracy": None if score < 0 else score}
@@ -137,20 +93,30 @@ def play(
     return ranked(found)
 
 
+def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
+    """What each learning rate scored and then, with the best, each threshold, in runs of half the length."""
+    config = rules.entry(method, CHOOSING, half=True).config
+
+    def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+        one = rules.entry(method, CHOOSING, options, half=True)
+        return _validation(_played(one, tell, quiet)), options
+
+    scores = [scored((rate,)) for rate in rates(config)]
+    _, best = max(scores, key=lambda score: score[0])
+    return scores + [scored((*best, threshold)) for threshold in thresholds(config)]
+
+
 def ranked(found: Sequence[Standing]) -> list[Standing]:
     """Best first; a mean over the seeds that survived is no place among those that lost none."""
     return sorted(found, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
 
 
-def _tries(
-    source: str, method: str, sets: Sequence[str], grid: Sequence[list[str]], out: Path
-) -> list[Entry]:
+def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
     """What a method chooses from: values of [method] only where it has that field."""
     own = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in own]
-    tries = itertools.product(*mine)
-    return [entry(source, method, CHOOSING, sets, tuple(options), out) for options in tries]
+    return [rules.entry(method, CHOOSING, tuple(options)) for options in itertools.product(*mine)]
 
 
 def _percent(score: float) -> str:
@@ -267,29 +233,25 @@ def _images(path: Path) -> dict[str, int]:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    accuracies, curves, told, spent = [], [], [], []
-    rounds = 0
+    accuracies, curves, told, spent, collapsed = [], [], [], [], 0
+    rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):
         summary, config = folder.read_summary(path), folder.read_config(path)
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
-        told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit")})
-        told[-1] |= {"seed": config.run.seed, **_images(path)}
-        rounds = summary["rounds"]
-        step = config.federation.period * config.train.batch_size
-        seen, sent, own, curve = 0, 0, 0, {}
-        for event in folder.read_events(path):
-            if event["event"] == "round":
-                seen += passes(config) * step * len(event["returned"])
-                sent += event["bytes_up"] + event["bytes_down"]
-                own += step * event.get("server_models", 1 + event.get("alone", 0)) * ("server_loss" in event)
-            elif event["event"] == "eval":
-                curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
-        spent.append((float(seen), sent / 1e6, float(own)))
+        told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")})
+        told[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_images(path)}
+        rounds, resolved = summary["rounds"], resolved or _portable(config)
+        curve, cost = _curve(path, config)
+        best = max(point[2] for point in curve.values())
+        told[-1]["best_validation"], told[-1]["last_validation"] = best, curve[max(curve)][2]
+        told[-1]["collapsed"] = curve[max(curve)][2] < best - 100 * COLLAPSE
+        collapsed += told[-1]["collapsed"]
+        spent.append(cost)
         curves.append(curve)
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     means = [_mean([curve[round] for curve in curves]) for round in sorted(common)]
-    images, megabytes, server = _mean(spent) if spent else (0.0, 0.0, 0.0)
+    images, megabytes, server, work = _mean(spent) if spent else (0.0, 0.0, 0.0, 0.0)
     return Standing(
         method,
         options,
@@ -302,10 +264,40 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         told,
         round(server),
         flag=methods.flag(methods.find(method)()),
+        passes=round(work),
+        collapsed=collapsed,
+        config=resolved,
     )
 
 
-def _mean(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Of each of the three numbers over seeds: where users drop out, seeds differ in what they cost."""
-    first, second, third = (statistics.mean(numbers) for numbers in zip(*points, strict=True))
-    return first, second, third
+def _portable(config: Config) -> dict[str, Any]:
+    """The resolved config, without folders of this machine."""
+    sections = configs.as_dict(config)
+    path = sections["data"]["path"]
+    sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
+    return sections
+
+
+def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:
+    """By the round of each evaluation: user images, megabytes and validation accuracy so far. And what the
+    run cost: user images, megabytes, the server's images and the users' forward and backward passes."""
+    federation, train = config.federation, config.train
+    step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
+    seen = sent = own = work = 0
+    curve: dict[int, tuple[float, ...]] = {}
+    for event in folder.read_events(path):
+        if event["event"] == "round":
+            trained = event.get("images", step * len(event["returned"]))
+            seen += step * len(event["returned"]) if federation.local_epochs is None else trained
+            work += passes(config) * trained
+            sent += event["bytes_up"] + event["bytes_down"]
+            models = event.get("server_models", 1) * ("server_loss" in event)
+            own += event.get("server_images", server * (train.server_steps or federation.period) * models)
+        elif event["event"] == "eval":
+            curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
+    return curve, (float(seen), sent / 1e6, float(own), float(work))
+
+
+def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of each of the numbers over seeds: where users drop out, seeds differ in what they cost."""
+    return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

@@ -4,11 +4,13 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ssfl.core.statistics import wilson
 from ssfl.runs import folder as runs
-from ssfl.runs import text
+from ssfl.runs import provenance, text
 
 ROOM = 12.0
 """How many points below the middle method the picture reaches."""
@@ -24,11 +26,11 @@ class Standing:
     """On test images after the last round, a number for each seed that did not break down."""
     diverged: int
     images: int
-    """Forward and backward passes of user images in one run."""
+    """User images in one run: those that the steps of all rounds draw, the same for every method."""
     megabytes: float
     """Sent to and from users in one run."""
     rounds: int
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    curve: list[tuple[float, ...]] = field(default_factory=list)
     """(images, megabytes, validation accuracy), the mean over seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Of each run that did not break down: seed, test accuracy, seconds, device, commit."""
@@ -38,10 +40,41 @@ class Standing:
     """What was to choose from, and the accuracy on validation images that it had."""
     flag: str = ""
     """What a reader must know about the method."""
+    passes: int = 0
+    """Forward and backward passes of user images in one run."""
+    collapsed: int = 0
+    """How many runs ended far below their own best validation accuracy."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved config of the first run."""
 
     @property
     def mean(self) -> float | None:
         return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def images_tested(self) -> int | None:
+        """How many test images every accuracy is of."""
+        counts = {run["test_images"] for run in self.runs}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """In percent, of the mean accuracy: what that many test images can tell."""
+        if self.mean is None or not self.images_tested:
+            return None
+        low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
+        return 100 * low, 100 * high
+
+    @property
+    def right(self) -> tuple[str, str]:
+        """How many test images are right, on average over the seeds, and the interval of their share."""
+        if self.mean is None or self.interval is None or self.images_tested is None:
+            return "–", "–"
+        low, high = self.interval
+        return (
+            f"{self.mean / 100 * self.images_tested:.4g} of {self.images_tested:,}",
+            f"{low:.1f} to {high:.1f}",
+        )
 
     @property
     def deviation(self) -> float | None:
@@ -50,22 +83,22 @@ class Standing:
 
 def table(standings: Sequence[Standing]) -> str:
     """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "behind the first", "seeds", "rounds", "user images, million",
-            "server's, million", "sent, MB", "% per million images", "% per MB", "chosen"]  # fmt: skip
+    head = ["method", "test accuracy, %", "right", "95 % interval", "first minus this [95 %]", "seeds",
+            "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
+            "sent, MB", "chosen"]  # fmt: skip
     rows = [head]
     for one in standings:
         mean, deviation = one.mean, one.deviation
         told = "broke down" if mean is None else f"{mean:.2f}"
         told += "" if deviation is None else f" ± {deviation:.2f}"
         told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
-        millions = one.images / 1e6
-        per = ["–" if mean is None or not cost else _short(mean / cost) for cost in (millions, one.megabytes)]
-        seeds = str(len(one.accuracies) + one.diverged)
-        counts = [_behind(one, standings[0]), seeds, str(one.rounds), f"{millions:.3g}"]
-        counts.append(f"{one.server_images / 1e6:.3g}")
+        millions = [f"{number / 1e6:.3g}" for number in (one.images, one.passes, one.server_images)]
+        seeds, lost = len(one.accuracies) + one.diverged, one.collapsed + one.diverged
         chosen = " ".join(one.options) or "–"
         name = one.method + " *" * bool(one.flag)
-        rows.append([name, told, *counts, f"{one.megabytes:.4g}", *per, chosen])
+        behind = _behind(one, standings[0])
+        rows.append([name, told, *one.right, behind, str(seeds), str(lost), str(one.rounds), *millions,
+                     f"{one.megabytes:.4g}", chosen])  # fmt: skip
     commits = {str(run["commit"]) for one in standings for run in one.runs}
     note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
     flagged = [f"\n* {one.method}: {one.flag}" for one in standings if one.flag]
@@ -80,15 +113,26 @@ def _images(standings: Sequence[Standing]) -> str:
     return ""
 
 
-def _short(number: float) -> str:
-    """Three digits that count; large numbers whole, since 3.33e+03 is hard to read."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
-
-
 def _behind(one: Standing, first: Standing) -> str:
-    """How many points, and the standard error over seeds: a seed's split is the same for both."""
-    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
-    return "–" if one is first else paired(best, theirs)
+    """How many points, and the interval over seeds."""
+    found = _interval(one, first)
+    if found is None:
+        return "–"
+    mean, low, high = found
+    return f"{mean:.2f}" if low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
+    """The mean of the differences by seed, and half the width of its 95 % interval by Student's t; None where
+    no seed is common to both, or for one seed alone."""
+    from scipy.stats import t
+
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not apart:
+        return None
+    count = len(apart)
+    half = t.ppf(0.975, count - 1) * statistics.stdev(apart) / count**0.5 if count > 1 else None
+    return statistics.mean(apart), None if half is None else float(half)
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
@@ -101,19 +145,38 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
     return f"{statistics.mean(apart):{sign}.2f}{error}"
 
 
+def _interval(one: Standing, first: Standing) -> list[float | None] | None:
+    """The mean difference to the first and the ends of its 95 % interval: a seed's split is the same for
+    both."""
+    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
+    found = difference(best, theirs)
+    if found is None or one is first:
+        return None
+    mean, half = found
+    return [mean, None, None] if half is None else [mean, mean - half, mean + half]
+
+
 def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
     """contest.json: the standings and how they came about."""
     entries = [
         {
-            "method": one.method, "mean": one.mean, "deviation": one.deviation, "accuracies": one.accuracies,
+            "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
+            "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
             "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,
+            "passes": one.passes, "collapsed": one.collapsed, "config": one.config,
+            "first_minus_this": _interval(one, standings[0]),
         }
         for one in standings
     ]  # fmt: skip
     file = out / "contest.json"
-    runs.write_atomic(file, (json.dumps(told | {"standings": entries}, indent=1) + "\n").encode())
+    known = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "versions": runs.versions(),
+    }
+    runs.write_atomic(file, (json.dumps(told | known | {"standings": entries}, indent=1) + "\n").encode())
     return file
 
 

@@ -22,6 +22,7 @@ PURPOSES = {
     "attack": 12,  # which users send garbage, and what
     "privacy": 13,  # the noise on a simulated user's update
     "consensus": 14,  # which users form a sub-consensus of RSCFed
+    "features": 15,  # the views of an image whose features are computed once
 }
 SERVER = -1  # the server's number where a user's number stands
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, SsflError
 
 IN_MEMORY = "in memory"
 """The name of what was passed as a Python object."""
@@ -53,7 +53,9 @@ def supply(files: Iterable[str | Path]) -> None:
     for given in files:
         file = _file(str(given))
         if file is None:
-            raise ConfigError(f"--with {given}: there is no such file or module")
+            raise ConfigError(
+                f"--with {given}: there is no such file or module", key="--with", value=str(given)
+            )
         trust(str(given))
 
 
@@ -62,14 +64,37 @@ def load(name: str, key: str) -> Any:
     module, wanted = _module(name), _attribute(name)
     said = f"{key} = {name!r}"
     if not wanted:
-        raise ConfigError(f"{said} names no object: write {module}:NAME")
-    found = _import(module, require(name, key), said)
+        raise ConfigError(
+            f"{said} names no object: write {module}:NAME", key=key, value=name, fix=f"{key}={module}:NAME"
+        )
+    found = _import(module, require(name, key), key, name)
     try:
         return getattr(found, wanted)
     except AttributeError:
         close = difflib.get_close_matches(wanted, [n for n in vars(found) if not n.startswith("_")], 1)
         hint = f": did you mean {close[0]}?" if close else ": check the name"
-        raise ConfigError(f"{said}: {module} has no {wanted!r}{hint}") from None
+        raise ConfigError(
+            f"{said}: {module} has no {wanted!r}{hint}",
+            key=key,
+            value=name,
+            fix=f"{key}={module}:{close[0]}" if close else None,
+        ) from None
+
+
+def called(name: str, key: str) -> Any:
+    """What the function that an import path names returns; it takes no arguments."""
+    function, said = load(name, key), f"{key} = {name!r}"
+    if not callable(function):
+        raise ConfigError(f"{said} is a {type(function).__name__}: name a function", key=key, value=name)
+    try:
+        return function()
+    except SsflError as error:
+        raise ConfigError(f"{said}: {error}", key=key, value=name) from error
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{said}: it raised {type(error).__name__}: {reason}", key=key, value=name
+        ) from error
 
 
 def require(name: str, key: str) -> Path:
@@ -80,10 +105,15 @@ def require(name: str, key: str) -> Path:
         given = module if not module.endswith(".py") else file or "FILE.py"
         raise ConfigError(
             f"{key} = {name!r} is code from outside, which is imported only if you name it in this command: "
-            f"add --with {given}"
+            f"add --with {given}",
+            key=key,
+            value=name,
+            fix=f"--with {given}",
         )
     if file is None:
-        raise ConfigError(f"{key} = {name!r}: there is no file or module {module}: check the path")
+        raise ConfigError(
+            f"{key} = {name!r}: there is no file or module {module}: check the path", key=key, value=name
+        )
     return file
 
 
@@ -200,7 +230,7 @@ def _imports(module: str, file: Path) -> Iterator[str]:
             yield from (".".join(parts[: i + 1]) for i in range(len(parts)) if all(parts[: i + 1]))
 
 
-def _import(module: str, file: Path, said: str) -> ModuleType:
+def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
     """The module; a file that has changed since is imported again."""
     now = digest(module)
     if file in _loaded and _loaded[file][0] == now:
@@ -214,7 +244,9 @@ def _import(module: str, file: Path, said: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{said}: importing it raised {type(error).__name__}: {reason}") from error
+        raise ConfigError(
+            f"{key} = {name!r}: importing it raised {type(error).__name__}: {reason}", key=key, value=name
+        ) from error
     _loaded[file] = now, found
     return found
 
@@ -224,7 +256,9 @@ def _from_file(file: Path, siblings: dict[str, Path]) -> ModuleType:
     for name, source in siblings.items():
         known = getattr(sys.modules.get(name), "__file__", None)
         if name in sys.modules and (known is None or Path(known).resolve() != source.resolve()):
-            raise ConfigError(f"{file} imports {source}, but another module is called {name!r}: rename it")
+            raise ConfigError(
+                f"{file} imports {source}, but another module is called {name!r}: rename it", value=name
+            )
         if file in _loaded:  # it has changed since, or one of these has
             sys.modules.pop(name, None)
     name = f"_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

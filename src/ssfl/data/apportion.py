@@ -14,7 +14,7 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
     classes a row is one class and its m_j users; otherwise a row is one user and its classes J.
     """
     if users < 1:
-        raise ConfigError(f"split.users = {users} must be at least 1")
+        raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     present = np.flatnonzero(sizes)  # a class without images is nobody's main class
     if users >= len(present) > 0:
         # Dean's rule: no user moved between two classes brings their users' sizes closer. The user

@@ -87,13 +87,17 @@ class Data:
         everything = formats.join(list(parts.values()))
         every_label = np.concatenate(known)
         if held is not None and (every_label[held] < 0).any():
-            raise ConfigError("validation: every image needs a label, and some have none (-1)")
+            raise ConfigError(
+                "validation: every image needs a label, and some have none (-1)", key="validation", value=-1
+            )
         own_server = None if server is None else _index(server, numbered, "server")
         own_users = None if users is None else _hands(users, numbered)
         named_users = tuple(map(str, users)) if isinstance(users, Mapping) else ()
         _check_owners(own_server, own_users, held, named_users)
         if own_server is not None and (every_label[own_server] < 0).any():
-            raise ConfigError("server: every image needs a label, and some have none (-1)")
+            raise ConfigError(
+                "server: every image needs a label, and some have none (-1)", key="server", value=-1
+            )
         channels = everything.shape[1]
         found = statistics(everything)
         flips = channels == 3 if flip is None else bool(flip)
@@ -103,7 +107,7 @@ class Data:
             flips, server=own_server, users=own_users, names=named_users, validation=held,
             weak=_view(weak) or augment.WEAK, strong=_view(strong) or augment.STRONG,
         )  # fmt: skip
-        with _as_config_error():
+        with _as_config_error("data"):
             self.dataset = checked(dataset, "ssfl.Data")
         self._measured = mean is None, std is None
         check_views(dataset, dataset.images[:PROBED])
@@ -140,6 +144,11 @@ class Data:
         return f"ssfl.Data({len(self.dataset.images)} images, {len(self.dataset.classes)} classes{users})"
 
 
+def unlabelled(given: Any, what: str) -> Tensor:
+    """uint8 [N, C, H, W] of an array of images, or of an `ssfl.Data`, whose labels are not looked at."""
+    return given.dataset.images if isinstance(given, Data) else _images(given, what)
+
+
 def check_views(data: Dataset, images: Tensor) -> None:
     """Raises if an augmentation that was passed in does not keep the rules, tried on these images."""
     for name, view in (("weak", data.weak), ("strong", data.strong)):
@@ -152,34 +161,42 @@ def check_views(data: Dataset, images: Tensor) -> None:
             alone = view.make(images[:1], drawn[:1], data.flip)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{name}: your function raised {type(error).__name__}: {reason}") from error
+            raise ConfigError(
+                f"{name}: your function raised {type(error).__name__}: {reason}", key=name, value=error
+            ) from error
         if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != images.shape:
             gave = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise ConfigError(
                 f"{name}: your function must return uint8 {list(images.shape)} for images of that shape, and "
-                f"gave {gave}"
+                f"gave {gave}",
+                key=name,
+                value=gave,
             )
         if not torch.equal(images, before):
-            raise ConfigError(f"{name}: your function changes the images that it gets: work on a copy")
+            raise ConfigError(
+                f"{name}: your function changes the images that it gets: work on a copy", key=name
+            )
         if not torch.equal(made, again):
             raise ConfigError(
                 f"{name}: your function gives another result when it is called again: take all randomness "
-                "from its draws"
+                "from its draws",
+                key=name,
             )
         if int((made[:1].int() - alone.int()).abs().max()) > 1:  # one level: sums may round differently
             raise ConfigError(
                 f"{name}: the view of an image depends on the other images of its batch: use its own draws "
-                "alone"
+                "alone",
+                key=name,
             )
 
 
 @contextmanager
-def _as_config_error() -> Iterator[None]:
+def _as_config_error(what: str) -> Iterator[None]:
     """What is wrong with a file is here wrong with an argument."""
     try:
         yield
     except DataError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error), key=what) from error
 
 
 def _array(given: Any, what: str) -> NDArray[Any]:
@@ -190,15 +207,16 @@ def _array(given: Any, what: str) -> NDArray[Any]:
     try:
         return np.asarray(given)
     except ValueError as error:
-        raise ConfigError(f"{what}: cannot be made an array: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{what}: cannot be made an array: {reason}", key=what) from error
 
 
 def _images(given: Array, what: str) -> Tensor:
     """uint8 [N, C, H, W]."""
     array = _array(given, what)
     if not array.size:
-        raise ConfigError(f"{what}: holds no images")
-    with _as_config_error():
+        raise ConfigError(f"{what}: holds no images", key=what, value=0)
+    with _as_config_error(what):
         return as_images(np.array(array), what)  # a copy, which nobody else can change
 
 
@@ -209,7 +227,9 @@ def _same_shape(parts: Mapping[str, Tensor]) -> None:
         if tuple(images.shape[1:]) != shape:
             raise ConfigError(
                 f"{what} are {_shown(images)} (channels x height x width) where images are "
-                f"{_shown(parts['images'])}: make them alike"
+                f"{_shown(parts['images'])}: make them alike",
+                key=what,
+                value=_shown(images),
             )
 
 
@@ -219,7 +239,11 @@ def _shown(images: Tensor) -> str:
 
 def _same_length(images: Tensor, labels: Index, what: str) -> None:
     if len(images) != len(labels):
-        raise ConfigError(f"{what}: {len(images)} images but {len(labels)} labels: give each image one")
+        raise ConfigError(
+            f"{what}: {len(images)} images but {len(labels)} labels: give each image one",
+            key=what,
+            value=len(labels),
+        )
 
 
 def _labels(given: Array, what: str) -> NDArray[Any]:
@@ -229,7 +253,9 @@ def _labels(given: Array, what: str) -> NDArray[Any]:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "biuU":
         raise ConfigError(
-            f"{what}: {array.dtype} {list(array.shape)} must be a list of whole numbers or of names"
+            f"{what}: {array.dtype} {list(array.shape)} must be a list of whole numbers or of names",
+            key=what,
+            value=str(array.dtype),
         )
     return array if array.dtype.kind == "U" else array.astype(np.int64)
 
@@ -246,15 +272,21 @@ def _codes(
     else:
         names = tuple(map(str, range(int(train.max(initial=-1)) + 1)))
     if len(set(names)) < len(names):
-        raise ConfigError("classes: two classes have the same name: give each its own")
+        raise ConfigError("classes: two classes have the same name: give each its own", key="classes")
     coded, test = _coded(train, names, "labels"), _coded(test_labels, names, "test_labels")
     if (test < 0).any():
-        raise ConfigError("test_labels: every test image needs a label, and some have none (-1)")
+        raise ConfigError(
+            "test_labels: every test image needs a label, and some have none (-1)",
+            key="test_labels",
+            value=-1,
+        )
     counts = np.bincount(coded[coded >= 0], minlength=len(names))
     if (counts == 0).any():
         name = names[int(np.argmin(counts))]
         raise ConfigError(
-            f"labels: no image is of class {name!r}: add one, or number the classes without gaps"
+            f"labels: no image is of class {name!r}: add one, or number the classes without gaps",
+            key="labels",
+            value=name,
         )
     return coded, test, names
 
@@ -267,14 +299,18 @@ def _coded(labels: Array, names: tuple[str, ...], what: str) -> Index:
         unknown = set(array.tolist()) - set(names)
         if unknown:
             raise ConfigError(
-                f"{what}: {sorted(unknown)[0]!r} is not one of the classes: {', '.join(names[:12])}"
+                f"{what}: {sorted(unknown)[0]!r} is not one of the classes: {', '.join(names[:12])}",
+                key=what,
+                value=sorted(unknown)[0],
             )
         return np.array([numbers[name] for name in array.tolist()], np.int64)
     strange = array[(array < -1) | (array >= len(names))]
     if len(strange):
         raise ConfigError(
             f"{what}: {strange[0]} is out of range: there are {len(names)} classes, 0 to {len(names) - 1} "
-            "(-1: no label)"
+            "(-1: no label)",
+            key=what,
+            value=int(strange[0]),
         )
     return array
 
@@ -285,10 +321,18 @@ def _index(given: Array, count: int, what: str) -> Index:
     if array.dtype == bool:
         array = np.flatnonzero(array)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(f"{what}: {array.dtype} {list(array.shape)} must be a list of image numbers")
+        raise ConfigError(
+            f"{what}: {array.dtype} {list(array.shape)} must be a list of image numbers",
+            key=what,
+            value=str(array.dtype),
+        )
     strange = array[(array < 0) | (array >= count)]
     if len(strange):
-        raise ConfigError(f"{what}: image {strange[0]} is out of range: there are {count}, 0 to {count - 1}")
+        raise ConfigError(
+            f"{what}: image {strange[0]} is out of range: there are {count}, 0 to {count - 1}",
+            key=what,
+            value=int(strange[0]),
+        )
     return np.sort(array.astype(np.int64))
 
 
@@ -299,9 +343,9 @@ def _hands(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
     for user, given in keyed:
         arrays.append(_index(given, count, f"users[{user!r}]"))
         if not len(arrays[-1]):
-            raise ConfigError(f"users[{user!r}] holds no image: leave that user out")
+            raise ConfigError(f"users[{user!r}] holds no image: leave that user out", key=f"users[{user!r}]")
     if not arrays:
-        raise ConfigError("users: nobody is in it: leave it out, or give each user's images")
+        raise ConfigError("users: nobody is in it: leave it out, or give each user's images", key="users")
     return Hands.of(arrays)
 
 
@@ -320,7 +364,11 @@ def _check_owners(
     called = ["server", "validation", *(f"users[{name!r}]" for name in names or range(len(users or [])))]
     called = [called[owner] for owner in owners[twice[0] : twice[0] + 2]]
     both = f"is twice in {called[0]}" if called[0] == called[1] else f"is in {called[0]} and in {called[1]}"
-    raise ConfigError(f"image {images[twice[0]]} {both}: every image has one owner")
+    raise ConfigError(
+        f"image {images[twice[0]]} {both}: every image has one owner",
+        key=called[1],
+        value=int(images[twice[0]]),
+    )
 
 
 def _per_channel(given: Sequence[float] | None, channels: int, what: str) -> tuple[float, ...] | None:
@@ -331,7 +379,11 @@ def _per_channel(given: Sequence[float] | None, channels: int, what: str) -> tup
     low = 0.0 if what == "std" else -np.inf
     if len(numbers) != channels or not all(np.isfinite(number) and number > low for number in numbers):
         above = " above 0" if what == "std" else ""
-        raise ConfigError(f"{what} = {given}: give {channels} finite numbers{above}, one for each channel")
+        raise ConfigError(
+            f"{what} = {given}: give {channels} finite numbers{above}, one for each channel",
+            key=what,
+            value=given,
+        )
     return numbers
 
 
@@ -355,10 +407,10 @@ def _read(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
         count = len(dataset)
     except TypeError:
         raise ConfigError(
-            f"{what}: has no length: pass a map-style data set, or a list of its items"
+            f"{what}: has no length: pass a map-style data set, or a list of its items", key=what
         ) from None
     if not count:
-        raise ConfigError(f"{what}: holds no images")
+        raise ConfigError(f"{what}: holds no images", key=what, value=0)
     images, labels = [], []
     for place in range(count):
         image, label = _item(dataset[place], f"{what}[{place}]")
@@ -370,7 +422,9 @@ def _read(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
         if image.shape != images[0].shape:
             sizes = [f"{i.shape[1]}x{i.shape[0]}" for i in (image, images[0])]
             raise ConfigError(
-                f"{what}[{place}] is {sizes[0]} where {what}[0] is {sizes[1]}: resize the images first"
+                f"{what}[{place}] is {sizes[0]} where {what}[0] is {sizes[1]}: resize the images first",
+                key=f"{what}[{place}]",
+                value=sizes[0],
             )
     return np.stack(images), np.asarray(labels)
 
@@ -382,18 +436,26 @@ def _item(item: Any, what: str) -> tuple[Any, Any]:
             if key in item:
                 return item[key], next((item[label] for label in _LABEL_KEYS if label in item), None)
         raise ConfigError(
-            f"{what} has no 'image' or 'img', only {', '.join(map(repr, item))}: rename its columns"
+            f"{what} has no 'image' or 'img', only {', '.join(map(repr, item))}: rename its columns",
+            key=what,
+            value=list(item),
         )
     if isinstance(item, tuple | list) and len(item) >= 2:
         return item[0], item[1]
-    raise ConfigError(f"{what} is a {type(item).__name__}: it must be a pair (image, label) or a dict")
+    raise ConfigError(
+        f"{what} is a {type(item).__name__}: it must be a pair (image, label) or a dict", key=what
+    )
 
 
 def _pixels(image: Any, what: str) -> NDArray[Any]:
     """[H, W, C] of a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):
         if image.mode.startswith(("I", "F")):
-            raise ConfigError(f"{what} is a PIL image of mode {image.mode}: convert it to 8 bits first")
+            raise ConfigError(
+                f"{what} is a PIL image of mode {image.mode}: convert it to 8 bits first",
+                key=what,
+                value=image.mode,
+            )
         image = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     first = isinstance(image, Tensor)
     array = _array(image, what)
@@ -403,7 +465,11 @@ def _pixels(image: Any, what: str) -> NDArray[Any]:
     for place in places if array.ndim == 3 else ():
         if array.shape[place] in (1, 3):
             return array.transpose(1, 2, 0) if place == 0 else array
-    raise ConfigError(f"{what} has shape {list(array.shape)}: an image has height, width and 1 or 3 channels")
+    raise ConfigError(
+        f"{what} has shape {list(array.shape)}: an image has height, width and 1 or 3 channels",
+        key=what,
+        value=list(array.shape),
+    )
 
 
 def _class_names(dataset: Any) -> list[str] | None:

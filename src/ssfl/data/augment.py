@@ -41,6 +41,16 @@ WEAK_DRAWS: int = 3  # flip, shift in y, shift in x
 STRONG_DRAWS: int = WEAK_DRAWS + 2 * 4 + 2  # twice (operation, applied, magnitude, sign), then Cutout
 
 _IDENTITY, _AUTOCONTRAST, _EQUALIZE = map(OPERATIONS.index, ("Identity", "AutoContrast", "Equalize"))
+_MOVES, _COLOURS = ("Rotate", "Shear", "Translate"), ("AutoContrast", "Equalize", "Posterize", "Solarize")
+_STAGES = tuple(
+    0 if name == "Identity" else 1 if name.startswith(_MOVES) else 2 if name in _COLOURS else 3
+    for name in OPERATIONS
+)
+"""The stage of `apply_stage` that each operation needs; 0 is none."""
+LARGE = 64 * 64
+"""Pixels of an image above which its views are made one stage at a time on a CPU."""
+AT_ONCE = 16
+"""How many large images at a time."""
 _CUTOUT_FILL = 127
 _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
@@ -117,6 +127,9 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     """A weak view, then two operations (each applied with probability 1/2), then Cutout."""
+    large = images.shape[-2] * images.shape[-1] >= LARGE
+    if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _large_strong_views(images, draws, flip)
     views = weak_views(images, draws[:, :WEAK_DRAWS], flip)
     for first in (WEAK_DRAWS, WEAK_DRAWS + 4):
         choice, applied, magnitude, sign = draws[:, first : first + 4].unbind(1)
@@ -124,6 +137,26 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
         op = torch.where(below(applied, 2) == 1, op, _IDENTITY)
         views = apply_operation(views, op, 1 + below(magnitude, 9), below(sign, 2) == 1)
     return _cutout(views, draws[:, -2], draws[:, -1])
+
+
+def _large_strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
+    """The same bytes for large images on a CPU: a few at a time, which its cache holds, and each image goes
+    through the stage of its own operation alone."""
+    made = torch.empty_like(images)
+    for first in range(0, len(images), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        views = weak_views(images[some], draws[some, :WEAK_DRAWS], flip)
+        for place in (WEAK_DRAWS, WEAK_DRAWS + 4):
+            choice, applied, magnitude, sign = draws[some, place : place + 4].unbind(1)
+            op = torch.where(below(applied, 2) == 1, below(choice, len(OPERATIONS)), _IDENTITY)
+            stage = torch.tensor([_STAGES[one] for one in op.tolist()])
+            strength, negative = 1 + below(magnitude, 9), below(sign, 2) == 1
+            for number in set(stage.tolist()) - {0}:
+                chosen = (stage == number).nonzero().squeeze(1)
+                one = op[chosen], strength[chosen], negative[chosen]
+                views[chosen] = apply_stage(number, views[chosen], *one)
+        made[some] = _cutout(views, draws[some, -2], draws[some, -1])
+    return made
 
 
 WEAK = View(weak_views, WEAK_DRAWS)
@@ -136,10 +169,19 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
     Every image goes through all three stages below; those that are not of its operation return it
     as it is. This does more arithmetic than it must, but keeps every shape fixed.
     """
+    for stage in (1, 2, 3):
+        images = apply_stage(stage, images, op, magnitude, negative)
+    return images
+
+
+def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
+    """The first stage moves pixels, the second gives them other levels, the third blends."""
     tables = _tables_for(images)
-    moves = tables.moves[op, magnitude, negative.long()]
-    images = _take(images, tables.sources.index_select(0, moves))
-    images = _recolour(images, op, magnitude, tables)
+    if stage == 1:
+        moves = tables.moves[op, magnitude, negative.long()]
+        return _take(images, tables.sources.index_select(0, moves))
+    if stage == 2:
+        return _recolour(images, op, magnitude, tables)
     return _enhance(images, tables.weights[op, magnitude])
 
 

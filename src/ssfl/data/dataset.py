@@ -27,10 +27,14 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image is still of its class
     white: int = WHITE  # what became 255 in image files of more than 8 bits
+    deep: bool = False  # whether there are such files
+    grey: int | None = None  # how many image files show no colours, however they are stored; None: not known
+    broken: int = 0  # image files that were left out because they cannot be read
     server: Index | None = None  # the server's labelled images, if the data say whose they are
     users: Hands | None = None  # each user's images, if the data say whose they are
     names: tuple[str, ...] = ()  # of those users
     loose: int = 0  # images beside the folders of users, which are the last user's
+    groups: Index | None = None  # of the first images: equal where they belong together, such as a patient's
     validation: Index | None = None  # which images are for validation, if the data say so
     weak: augment.View = augment.WEAK
     strong: augment.View = augment.STRONG
@@ -47,11 +51,11 @@ class Dataset:
         return channels, height, width
 
 
-def checked(data: Dataset, where: object) -> Dataset:
-    """What every source must fulfil."""
+def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
+    """What every source must fulfil; without `tested`, test images may be missing."""
     if not data.labelled:
         raise DataError(f"{where}: has no labelled training images; add some of each class")
-    if not len(data.test_labels):
+    if tested and not len(data.test_labels):
         raise DataError(f"{where}: has no test images; add some of each class")
     for images, labels, what in (
         (data.images, data.labels, "training"),

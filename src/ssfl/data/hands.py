@@ -85,7 +85,7 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 def dealt(count: int, users: int) -> Index:
     """Who gets each of `count` images, dealt one by one like cards: runs of a class are shared evenly."""
     if users < 1:
-        raise ConfigError(f"split.users = {users} must be at least 1")
+        raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     return np.arange(count) % users
 
 

@@ -37,6 +37,8 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[st
         "test_classes": np.bincount(dataset.test_labels.numpy(), minlength=len(dataset.classes)).tolist(),
         "fingerprint": fingerprint(dataset),
     }
+    if dataset.broken:
+        described["broken"] = dataset.broken
     if dataset.names:
         described["names"] = list(dataset.names[:LISTED])
     if parts.labelled is not None:

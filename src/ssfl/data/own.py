@@ -1,8 +1,9 @@
 """Your own images: an .npz file, or a folder with a sub-folder for each class."""
 
 import hashlib
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ssfl.core.plain_files import open_plain
-from ssfl.data import formats, pictures
+from ssfl.data import decoding, folds, formats, pictures
 from ssfl.data.dataset import Dataset, statistics
 from ssfl.data.formats import reading
 from ssfl.data.hands import Hands
-from ssfl.errors import DataError
+from ssfl.errors import DataError, SsflWarning
 
 UNLABELLED = ("unlabelled", "unlabeled")  # both spellings, of folders and after "x_" in .npz files
 BATCH = 2_000  # images that are converted at once
@@ -223,7 +224,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     "unlabelled" are users.
 
     With folders "train" and "test" the classes lie inside those; without "test", a part of each
-    class is held out.
+    class is held out, or nothing where `test_fraction` is 0.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -267,7 +268,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
             *(file for name in UNLABELLED for file in bare[place / name]),
         )
     ]
-    if not any(test.values()):
+    if split and "test" in inner and not any(test.values()):
         raise DataError(f"{inner['test']}: holds no images; add some of each class")
     for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
         if not pictures.list_images(entry):
@@ -278,19 +279,17 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     )
 
 
-def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset:
-    """The images of a folder, sorted as `sort_files` says; they are grey if all of them are.
+def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
+    """The images of a folder, sorted as `sort_files` says; they are grey if all files are.
 
-    The largest value of all says how many bits those of more than 8 have: the same scale for every image.
+    Files that cannot be read are left out with a warning, or refused together (`broken` = "stop").
     """
     files = sort_files(folder, test_fraction)
-    everything = files.everything
-    found = [told for _, told in pictures.each(everything, pictures.survey)]
-    channels = 1 if all(grey for grey, _ in found) else 3
-    white = pictures.white_of(max(largest for _, largest in found))
-    images = pictures.decode_all(everything, channels, size, white)
-    test_labels = torch.tensor(files.labels(files.test))
-    images, test_images = images[: -len(test_labels)], images[-len(test_labels) :]
+    found = decoding.decoded(files.everything, None if size is None else (size, size))
+    files = readable(files, found.broken, broken)
+    test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
+    first = len(found.images) - len(test_labels)
+    images, test_images = found.images[:first], found.images[first:]
     return Dataset(
         folder.resolve().name,
         images,
@@ -299,10 +298,52 @@ def load_folder(folder: Path, size: int | None, test_fraction: float) -> Dataset
         test_labels,
         tuple(files.train),
         *statistics(images),
-        flip=channels == 3,
-        white=white,
+        flip=2 * found.grey <= len(found.images),
+        white=found.white,
+        deep=found.deep > 0,
+        grey=found.grey,
+        broken=len(found.broken),
+        groups=folds.subjects(_homes(folder, files.train)),
         **owners(files),
     )
+
+
+def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
+    """The files that can be read; the others are named together, in a warning or, if the policy is "stop", in
+    an error; "silent" leaves that to whoever reads the files again."""
+    if not broken:
+        return files
+    everything = files.everything
+    line = decoding.told(broken, len(everything))
+    if policy == "stop":
+        raise DataError(f"{line}; replace them, or leave them out with --set data.broken=skip")
+    if policy != "silent":
+        line += "; they are left out (--set data.broken=stop stops here)"
+        warnings.warn(line, SsflWarning, stacklevel=4)
+    left_out = {everything[number] for number in broken}
+
+    def kept(part: dict[str, list[Path]]) -> dict[str, list[Path]]:
+        return {name: [file for file in some if file not in left_out] for name, some in part.items()}
+
+    train, test = kept(files.train), kept(files.test)
+    for name, some in train.items():
+        if not some:
+            where = files.train[name][0].parent
+            raise DataError(f"{where}: none of its images can be read; replace them or remove the folder")
+    if any(files.test.values()) and not any(test.values()):
+        raise DataError(f"none of the test images can be read, such as {next(iter(left_out))}; replace them")
+    places = [place for place, file in enumerate(files.unlabelled) if file not in left_out]
+    return replace(
+        files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],
+        homes=[files.homes[place] for place in places],
+    )  # fmt: skip
+
+
+def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
+    """Each labelled training image with the folder of its class."""
+    inner = [(file, name) for name, files in train.items() for file in files]
+    split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
+    return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
 
 
 def owners(files: Files) -> dict[str, Any]:
@@ -317,6 +358,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
     """At least one image of a class for testing, drawn by a hash of the names: the same for every split."""
+    if not fraction:
+        return []
     if len(files) < 2:
         raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
 

@@ -2,18 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ssfl.core.plain_files import require_plain
 from ssfl.data.dataset import WHITE
-from ssfl.data.formats import check_side, reading
+from ssfl.data.formats import reading
 from ssfl.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 )
-Read = TypeVar("Read")
-TOLD = 20
-"""How many broken files are named besides the first."""
+APART, MARKED = 24, 0.01
+"""An image is grey if the channels differ by more than this many levels in less than this share of it."""
 _GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
 _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 
@@ -65,26 +62,39 @@ def _opened(path: Path) -> "Image.Image":
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Pillow's warnings, which would stand beside the one line on a damaged file."""
+def quiet() -> Iterator[None]:
+    """Without Pillow's warnings, which would stand beside the one line on a damaged file. Not for threads:
+    they share these filters, so that whoever starts them is quiet for all."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def header(path: Path) -> tuple[int, int, bool]:
-    """Width and height of an image file, upright, and whether it has no colours."""
-    with reading(path), _quiet(), _opened(path) as image:
+class Header(NamedTuple):
+    """What an image file says of itself before its pixels are read."""
+
+    width: int
+    """Upright, as `height`."""
+    height: int
+    grey: bool
+    """Whether it is stored without colours."""
+    deep: bool
+    """Whether it has more than 8 bits."""
+
+
+def header(path: Path) -> Header:
+    """Width and height of an image file, upright, and how it is stored."""
+    with reading(path), _opened(path) as image:
         width, height = image.size
         turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
-        return *((height, width) if turned else (width, height)), image.mode in _GREY_MODES
+        width, height = (height, width) if turned else (width, height)
+        return Header(width, height, image.mode in _GREY_MODES, image.mode.startswith("I"))
 
 
-def survey(path: Path) -> tuple[bool, int]:
-    """Whether an image file has no colours, and its largest value where it has more than 8 bits (or 0)."""
-    with reading(path), _quiet(), _opened(path) as image:
-        grey = image.mode in _GREY_MODES
-        return grey, int(_deep(image).max()) if image.mode.startswith("I") else 0
+def largest(path: Path) -> int:
+    """The largest value of an image file of more than 8 bits, or 0."""
+    with reading(path), _opened(path) as image:
+        return int(_deep(image).max()) if image.mode.startswith("I") else 0
 
 
 def white_of(largest: int) -> int:
@@ -98,6 +108,15 @@ def _deep(image: "Image.Image") -> np.ndarray:
     return np.asarray(image).astype(np.int64).clip(0, WHITE)
 
 
+def grey_pixels(pixels: np.ndarray) -> bool:
+    """Whether an image [C, H, W] shows no colours, however it is stored: scans are often saved as RGB. Noise
+    of compression and a small coloured mark do not count."""
+    if len(pixels) == 1:
+        return True
+    apart = pixels.max(0).astype(np.int16) - pixels.min(0)
+    return bool((apart > APART).mean() < MARKED)
+
+
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
     """An image file, upright, as uint8 [channels, height, width], resized if a size is given.
 
@@ -105,7 +124,7 @@ def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white
     """
     from PIL import Image, ImageOps
 
-    with reading(path), _quiet(), _opened(path) as opened:
+    with reading(path), _opened(path) as opened:
         image: Image.Image = ImageOps.exif_transpose(opened)
         if image.mode == "F":
             raise DataError(f"{path}: has floating-point pixels; save it with 8 bits per channel")
@@ -119,40 +138,3 @@ def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white
         if size is not None and image.size != (size[1], size[0]):
             image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
         return np.array(image).reshape(image.height, image.width, channels).transpose(2, 0, 1)
-
-
-def each(files: Sequence[Path], read: Callable[[Path], Read]) -> Iterator[tuple[Path, Read]]:
-    """Every file and what is read of it; those that cannot be read are named together, at the end."""
-    broken: list[tuple[Path, DataError]] = []
-    for file in files:
-        try:
-            found = read(file)
-        except DataError as error:
-            broken.append((file, error))
-            continue
-        yield file, found
-    if broken:
-        more = [str(file) for file, _ in broken[1:]]
-        named = ", ".join(more[:TOLD]) + (", ..." if len(more) > TOLD else "")
-        also = f"; and {len(more):,} more like it: {named}" if more else ""
-        raise DataError(f"{broken[0][1]}{also}")
-
-
-def decode_all(files: Sequence[Path], channels: int, size: int | None, white: int) -> Tensor:
-    """Image files of one size, or resized to size x size, as uint8 [N, channels, height, width]."""
-    target = None if size is None else (size, size)
-    images, first = np.empty((len(files), channels, 0, 0), np.uint8), files[0]
-    read = each(files, lambda file: decode(file, channels, target, white))
-    for index, (file, pixels) in enumerate(read):
-        _, height, width = pixels.shape
-        if index == 0:
-            first = file
-            check_side(height, width, first)
-            images = np.empty((len(files), *pixels.shape), np.uint8)
-        elif pixels.shape != images.shape[1:]:
-            raise DataError(
-                f"{file}: {width}x{height} pixels where {first} has {images.shape[3]}x{images.shape[2]}; "
-                "--set data.size=N resizes all images to NxN"
-            )
-        images[index] = pixels
-    return torch.from_numpy(images)

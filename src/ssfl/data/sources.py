@@ -35,11 +35,13 @@ def load(
     download: bool = False,
     size: int | None = None,
     test_fraction: float = 0.2,
+    broken: str = "skip",
 ) -> Dataset:
     """A dataset by its name (official files under `root`), or from an .npz file or image folder.
 
     `size` resizes all images to size x size. `test_fraction` matters only for folders that have no test
-    images of their own.
+    images of their own; where it is 0, nothing is held out of these. `broken` ("skip" or "stop") matters only
+    for folders with files that cannot be read.
     """
     if (name is None) == (path is None):
         raise DataError(
@@ -49,7 +51,7 @@ def load(
         )
     if size is not None and not SMALLEST <= size <= LARGEST:
         raise DataError(f"data.size is {size}; it must lie between {SMALLEST} and {LARGEST}")
-    if not 0 < test_fraction < 1:
+    if not 0 <= test_fraction < 1:
         raise DataError(f"data.test_fraction is {test_fraction}; it must lie between 0 and 1")
     if name is not None:
         if name not in NAMED:
@@ -61,7 +63,8 @@ def load(
     with reading(source):
         folder, there = source.is_dir(), source.exists()
     if folder:
-        return checked(load_folder(source, size, test_fraction), source)
+        loaded = load_folder(source, size, test_fraction, broken)
+        return checked(loaded, source, tested=test_fraction > 0)
     if not there:
         raise DataError(f"{source}: there is no such file or folder; check data.path")
     if source.suffix.lower() != ".npz":

@@ -37,7 +37,11 @@ def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, s
     image has one owner and each user's count of each class, and of all, is within one of that.
     """
     if not 0 <= skew <= 1:
-        raise ConfigError(f"split.skew = {skew} must lie between 0 (iid) and 1 (one class each)")
+        raise ConfigError(
+            f"split.skew = {skew} must lie between 0 (iid) and 1 (one class each)",
+            key="split.skew",
+            value=skew,
+        )
     server, pools = _take_server(labels, server_labels, seed)
     sizes = np.array([len(pool) for pool in pools])
     mains, sharers = main_classes(sizes, users)
@@ -63,8 +67,18 @@ def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019)
     return Parts(server, gather(images, dealt(len(images), users), users))
 
 
-def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 0, seed: int = 2019) -> Parts:
+def dirichlet(
+    labels: ArrayLike,
+    users: int,
+    alpha: float,
+    server_labels: int = 0,
+    seed: int = 2019,
+    capped: bool = False,
+) -> Parts:
     """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
+
+    With `capped`, users that have their fair share of the images already get none of the classes that follow,
+    as in SemiFL's code: users' numbers of images then differ less.
 
     Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
     than half its fair share, where that is less), and then a hundred times while one has none. Where
@@ -72,14 +86,18 @@ def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 
     none, it is not tried again.
     """
     if not alpha > 0:
-        raise ConfigError(f"split.alpha = {alpha} must be above 0; 0.1 is very skewed, 100 is even")
+        raise ConfigError(
+            f"split.alpha = {alpha} must be above 0; 0.1 is very skewed, 100 is even",
+            key="split.alpha",
+            value=alpha,
+        )
     server, pools = _take_server(labels, server_labels, seed)
     sizes = np.array([len(pool) for pool in pools])
     generator = np.random.default_rng(seed)
     for least, hopeless in ((min(10, int(sizes.sum()) // (2 * users)), 1000), (1, 50)):
         for _ in range(100):
             shares = generator.dirichlet(np.full(users, alpha), size=len(pools)).T
-            counts = apportion(shares, sizes)
+            counts = _capped(shares, sizes) if capped else apportion(shares, sizes)
             short = int((counts.sum(1) < least).sum())
             if not short:
                 return Parts(server, handed_out(pools, counts))
@@ -87,8 +105,22 @@ def dirichlet(labels: ArrayLike, users: int, alpha: float, server_labels: int = 
                 break
     raise ConfigError(
         f"split.alpha = {alpha} leaves some of the {users} users without images: "
-        "raise split.alpha or lower split.users"
+        "raise split.alpha or lower split.users",
+        key="split.alpha",
+        value=alpha,
     )
+
+
+def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How many images of each class [users, classes] users get, class by class, until they have enough."""
+    fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
+    columns = []
+    for number, size in enumerate(sizes):
+        share = shares[:, number] * (held < fair)
+        share = share if share.sum() > 0 else (held < fair).astype(float)
+        columns.append(apportion((share / share.sum())[:, None], np.array([size])))
+        held += columns[-1][:, 0]
+    return np.concatenate(columns, 1)
 
 
 def shards(
@@ -99,12 +131,16 @@ def shards(
     classes = len(pools)
     if not 1 <= classes_per_user <= classes:
         raise ConfigError(
-            f"split.classes_per_user = {classes_per_user} must lie between 1 and the {classes} classes"
+            f"split.classes_per_user = {classes_per_user} must lie between 1 and the {classes} classes",
+            key="split.classes_per_user",
+            value=classes_per_user,
         )
     if users * classes_per_user < classes:
         raise ConfigError(
             f"{users} users with {classes_per_user} classes each cannot hold all {classes} classes: "
-            "raise split.users or split.classes_per_user"
+            "raise split.users or split.classes_per_user",
+            key="split.users",
+            value=users,
         )
     holds = _shards(users, classes, classes_per_user, seed)
     counts = apportion(holds / holds.sum(0), np.array([len(pool) for pool in pools]))
@@ -148,14 +184,22 @@ def mixture(
     server, pools = _take_server(labels, server_labels, seed)
     table = np.asarray(mixtures, float)
     if table.ndim != 2 or table.shape[1] != len(pools):
-        raise ConfigError(f"split.mixtures must be rows of {len(pools)} numbers, one for each class")
+        raise ConfigError(
+            f"split.mixtures must be rows of {len(pools)} numbers, one for each class",
+            key="split.mixtures",
+            value=mixtures,
+        )
     if not np.isfinite(table).all() or (table < 0).any():
-        raise ConfigError("split.mixtures must hold finite numbers of at least 0")
+        raise ConfigError(
+            "split.mixtures must hold finite numbers of at least 0", key="split.mixtures", value=mixtures
+        )
     weights = table[np.arange(users) % len(table)]
     totals = weights.sum(0)
     if (totals <= 0).any():
         raise ConfigError(
-            f"split.mixtures gives class {int(np.argmin(totals))} to no user: give it a weight above 0"
+            f"split.mixtures gives class {int(np.argmin(totals))} to no user: give it a weight above 0",
+            key="split.mixtures",
+            value=mixtures,
         )
     counts = apportion(weights / totals, np.array([len(pool) for pool in pools]))
     return Parts(server, handed_out(pools, counts))
@@ -233,7 +277,7 @@ def _take_server(
     """`count` images uniform over the classes, and each class's remaining images, shuffled."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
-        raise ConfigError(f"{key} = {count} must be at least 0")
+        raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)
     share, more = divmod(count, len(pools))
     most = len(pools) * min(map(len, pools))
     taken: list[Index] = []
@@ -242,7 +286,10 @@ def _take_server(
         if wanted > len(pool):
             raise ConfigError(
                 f"{key} = {count} asks for {wanted} images of class {label}, which has {len(pool)}: "
-                f"lower it to at most {most}"
+                f"lower it to at most {most}",
+                key=key,
+                value=count,
+                fix=f"{key}={most}",
             )
         taken.append(pool[:wanted])
         pools[label] = pool[wanted:]

@@ -17,7 +17,8 @@ from ssfl.config.loading import load_config
 from ssfl.data import sources
 from ssfl.deploy import centre, silenced
 from ssfl.deploy.fleet import Fleet
-from ssfl.deploy.site import Site, client_app, usable
+from ssfl.deploy.images import usable
+from ssfl.deploy.site import Site, client_app
 from ssfl.deploy.view import View
 from ssfl.errors import ConfigError
 from ssfl.runs.surroundings import reproducible

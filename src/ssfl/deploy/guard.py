@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import anyio.to_thread
@@ -29,6 +30,8 @@ ROOM = 65_536
 PARTS = 8
 """Objects of an answer besides the chunks of its model: the message, its records, the array."""
 ENDLESS = "headers without an end"
+FROM_CENTRE = 1 << 30
+"""Bytes of a request of the centre."""
 STALLED = 60.0
 """Seconds in which something more of a body must come."""
 HOLD = 20.0
@@ -131,6 +134,13 @@ class Guard:
                     event.set()
             await _answer(send, 200, b"", close=False)
             return
+        path, run = scope["path"].removeprefix("/v1/"), headers.get(internals.RUN.encode())
+        if path in self.flower.handlers and run is not None:
+            body = await self._read(headers, receive, FROM_CENTRE)
+            call = partial(self.flower.handlers[path], _parsed(path, body), task=internals.Task(int(run)))
+            found = await anyio.to_thread.run_sync(call)
+            await _answer(send, 200, found.SerializeToString(), close=False)
+            return
         await self.flower.app(scope, receive, send)
         self.ready = self.ready or scope["path"].endswith("/start-run")
         if "/control/" in scope["path"]:
@@ -185,41 +195,52 @@ class Guard:
             return
         if pushing:
             self._traffic()
-        answer = await self._passed_on(scope, body, node, host, receive, send)
+        if node is not None and path.removeprefix("/v1/") in self.flower.handlers:
+            answer = await self._handled(path, body, node, host, send)
+        else:
+            answer = await self._passed_on(scope, body, receive, send)
         if joining:
             self.nodes.pop(key, None)
         if node is not None and answer is not None:
             self._follow(node, path, body, answer)
 
-    async def _passed_on(
-        self, scope: Any, body: bytes, node: int | None, host: str, receive: Receive, send: Send
-    ) -> bytes | None:
-        """Have Flower answer a request; what it answered, unless that is a refusal or large."""
-        path, answer, good = scope["path"], bytearray(), False
-        if path.endswith("/pull-messages") and node is not None:
-            self.quiet.add(node)  # what comes from here on wakes it
-        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
+        """Have Flower answer a request about messages; its answer, unless it refuses."""
+        try:
+            request = _parsed(path.removeprefix("/v1/"), body)
+            if request.node.node_id != node:  # a site that was busy while the centre was started anew
+                await _answer(send, 401, b"this key has another number now: connect again")
+                return None
+            if path.endswith("/pull-messages"):
+                self.quiet.add(node)  # what comes from here on wakes it
+            found = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
+        except Exception:  # Flower has several kinds
+            if path.endswith(("/push-object", "/push-messages")):
+                self._note(node, host, "a message that cannot be read")
+            await _answer(send, 400, b"refused")
+            return None
+        answer: bytes = found.SerializeToString()
+        self.down += len(answer)
+        if path.endswith(("/pull-object", "/pull-messages")) and answer:
+            self._traffic()
+        await _answer(send, 200, answer, close=False)
+        return answer
+
+    async def _passed_on(self, scope: Any, body: bytes, receive: Receive, send: Send) -> bytes | None:
+        """Have all of Flower answer a request; an empty answer for one that it does not refuse."""
+        good, waiting = False, [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
             return waiting.pop() if waiting else await receive()
 
         async def watch(message: Any) -> None:
             nonlocal good
-            if message["type"] == "http.response.body":
-                part = message.get("body", b"")
-                self.down += len(part)
-                if len(answer) < ROOM:
-                    answer.extend(part)
-            else:
-                good = message["status"] < 400
-                if not good and path.endswith(("/push-object", "/push-messages")):
-                    self._note(node, host, "a message that cannot be read")
+            good = good or message.get("status", 500) < 400
+            self.down += len(message.get("body", b""))
             await send(message)
 
         await self.flower.app(scope, replay, watch)
-        if path.endswith(("/pull-object", "/pull-messages")) and answer:
-            self._traffic()
-        return bytes(answer) if good else None
+        return b"" if good else None
 
     def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
         """Keep up with a site: whether more messages may wait for it, and when its answer is complete."""

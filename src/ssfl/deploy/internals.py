@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
@@ -35,6 +35,7 @@ try:
     from flwr.supercore.constant import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,
         FLEET_HTTP_SIGNATURE_HEADER,
+        FLWR_IN_MEMORY_DB_NAME,
         TASK_TOKEN_HEADER,
         TaskType,
     )
@@ -64,6 +65,8 @@ Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 """Bytes of the largest part that an array is sent in."""
+RUN = "x-ssfl-run"
+"""The header by which the centre says which run it plays."""
 SERVER = Node(node_id=1)
 """What Flower calls the SuperLink itself."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
@@ -91,19 +94,15 @@ TYPES: dict[str, tuple[Any, Any]] = {
     ),
     "fleet/pull-messages": (fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
     "fleet/push-messages": (fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
-} | {
-    f"{api}/{name}": types
-    for api in ("fleet", "runtime")
-    for name, types in {
-        "push-object": (message_pb2.PushObjectRequest, message_pb2.PushObjectResponse),
-        "pull-object": (message_pb2.PullObjectRequest, message_pb2.PullObjectResponse),
-        "confirm-message-received": (
-            message_pb2.ConfirmMessageReceivedRequest,
-            message_pb2.ConfirmMessageReceivedResponse,
-        ),
-    }.items()
 }
 """The requests that are sent, and what is answered to them, by path."""
+for _api in ("fleet", "runtime"):
+    TYPES[f"{_api}/push-object"] = message_pb2.PushObjectRequest, message_pb2.PushObjectResponse
+    TYPES[f"{_api}/pull-object"] = message_pb2.PullObjectRequest, message_pb2.PullObjectResponse
+    TYPES[f"{_api}/confirm-message-received"] = (
+        message_pb2.ConfirmMessageReceivedRequest,
+        message_pb2.ConfirmMessageReceivedResponse,
+    )
 BUNDLE = b"""
 [project]
 name = "ssfl"
@@ -117,6 +116,13 @@ serverapp = "ssfl:none"
 clientapp = "ssfl:none"
 """
 """Flower wants an app for a run. Nobody runs this one: centre and sites have ssfl."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What Flower's handlers want to know of the centre: the run that it plays."""
+
+    run_id: int
 
 
 class CannotCarry(Exception):
@@ -214,6 +220,7 @@ def take_task(call: Caller) -> int:
     before = call.headers
     call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token}
     given = call("runtime/pull-task-input")
+    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token, RUN: str(given.run.run_id)}
     identity(given.task_id, given.run.run_id, given.context.node_id)
     run: int = given.run.run_id
     return run
@@ -300,18 +307,54 @@ class SuperLink:
     """The number of the node with a public key."""
     alive: Callable[[int, float], bool]
     """Counts a node as there for twice so many seconds; whether it is one."""
+    handlers: Mapping[str, Callable[..., Any]]
+    """What answers requests about messages, by path, the centre's with its run as `task`: the functions that
+    `app` calls in the end, after much that costs more than they do. Their caller has checked who asks."""
 
 
-def superlink(database: Path, keys_only: bool) -> SuperLink:
-    """Flower's SuperLink; with `keys_only` nobody registers itself."""
-    os.environ["FLWR_DATABASE"] = str(database)
+def superlink(keys_only: bool) -> SuperLink:
+    """Flower's SuperLink; with `keys_only` nobody registers itself.
+
+    Its state is in memory: an exchange ends with its process anyway, and SQLite takes most of a round's time.
+    """
+    os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     from flwr.superlink.main import create_app
+    from flwr.superlink.servicer.fleet import fleet_handlers
+    from flwr.superlink.servicer.runtime import runtime_handlers
 
     app = create_app()
     app.state.enable_supernode_auth = keys_only
     state = app.state.linkstate_factory.state
+    direct: dict[str, Callable[..., Any]] = (
+        {
+            path: partial(handler, state=state())
+            for path, handler in (
+                ("fleet/push-messages", fleet_handlers.push_messages),
+                ("fleet/push-object", fleet_handlers.push_object),
+                ("fleet/pull-object", fleet_handlers.pull_object),
+            )
+        }
+        | {
+            path: partial(handler, state=state(), store=state().object_store)
+            for path, handler in (
+                ("fleet/pull-messages", fleet_handlers.pull_messages),
+                ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
+            )
+        }
+        | {
+            f"runtime/{name.replace('_', '-')}": partial(getattr(runtime_handlers, name), state=state())
+            for name in (
+                "push_messages",
+                "pull_messages",
+                "push_object",
+                "pull_object",
+                "confirm_message_received",
+            )
+        }
+    )
     return SuperLink(
         app,
         lambda public: state().get_node_id_by_public_key(public),
         lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds),
+        direct,
     )

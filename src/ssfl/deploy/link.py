@@ -66,11 +66,12 @@ class Link:
         return list(self.call("runtime/get-nodes").nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; gives their names."""
+        """Send messages; gives the names of those whose sites are still there."""
         sent, nodes = [], []
         for message in messages:
-            nodes.append(message.metadata.dst_node_id)
-            sent.append(internals.send(self.call, "runtime", internals.SERVER, message))
+            with suppress(internals.CannotCarry):
+                sent.append(internals.send(self.call, "runtime", internals.SERVER, message))
+                nodes.append(message.metadata.dst_node_id)
         self._tell_port(guard.WAKE, nodes)
         return sent
 

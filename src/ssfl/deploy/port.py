@@ -41,7 +41,7 @@ SPARE = 128
 """Open files that are kept for everything but the port: the database, threads, the centre's own channel."""
 FILES = 65_536
 """Open files to ask the system for."""
-WRITERS = 1
+WRITERS = 4
 """Requests that Flower works on at once."""
 LOG = 4 << 20
 """Bytes that the log may have; of more only the end is kept."""
@@ -58,6 +58,8 @@ class Visit:
     """Whose it is, once a request was signed by a known key."""
     unread: int = 0
     """Bytes that came since the last request."""
+    shaken: bool = False
+    """Whether the handshake, which has a time limit of its own, is over."""
     busy: bool = False
     """Whether a request is being answered."""
     close: Callable[[], Any] = lambda: None
@@ -119,7 +121,7 @@ class Port:
             self.visits.pop(visit, None)
             accepted.close()
         else:
-            visit.close, visit.since = transport.abort, time.monotonic()
+            visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
 
     def make_room(self, host: str) -> None:
         """Close the oldest connection that shows no key, of the address that has the most, if need be."""
@@ -157,7 +159,7 @@ class Port:
             current = time.monotonic()
             for visit in list(self.visits):
                 patience = ANSWER if visit.busy else HEADERS if visit.node is None or visit.unread else IDLE
-                if current - visit.since > patience + (HANDSHAKE if visit.node is None else 0):
+                if visit.shaken and current - visit.since > patience:
                     self.end(visit)
             self.tick()
             cut_log()
@@ -229,7 +231,7 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
     if keys is not None:
         trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         trust.load_cert_chain(keys / "centre.crt", keys / "centre.key")
-    flower = internals.superlink(Path(told["FLWR_HOME"]) / "link.db", keys is not None)
+    flower = internals.superlink(keys is not None)
     guarded = guard.Guard(
         flower, told["SSFL_LINK_SECRET"], int(told["SSFL_LINK_MODEL"]),
         guard.teller(int(told["SSFL_LINK_TELL"])), keys is not None,

@@ -96,7 +96,7 @@ def exchange(
         threading.Thread(target=fetch, args=(node, name), daemon=True).start()
     meanwhile()
     answers: dict[int, RecordDict] = {}
-    missing, late = {node for node, _ in sent}, set()
+    missing, late = {node for node, _ in sent}, set(contents) - {node for node, _ in sent}
     while missing:
         missing -= lost()
         left = end - time.monotonic()

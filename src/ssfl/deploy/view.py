@@ -30,6 +30,7 @@ class View:
         self.sites: Sites | None = None
         self.round = self.rounds = 0
         self.accuracy = ""
+        self.inside = False  # whether the centre trains what the federation is compared with
         self.told: dict[str, str] = {}
         self.refusals: dict[str, int] = {}
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
@@ -55,7 +56,13 @@ class View:
 
     def report(self, event: Event) -> None:
         """What a run tells."""
-        if event["event"] == "round":
+        if event["event"] == "start":
+            self.inside = bool(event.get("what"))
+            if self.inside:
+                self.tell(f"now the {event['what']}, to compare with; sites have nothing to do")
+        elif self.inside and event["event"] in ("round", "eval"):
+            return
+        elif event["event"] == "round":
             self._round(event)
         elif event["event"] == "eval":
             self.accuracy = f"{accuracy(event)} on held-out labels"
@@ -75,7 +82,7 @@ class View:
             for user, loss, mask in each:
                 if loss is not None and mask is not None:
                     self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
-        refused = f"{len(event['refused'])} refused  " if event["refused"] else ""
+        refused = f"{len(event['refused'])} refused  " if event.get("refused") else ""
         came = f"{len(event['returned'])} of {len(event['participants'])} sites"
         if not event["participants"]:  # a head start
             came, told = "the centre alone", ""

@@ -52,6 +52,7 @@ class Terms:
         here = replace(
             config,
             data=Data(path="site", flip=config.data.flip),
+            model=replace(config.model, weights=None),  # a file of the centre; models come from there
             run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
         )
         known = {
@@ -113,10 +114,21 @@ def check(config: Config) -> None:
     fitting: list[tuple[str, object, bool, str]] = [
         ("split.labels_at", config.split.labels_at, config.split.labels_at == "server", "server"),
         ("split.shared", config.split.shared, not config.split.shared, "false"),
-        ("train.momentum_policy", train.momentum_policy, train.momentum_policy == "reset", "reset"),
+        (
+            "train.momentum_policy",
+            train.momentum_policy,
+            train.momentum_policy in ("reset", "server"),
+            "server",
+        ),
         ("train.precision", train.precision, train.precision != "float64", "float32"),
         ("federation.dropout", config.federation.dropout, config.federation.dropout == 0, "0"),
         ("federation.attackers", config.federation.attackers, config.federation.attackers == 0, "0"),
+        (
+            "federation.skip_unlabelled",
+            config.federation.skip_unlabelled,
+            not config.federation.skip_unlabelled,
+            "false",
+        ),
         ("run.diversity_every", config.run.diversity_every, config.run.diversity_every == 0, "0"),
     ]
     for key, value, fits, instead in fitting:

@@ -30,5 +30,7 @@ class Engine(Protocol):
     def memory(self, batch_size: int) -> int:
         """About how many bytes one more trainer takes while it trains."""
 
-    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+    def positions(
+        self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
+    ) -> Tensor:
         """`work.positions`."""

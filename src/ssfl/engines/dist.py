@@ -73,7 +73,9 @@ class Dist:
         """As of the engine."""
         return self.engine.memory(batch_size)
 
-    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+    def positions(
+        self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
+    ) -> Tensor:
         """`work.positions`."""
         return self.engine.positions(base, trainers, sizes, first, count)
 

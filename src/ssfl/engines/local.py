@@ -42,7 +42,12 @@ def train(
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
     """What the method decides from the received models' predictions."""
     answers = engine.answers(rows, work)
-    look = Look(answers, work.batches, work.keys[2], work.sent, work.labelled is not None)
+    if work.taken is not None:  # of images that belong to no step nothing is known, on every engine
+        missing = work.steps * work.batches.shape[2] - answers.shape[1]
+        answers = torch.nn.functional.pad(answers, (0, 0, 0, missing))
+    look = Look(answers, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
+    if work.taken is not None:
+        look = look._replace(answers=torch.where(look.drawn[:, :, None], answers, 0.0))
     labels: Labels = method.label(look)
     if (labels.weight is not None or labels.report) and "reports" not in method.needs():
         raise MethodError(f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns")

@@ -1,5 +1,7 @@
 """One trainer after another in plain PyTorch: the specification that every other engine equals."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -7,6 +9,7 @@ from torch.func import functional_call
 from ssfl.core.rows import Layout
 from ssfl.engines.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 from ssfl.federation import (
+    METRICS,
     Batch,
     Loss,
     Method,
@@ -52,12 +55,15 @@ class Loop:
         received = {name: weight.clone() for name, weight in weights.items()} if kept else None
         pace = 1.0 if work.pace is None else float(work.pace)
         measured: list[Named] = []
-        for rate, batch in zip(work.rates, each_batch(self.pool, work), strict=True):
+        if work.taken is not None:
+            work = replace(work, longest=int(work.taken))
+        rates = work.rates[: work.played]
+        for rate, batch in zip(rates, each_batch(self.pool, work), strict=True):
             sgd.param_groups[0]["lr"] = rate * pace
             step = self._step(batch, weights, buffers, work.role, received, rate * pace)
             slopes, metrics = self.method.gradient(step, self._loss(work.role))
             for name, weight in weights.items():
-                weight.grad = slopes.get(name)
+                weight.grad = slopes[name].to(weight.dtype) if name in slopes else None
             if self.optimizer.clip:
                 nn.utils.clip_grad_norm_(list(weights.values()), self.optimizer.clip)
             sgd.step()
@@ -65,7 +71,12 @@ class Loop:
             measured.append(metrics)
         if self.optimizer.momentum:
             velocity = {name: sgd.state[weight]["momentum_buffer"] for name, weight in weights.items()}
-        means = {name: torch.stack([one[name] for one in measured]).mean(0) for name in measured[0]}
+        names = (*METRICS, *self.method.metrics) if work.role == "user" else METRICS
+        means = dict.fromkeys(names, row.new_zeros(1))
+        if measured:
+            means = {name: torch.stack([one[name] for one in measured]).mean(0) for name in measured[0]}
+        if work.taken is not None:
+            means["steps"] = work.taken.to(row)
         return self.layout.flatten(weights | buffers, lead=1), self.layout.flatten(velocity, lead=1), means
 
     def answers(self, rows: Tensor, work: Work) -> Tensor:
@@ -102,7 +113,9 @@ class Loop:
         """What a round keeps of a trainer: its row and momentum, as they go and as they come."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
-    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+    def positions(
+        self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
+    ) -> Tensor:
         """`work.positions`."""
         return positions(base, trainers, sizes, first, count)
 

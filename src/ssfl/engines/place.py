@@ -31,6 +31,8 @@ class Place:
     """[1]: which step is next."""
     metrics: Named
     """[n] each: sums over the steps so far."""
+    taken: Tensor | None = None
+    """[n]: how many steps each trainer takes, where they differ; then its numbers stay as they are."""
 
     @property
     def models(self) -> int:
@@ -64,6 +66,8 @@ class Place:
                 place.copy_(given[name][who])
         rates = placed(torch.tensor(work.rates, dtype=self.rates.dtype), rows.device)[:, None]
         self.rates.copy_(rates if work.pace is None else rates * work.pace[who])
+        if self.taken is not None and work.taken is not None:
+            self.taken.copy_(work.taken[who])
         self.step.zero_()
         for total in self.metrics.values():
             total.zero_()
@@ -102,15 +106,24 @@ def make_place(
         {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
         rounded,
         {name: empty(value) for name, value in statistics},
-        replace(work, pace=None).map(empty, keys=work.keys.new_zeros(len(work.keys), models), rates=()),
+        replace(work, pace=None, taken=None).map(
+            empty, keys=work.keys.new_zeros(len(work.keys), models), rates=()
+        ),
         rows.new_zeros(len(work.rates), models),
         work.keys.new_zeros(1),
         {name: rows.new_zeros(models) for name in metrics},
+        None if work.taken is None else empty(work.taken),
     )
 
 
 def sgd(place: Place, slopes: Named, moved: Named, metrics: Named, optimizer: Optimizer) -> None:
-    """SGD on all weights at once, and the rest that a step leaves behind. A weight without a slope stays."""
+    """SGD on all weights at once, and the rest that a step leaves behind. A weight without a slope stays, and
+    so does a trainer that is done."""
+    busy = None if place.taken is None else place.step < place.taken
+
+    def put(there: Tensor, new: Tensor) -> None:
+        there.copy_(new if busy is None else torch.where(along(busy, there), new.to(there.dtype), there))
+
     rates = place.rates.index_select(0, place.step)[0]
     slopes = {name: slope.to(place.weights[name].dtype) for name, slope in slopes.items()}
     if optimizer.clip:
@@ -121,15 +134,15 @@ def sgd(place: Place, slopes: Named, moved: Named, metrics: Named, optimizer: Op
         if optimizer.momentum:
             velocity = optimizer.momentum * place.velocity[name] + slope
             slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            place.velocity[name].copy_(velocity)
+            put(place.velocity[name], velocity)
         new = weight - along(rates, weight) * slope
-        weight.copy_(new)
+        put(weight, new)
         if place.rounded:
-            place.narrow[name].copy_(new)
+            put(place.narrow[name], new)
     for name, value in place.statistics.items():
-        value.copy_(moved[name])
+        put(value, moved[name])
     for name, total in place.metrics.items():
-        total.add_(metrics[name])
+        total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
     place.step.add_(1)
 
 

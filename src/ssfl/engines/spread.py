@@ -93,7 +93,9 @@ class Spread:
         """As of the engine."""
         return self.engine.memory(batch_size)
 
-    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+    def positions(
+        self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
+    ) -> Tensor:
         """`work.positions`."""
         return self.engine.positions(base, trainers, sizes, first, count)
 

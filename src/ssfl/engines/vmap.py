@@ -76,6 +76,11 @@ class Vmap:
         if self.compiled:  # one process may run many experiments, and each shape is compiled anew
             dynamo = importlib.import_module("torch._dynamo").config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
+            # torch times two ways to sum and takes the faster: other bits on another day
+            inductor = importlib.import_module("torch._inductor.config")
+            for name, value in (("dynamic_scale_rblock", False), ("deterministic", True)):
+                if hasattr(inductor, name):
+                    setattr(inductor, name, value)
         self._views: Callable[..., Batch] = made(make_batch)
         whole = made if getattr(self.networks[True], "compilable", True) else _as_is
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
@@ -97,7 +102,10 @@ class Vmap:
         count = len(rows)
         found = self.layout.flatten(place.weights | place.statistics, lead=1)
         momentum = self.layout.flatten(place.velocity, lead=1)
-        metrics = {name: total[:count] / len(work.rates) for name, total in place.metrics.items()}
+        steps: Tensor | int = len(work.rates) if work.taken is None else work.taken.clamp(min=1).to(rows)
+        metrics = {name: total[:count] / steps for name, total in place.metrics.items()}
+        if work.taken is not None:
+            metrics["steps"] = work.taken.to(rows)
         return TrainedRows(found[:count], momentum[:count], metrics)
 
     def _place(self, models: int, rows: Tensor, work: Work) -> Place:
@@ -116,7 +124,7 @@ class Vmap:
                 ("answers", models, work.batches.shape[1:]), models, rows, unmoved, work
             ).said
             assert said is not None
-            return said[: len(rows)].flatten(1, 2).clone()  # the next round writes over it
+            return said[: len(rows), : work.played].flatten(1, 2).clone()  # the next round writes over it
         place = make_place(self.layout, self.pool, len(rows), rows, work, learns=False)
         place.load(self.layout, rows, unmoved, work)
         batches = each_batch(self.pool, place.work)
@@ -128,7 +136,7 @@ class Vmap:
             self._recorded[kind] = self._record(rows, momentum, work, models, looks=kind[0] == "answers")
         found = self._recorded[kind]
         found.place.load(self.layout, rows, momentum, work)
-        for _ in work.rates:
+        for _ in range(work.played):
             self._step(found.place, found.said) if found.graph is None else found.graph.replay()
         return found
 
@@ -151,11 +159,14 @@ class Vmap:
                 value.add_(those(busy, slopes[name], 0.0))
         return self.layout.flatten(total, lead=1)
 
-    def positions(self, base: int, trainers: Tensor, sizes: Tensor, first: int, count: int) -> Tensor:
+    def positions(
+        self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
+    ) -> Tensor:
         """`work.positions`."""
         if not self.compiled:
             return positions(base, trainers, sizes, first, count)
-        start = placed(first, trainers.device)  # a number would be compiled anew every round
+        # a number would be compiled anew every round
+        start = first if isinstance(first, Tensor) else placed(first, trainers.device)
         found: Tensor = self._positions(base, trainers, sizes, start, count)
         return found
 

@@ -14,9 +14,12 @@ from torch import Tensor
 from ssfl.core import draws
 from ssfl.core.rows import placed
 from ssfl.data import augment
+from ssfl.engines.features import Features
 from ssfl.federation import Batch, Labels, Named
 
 SHUFFLE_ROUNDS = 24
+VALUES = 1 << 23
+"""So many values of views are made at once: 2,048 images of 32×32 in colour, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Pool:
     weak: augment.View = augment.WEAK
     """How weak views are made, and `strong` the strong ones."""
     strong: augment.View = augment.STRONG
+    features: Features | None = None
+    """What a frozen trunk makes of the images, where only the rest of the network is trained."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -43,7 +48,21 @@ class Pool:
         return torch.promote_types(self.dtype, torch.float32)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """What the network gets of uint8 images as they are."""
+        if self.features is not None:
+            return self.features.plain(images, dtype or self.dtype)
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
+
+    def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
+        """What the network gets of weak or strong views, one for each key, of images that `source` gave."""
+        view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
+        if self.features is not None:
+            return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
+        return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
+
+    def source(self, places: Tensor) -> Tensor:
+        """What `views` are made of: the images at these places, or the places alone."""
+        return self.images[places] if self.features is None else places
 
 
 @dataclass(frozen=True)
@@ -83,17 +102,28 @@ class Work:
     """[n, ...] each: what every step finds in `step.given`, the same in all of them."""
     pace: Tensor | None = None
     """[n]: what part of the learning rate each trainer takes; None is all of it."""
+    taken: Tensor | None = None
+    """[n]: how many of the T steps each trainer takes, after which its model stays as it is; None is all."""
+    longest: int | None = None
+    """The most steps that any trainer takes, where that is known to be less than T."""
 
     @property
     def steps(self) -> int:
+        """T, for which there are images."""
         return self.batches.shape[1]
+
+    @property
+    def played(self) -> int:
+        """How many steps are needed until every trainer is done."""
+        return self.steps if self.longest is None else self.longest
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What distinguishes work whose steps cannot share one recording."""
         extra = {**self.given, **self.more, **self.sent}
         shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
-        return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, shapes
+        even = self.taken is None
+        return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **more: Any) -> "Work":
         """The same work with every tensor of trainers changed, [n, ...] in and out, but for the keys."""
@@ -109,6 +139,7 @@ class Work:
             more=each(self.more),
             sent=each(self.sent),
             pace=_maybe(change, self.pace),
+            taken=_maybe(change, self.taken),
             **more,
         )
 
@@ -118,7 +149,12 @@ class Work:
 
     def with_labels(self, labels: Labels) -> "Work":
         """The same work on the images, and with the labels, that a method decided on."""
-        return replace(self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace)
+        made = replace(self, batches=labels.images, given=labels.given, more=labels.more, pace=labels.pace)
+        if labels.steps is None:
+            return made
+        taken = labels.steps.to(torch.int64)
+        taken = taken.clamp(max=self.steps) if self.taken is None else taken.minimum(self.taken)
+        return replace(made, taken=taken, longest=int(taken.max()))
 
 
 class TrainedRows(NamedTuple):
@@ -136,7 +172,7 @@ def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, c
     in every pass an image and its mirror image about a random point change places or not. It is
     computed for the wanted places alone, whatever the sizes, with nothing stored.
     """
-    place = first + torch.arange(count, device=trainers.device)
+    place = first + torch.arange(count, device=trainers.device)  # or [n, count], where trainers differ
     size = sizes[:, None]
     keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
@@ -163,7 +199,7 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
 def looking(work: Work) -> Work:
     """The same images, to be looked at in weak views alone."""
-    return replace(work, views=("weak",), labelled=None, given={}, more={}, sent={}, pace=None)
+    return replace(work, views=("weak",), labelled=None, given={}, more={}, sent={}, pace=None, taken=None)
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
@@ -178,10 +214,12 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
     """The views of every step in turn, made several steps at a time, about so many images at once.
 
-    On a CPU a call costs more than a small image. The bytes are those of `make_batch`.
+    On a CPU a call costs more than a small image. The bytes are those of `make_batch`. Large images are made
+    fewer at a time: their views would fill the memory.
     """
-    trainers, steps, size = work.batches.shape
-    stride = max(1, at_once // (trainers * size))
+    trainers, _, size = work.batches.shape
+    at_once = min(at_once, VALUES // pool.images[0].numel())
+    steps, stride = work.played, max(1, at_once // (trainers * size))
     for first in range(0, steps, stride):
         some = torch.arange(first, min(first + stride, steps), device=work.keys.device)
         shape = (trainers, len(some))
@@ -215,33 +253,27 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
     weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
     slots = torch.arange(size, device=chosen.device)
 
-    def views(view: augment.View, images: Tensor, keys: Tensor) -> Tensor:
-        drawn = draws.bits(draws.fold(keys[:, None], slots), view.draws)
-        made = pool.normalised(view.make(images, drawn.flatten(0, 1), pool.flip))
+    def views(kind: str, images: Tensor, keys: Tensor) -> Tensor:
+        made = pool.views(kind, images, draws.fold(keys[:, None], slots).flatten())
         return made.reshape(rows, -1, *made.shape[1:])
 
-    def weak_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(pool.weak, images, keys)
-
-    def strong_views(images: Tensor, keys: Tensor) -> Tensor:
-        return views(pool.strong, images, keys)
-
-    images = pool.images[chosen.reshape(-1)]
+    images = pool.source(chosen.reshape(-1))
     weak = strong = own = own_labels = None
     if "strong" in work.views:
-        strong = strong_views(images, strong_keys)
+        strong = views("strong", images, strong_keys)
     if "weak" in work.views:
-        weak = weak_views(images, weak_keys)
+        weak = views("weak", images, weak_keys)
     if "mixed" in work.views:
-        second = (slots % 2 == 1).view(1, -1, 1, 1, 1)
-        weak = torch.where(second, strong_views(images, strong_keys), weak_views(images, weak_keys))
+        plain = views("weak", images, weak_keys)
+        second = (slots % 2 == 1).view(1, -1, *[1] * (plain.dim() - 2))
+        weak = torch.where(second, views("strong", images, strong_keys), plain)
     given = {name: at(tensor) for name, tensor in work.given.items()}
     for number, (name, others) in enumerate(work.more.items()):
-        more = pool.images[at(others).reshape(-1)]
-        given[name] = weak_views(more, draws.fold(weak_keys, size + number))
+        more = pool.source(at(others).reshape(-1))
+        given[name] = views("weak", more, draws.fold(weak_keys, size + number))
     if labelled is not None:
-        images = pool.images[labelled.clamp(min=0).reshape(-1)]
-        own = weak_views(images, labelled_keys)
+        images = pool.source(labelled.clamp(min=0).reshape(-1))
+        own = views("weak", images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
     return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, given | sent)

@@ -4,12 +4,15 @@ Pieces that several methods share are functions in `parts.py`. This file finds a
 import path that a person typed. Names can be checked without importing torch.
 """
 
-from dataclasses import field, make_dataclass
+import ast
+from dataclasses import dataclass, field, make_dataclass
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssfl.core import outside
-from ssfl.core.fields import closest
+from ssfl.core.fields import closest, setting
 from ssfl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +67,26 @@ def find(name: str) -> "type[Method]":
     found: type[Method] = getattr(import_module(f"ssfl.methods.{file}"), kind)
     found.called = name
     return found
+
+
+@cache
+def settings_of(name: str) -> type | None:
+    """A dataclass with the settings of a built-in method, read from its file without importing torch, which
+    takes seconds; None for methods from outside. Mistakes in settings are found with it at once."""
+    if name not in METHODS:
+        return None
+    file, _, called = METHODS[name].partition(":")
+    tree = ast.parse((Path(__file__).parent / f"{file}.py").read_text("utf-8"))
+    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == called)
+    kind.bases, kind.decorator_list = [], []
+    kind.body = [
+        node
+        for node in kind.body
+        if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+    ] or [ast.Pass()]
+    names: dict[str, Any] = {"setting": setting, "field": field, "__name__": __name__}
+    exec(compile(ast.fix_missing_locations(ast.Module([kind], [])), file, "exec"), names)
+    return dataclass(frozen=True)(names[called])
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":

@@ -1,5 +1,6 @@
 """The recommended method: SemiFL's skeleton, made steadier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ssfl.core.fields import setting
 from ssfl.core.losses import Losses
-from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step
+from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step, Users
 from ssfl.methods import parts
 
 SLOWEST = 1 / 30
@@ -34,17 +35,27 @@ class Anchored(Method):
     """By "classes": lower a user's learning rate, and scale up its update, when its pseudo-labels cover few
     classes. "full": the same steps for all users."""
 
+    relative: bool = False
+    """AdaMatch's relative threshold: τ times the received model's mean confidence on the server's labelled
+    images, which users are told. With train.server_held_out by images that it has not learned by heart."""
+
     defaults: ClassVar = {
         "model": {"norm": "group"},
         "train": {"server_views": "suited"},
         "federation": {"slow_average": 0.99},
     }
 
+    def needs(self) -> tuple[str, ...]:
+        return ("sends",) if self.relative else ()
+
     def uses(self) -> tuple[str, ...]:
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        sure = parts.confident(look, self.threshold)
+        threshold: float | Tensor = self.threshold
+        if "confidence" in look.given:
+            threshold = self.threshold * look.given["confidence"][:, None].expand(-1, look.answers.shape[2])
+        sure = parts.confident(look, threshold)
         labels = parts.labelled(look, sure)
         if self.pace == "full" or look.has_labels:
             return labels
@@ -61,7 +72,7 @@ class Anchored(Method):
         return parts.still(state, self.momentum) | best
 
     def round(self, state: State, fed: Fed) -> State:
-        users = fed.train_users(state.streams)
+        users = self.trained_users(state, fed)
         streams, memory = parts.momentum(state, users, self.momentum)
         new = parts.server_last(state, fed, users, streams, **memory)
         if not self.guard or not fed.has_server:
@@ -73,6 +84,18 @@ class Anchored(Method):
             server, velocity = fed.train_server(state.average), parts.still(state, self.momentum)
             new = state.next(server.row.repeat(len(streams), 1), server.row, kept=[server], **velocity)
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
+
+    def trained_users(self, state: State, fed: Fed) -> Users:
+        """The users' round; with a relative threshold they are told how sure the model is of labels."""
+        if not self.relative or not fed.has_server or not fed.cohort.users:
+            return fed.train_users(state.streams)
+        sure = fed.confidence(state.average, most=IMAGES)
+        fed.tell(labelled_confidence=sure)
+
+        def give(users: Sequence[int]) -> Named:
+            return {"confidence": state.average.new_full((len(users),), sure)}
+
+        return fed.train_users(state.streams, give=give)
 
 
 def paces(counts: Tensor, images: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class Fl2(Method):
         sure = parts.confident(look, thresholds.free(look.answers))
         certain = sure & (look.answers.amax(-1) >= CERTAIN)
         labels = parts.labelled(look, sure, fill=True, certain=certain)
-        doubt = 1 - look.answers.amax(-1).mean(-1)
+        drawn = look.drawn
+        doubt = 1 - (look.answers.amax(-1) * drawn).sum(-1) / drawn.sum(-1).clamp(min=1)
         assert labels.weight is not None
         return labels._replace(weight=doubt * labels.weight)
 

@@ -41,18 +41,21 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """[n, T · B]: whether the model is sure enough of each image, by one threshold or one per class."""
+    """[n, T · B]: whether the model is sure enough of each image, by one threshold or one per class. Images
+    of steps that a user does not take do not count."""
     confidence, label = look.answers.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.answers, threshold)
-    return confidence >= threshold.gather(1, label)
+    sure = confidence >= threshold.gather(1, label)
+    return sure if look.taken is None else sure & look.drawn
 
 
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
     """Pseudo-labels and their mask; `extra` tensors [n, T · B] follow the images they belong to.
 
-    With `fill`, batches hold confident images alone, repeated if need be, instead of counting the others as
-    zeros; a user without any has no weight.
+    With `fill`, batches hold confident images alone, instead of counting the others as zeros. A user takes as
+    many steps as they fill, of which the last is filled up with the first ones; without any it takes none and
+    has no weight.
     """
     users, shape = len(sure), look.images.shape
     images, dtype = look.images.flatten(1), look.answers.dtype
@@ -71,8 +74,10 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
     labels = Labels(images.reshape(shape), given)
     if not fill:
         return labels
-    share = {"mask_rate": sure.to(dtype).mean(1)}
-    return labels._replace(weight=sure.any(1).to(dtype), metrics=share)
+    count, drawn = sure.sum(1), look.drawn.sum(1)
+    share = {"mask_rate": count.to(dtype) / drawn.clamp(min=1)}
+    steps = -(-count // shape[2])
+    return labels._replace(weight=(count > 0).to(dtype), metrics=share, steps=steps)
 
 
 def class_counts(look: Look, sure: Tensor) -> Tensor:
@@ -96,7 +101,10 @@ def mixed(labels: Labels, look: Look, alpha: float) -> Labels:
     images, label = look.images.flatten(1), look.answers.argmax(-1)
     everybody = torch.arange(users, device=images.device)[:, None]
     place = torch.arange(steps * size, device=images.device).expand(users, -1)
-    other = draws.below(draws.fold(look.keys[:, None], place), torch.full_like(place, steps * size))
+    many = torch.full_like(place, steps * size)
+    if look.taken is not None:
+        many = (size * look.taken.clamp(min=1))[:, None].expand_as(place)
+    other = draws.below(draws.fold(look.keys[:, None], place), many)
     turn = torch.arange(steps, device=images.device)
     drawn = draws.uniform(draws.fold(draws.fold(look.keys, -1)[:, None], turn))
     table = torch.from_numpy(_quantiles(alpha)).to(look.answers)

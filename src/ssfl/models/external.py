@@ -145,25 +145,26 @@ def build(make: Any, said: str, classes: int, shape: tuple[int, int, int], seed:
     """
     if isinstance(make, nn.Module) or not callable(make):
         kind = "a module" if isinstance(make, nn.Module) else f"a {type(make).__name__}"
-        raise ConfigError(f"{said} is {kind}: give a function without arguments that makes the nn.Module")
+        raise _refused(f"{said} is {kind}: give a function without arguments that makes the nn.Module", make)
     with _seeded(seed):
         try:
             module = make()
         except Exception as error:
-            raise ConfigError(f"{said}: making the module raised {_reason(error)}") from error
+            raise _refused(f"{said}: making the module raised {_reason(error)}", error) from error
         module = getattr(module, "_orig_mod", module)  # of torch.compile
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"{said} made a {type(module).__name__}: it must return an nn.Module")
+            raise _refused(f"{said} made a {type(module).__name__}: it must return an nn.Module", module)
         _check_logits(module.eval(), said, classes, shape)
         if not trained(module):
-            raise ConfigError(
-                f"{said} has no parameter with requires_grad=True: leave at least its last layer unfrozen"
+            raise _refused(
+                f"{said} has no parameter with requires_grad=True: leave at least its last layer unfrozen", 0
             )
         for name, part in module.named_modules():
             if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
-                raise ConfigError(
+                raise _refused(
                     f"{said}: {name} has momentum=None, and a count of batches cannot be averaged: give it "
-                    "a momentum, such as 0.1"
+                    "a momentum, such as 0.1",
+                    name,
                 )
         network = module if _is_own(module) else External(module)
         _check_training(network, said, shape)
@@ -211,7 +212,10 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
     except Exception as error:
         kind = str(images.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"train.precision = {kind!r}: the module of model.name raised {_reason(error)}: use 'float32'"
+            f"train.precision = {kind!r}: the module of model.name raised {_reason(error)}: use 'float32'",
+            key="train.precision",
+            value=kind,
+            fix="train.precision=float32",
         ) from error
 
 
@@ -275,18 +279,20 @@ def _check_logits(module: nn.Module, said: str, classes: int, shape: tuple[int, 
         with torch.no_grad(), _replaced(_Masks(None)):
             logits = module(images)
     except Exception as error:
-        raise ConfigError(
-            f"{said}: calling the module with float images {list(images.shape)} raised {_reason(error)}"
+        raise _refused(
+            f"{said}: calling the module with float images {list(images.shape)} raised {_reason(error)}",
+            error,
         ) from error
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         kind = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise ConfigError(f"{said} gave {kind}: its forward must return logits alone, a float tensor")
+        raise _refused(f"{said} gave {kind}: its forward must return logits alone, a float tensor", kind)
     if tuple(logits.shape) != (len(images), classes):
         right = f"[{len(images)}, {classes}]"
         fix = f"make its last layer {classes} wide" if logits.dim() == 2 else "return one row for each image"
-        raise ConfigError(
+        raise _refused(
             f"{said} gave logits {list(logits.shape)} of {len(images)} images and {classes} classes, not "
-            f"{right}: {fix}"
+            f"{right}: {fix}",
+            tuple(logits.shape),
         )
 
 
@@ -298,7 +304,7 @@ def _check_training(network: nn.Module, said: str, shape: tuple[int, int, int]) 
         first, again = (copied(_example(shape), key) for _ in range(2))
         first.sum().backward()
     except Exception as error:
-        raise ConfigError(f"{said}: training the module raised {_reason(error)}") from error
+        raise _refused(f"{said}: training the module raised {_reason(error)}", error) from error
     used = [kind for kind, state in _random_states().items() if state != states[kind]]
     if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
         what = " and ".join(used) or "a generator of its own"
@@ -306,10 +312,16 @@ def _check_training(network: nn.Module, said: str, shape: tuple[int, int, int]) 
             with _Watch() as watch, torch.no_grad():
                 copied(_example(shape), key)
             what = f"torch ({watch.found})" if watch.found else what
-        raise ConfigError(
+        raise _refused(
             f"{said} draws random numbers from {what} while it trains, which cannot be repeated: use "
-            "nn.Dropout or a layer without chance"
+            "nn.Dropout or a layer without chance",
+            what,
         )
+
+
+def _refused(message: str, value: object) -> ConfigError:
+    """A network that cannot be used; `value` is what it gave, raised or drew from."""
+    return ConfigError(message, key="model.name", value=value)
 
 
 def _example(shape: tuple[int, int, int]) -> Tensor:
@@ -452,10 +464,14 @@ def _replaced(masks: _Masks) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for narrower numbers: torch's batching does not take them with statistics in float32."""
+    """The same for narrower numbers: torch's batching does not take them with statistics in float32.
+
+    Without cuDNN, whose layers ask for the memory format, which torch's batching cannot tell.
+    """
 
     def wide(input: Tensor, *more: Any, **named: Any) -> Tensor:
-        result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *more, **named)
+        with torch.backends.cudnn.flags(enabled=False):
+            result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *more, **named)
         return result.to(input.dtype)
 
     return wide

@@ -74,21 +74,36 @@ class BatchNorm(nn.Module):
         self.momentum, self.eps = momentum, eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.suits(x):
+            return self.activated(x, None, 1.0)
         models = 1 if self.weight.dim() == 1 else len(self.weight)
         wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(0, (models, -1))
         if self.training:
             var, mean = torch.var_mean(wide, [1, *range(3, wide.dim())], correction=0)
             var, mean = var.view_as(self.weight), mean.view_as(self.weight)
-            count = wide.numel() // mean.numel()
-            unbiased = var.detach() * (count / max(count - 1, 1))
-            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
-            self.running_var = self.running_var.lerp(unbiased, self.momentum)
+            self._follow(mean.detach(), var.detach(), wide.numel() // mean.numel())
         else:  # noise that users add, or an attacker, may bring a variance below nothing
             mean, var = self.running_mean, self.running_var.clamp(min=0)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
         scale, shift = (_per_channel(value.reshape(models, -1), x.dim()) for value in (scale, shift))
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
+
+    def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Move the running statistics towards a batch's."""
+        unbiased = var * (count / max(count - 1, 1))
+        self.running_mean = self.running_mean.lerp(mean, self.momentum)
+        self.running_var = self.running_var.lerp(unbiased, self.momentum)
+
+    def suits(self, x: Tensor) -> bool:
+        """Whether kernels do it."""
+        return self.training and self.weight.dim() == 2 and fused.suit_batch(x)
+
+    def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
+        """The same with kernels, a sum and an activation in the same pass."""
+        y, mean, var = fused.batch_norm(x, self.weight, self.bias, add, self.eps, slope)
+        self._follow(mean.detach(), var.detach(), x.numel() // mean.numel())
+        return y  # type: ignore[no-any-return]
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
@@ -125,6 +140,8 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
     """relu(norm(x) + add), leaky where a slope is given: one pass over the images where that is possible."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
+    if isinstance(norm, BatchNorm) and norm.suits(x):
+        return norm.activated(x, add, slope)
     x = norm(x)
     x = x if add is None else x + add
     return F.leaky_relu(x, slope) if slope else F.relu(x)

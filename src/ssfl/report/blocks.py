@@ -34,6 +34,11 @@ def table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Block:
     return {"kind": "table", "head": list(head), "rows": [list(row) for row in rows]}
 
 
+def half(block: Block) -> Block:
+    """A block that takes half of a wide page; the next one stands beside it."""
+    return {**block, "half": True}
+
+
 def bars(figure: str, title: str, items: list[Block], form: str, note: str = "") -> Block:
     """Level bars of {name, value}."""
     return {"kind": "bars", "figure": figure, "title": title, "items": items, "format": form, "note": note}

@@ -7,7 +7,7 @@
 //     a run looks the same in every chart. A y of null leaves a gap. `marks` are upright lines, `levels` level ones.
 //   matrix(parent, spec)  a grid of shaded cells, or of numbered groups. Returns {update(spec)}.
 //     spec = {title, rows: [name], columns: [name], values: [[number or null]], rowLabel, columnLabel, format,
-//             kinds? (values are small whole numbers, each with a colour and its number), most? (full shade), note?}
+//             counts? (a second number for each cell), kinds? (values are small whole numbers, each with a colour and its number), most? (full shade), note?}
 //   bars(parent, spec)    level bars with their values written beside them. Returns {update(spec)}.
 //     spec = {title, items: [{name, value, text? (instead of the value)}], format, note?}
 //   table(head, rows)     a <table> in a box that scrolls; cells are text, or {text, number: true} to stand right.
@@ -124,7 +124,12 @@ const ssflCharts = (() => {
     const top = el("tr", {}, head.map((content) => cell("th")(content)));
     for (const one of top.children) one.setAttribute("scope", "col");
     const whole = el("table", {}, el("thead", {}, top), el("tbody", {}, body));
-    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" }, whole);
+    return sideways(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" }, whole));
+  }
+  function sideways(box) { // a line above a box that is wider than the page: what is cut can be scrolled to
+    const hint = el("p", { class: "sideways" }, "Scroll sideways to see all columns →");
+    new ResizeObserver(() => hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 2)).observe(box);
+    return el("div", { class: "holds-table" }, hint, box);
   }
 
   function marker(kind, x, y, size = 3.6) {
@@ -347,18 +352,19 @@ const ssflCharts = (() => {
     function draw() {
       const letters = Math.max(1, ...spec.rows.map((name) => name.length)), count = Math.max(spec.columns.length, 1);
       left = Math.min(letters * LETTER + 34, frame.width * 0.32);
-      cell = Math.min((frame.width - left - 2) / count, Math.max(20, Math.min(34, 520 / spec.rows.length)));
+      const tallest = Math.max(34, Math.min(spec.counts ? 84 : 34, 460 / Math.max(spec.rows.length, 1)));
+      cell = Math.min((frame.width - left - 2) / count, Math.max(20, Math.min(tallest, 620 / spec.rows.length)));
       const most = spec.most ?? Math.max(1e-12, ...spec.values.flat().filter(isNumber)), wide = cell >= 19;
       const long = Math.max(1, ...spec.columns.map((name) => name.length)), upright = long * LETTER > cell - 4;
       const every = Math.ceil((upright ? 13 : 0) / cell) || 1, tall = Math.ceil(14 / cell), parts = [];
-      top = upright ? Math.min(long, 12) * LETTER + 30 : 40;
+      top = upright ? Math.min(long, 16) * LETTER + 30 : 40;
       parts.push(svg("text", { class: "label", x: left, y: 12 }, spec.columnLabel + " →"),
         svg("text", { class: "label", transform: `translate(12,${top}) rotate(-90)`, "text-anchor": "end" }, spec.rowLabel));
       spec.columns.forEach((name, j) => {
         const x = left + (j + 0.5) * cell + (upright ? 4 : 0);
         if (j % every) return;
         parts.push(svg("text", upright ? { class: "tick", transform: `translate(${x},${top - 5}) rotate(-90)` }
-          : { class: "tick", x, y: top - 6, "text-anchor": "middle" }, cut(name, 12), svg("title", {}, name)));
+          : { class: "tick", x, y: top - 6, "text-anchor": "middle" }, cut(name, 16), svg("title", {}, name)));
       });
       spec.rows.forEach((name, i) => {
         if (i % tall) return;
@@ -373,8 +379,14 @@ const ssflCharts = (() => {
         if (!isNumber(value) || value === 0 || !wide) return;
         const told = spec.format === "percent" ? String(Math.round(100 * value)) : plain(value);
         if (told.length > 3) return;
-        parts.push(svg("text", { class: "inside" + (share > 0.5 && !spec.kinds ? " over" : ""), x: x + cell / 2,
-          y: y + cell / 2 + 4, "text-anchor": "middle" }, told));
+        const many = cell >= 40 ? spec.counts?.[i]?.[j] : undefined, over = share > 0.5 && !spec.kinds ? " over" : "";
+        const unit = many !== undefined && spec.format === "percent" ? " %" : "";
+        parts.push(svg("text", { class: `inside${over}`, x: x + cell / 2, y: y + cell / 2 + (many === undefined ? 4 : -2),
+          "text-anchor": "middle" }, told + unit));
+        if (many !== undefined) {
+          parts.push(svg("text", { class: `inside small${over}`, x: x + cell / 2, y: y + cell / 2 + 13, "text-anchor": "middle" },
+            `${many}`));
+        }
       }));
       drawing.setAttribute("viewBox", `0 0 ${frame.width} ${Math.ceil(top + spec.rows.length * cell + 2)}`);
       drawing.setAttribute("aria-label", `${spec.title}. ${spec.rowLabel} by ${spec.columnLabel}; arrow keys read the cells.`);

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ssfl.report.blocks import Block, Cell, bars, number, table, text
 from ssfl.report.gather import Run, finite, inside
+from ssfl.runs.text import duration
 
 PHASES = {
     "users": "users train",
@@ -62,14 +63,6 @@ def totals(run: Run) -> dict[str, float]:
         "round": seconds[len(seconds) // 2] if seconds else 0.0,
         **{key: _sum(run, key) for key in _BYTES},
     }
-
-
-def duration(seconds: float) -> str:
-    """A time that a person reads."""
-    for least, unit, length in ((7200, "h", 3600), (120, "min", 60), (0.1, "s", 1)):
-        if seconds >= least:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{1000 * seconds:.3g} ms"
 
 
 def size(count: float) -> str:

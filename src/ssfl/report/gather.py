@@ -13,15 +13,38 @@ from typing import Any
 
 from ssfl.config.loading import as_dict
 from ssfl.config.settings import Config
-from ssfl.core import plain_files
+from ssfl.core import plain_files, statistics
 from ssfl.core.events import Event
 from ssfl.errors import RunError
 from ssfl.runs import folder, roster
+from ssfl.runs.text import accuracy, percent
 
 Points = list[tuple[int, float]]
 MOST_POINTS = 400
 """A curve keeps so many points at most: more would not show, and the file would grow with every round."""
 MEASURE = "gradient_l2_squared"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A share of right answers, and of how many."""
+
+    on: str
+    """"test", "validation" or "folds"."""
+    share: float
+    right: int
+    count: int
+    balanced: float | None = None
+
+    @property
+    def told(self) -> str:
+        """With its count and interval, in words."""
+        return accuracy(self.right, self.count) if self.count else percent(self.share)
+
+    @property
+    def images(self) -> str:
+        """The images that it is of, in words."""
+        return "held-out labelled images" if self.on == "folds" else f"{self.on} images"
 
 
 @dataclass(frozen=True)
@@ -74,11 +97,46 @@ class Run:
 
     @property
     def judged_by(self) -> str:
-        """The images by which the run is judged: "test" ones, or "validation" where those are never seen."""
+        """The images by which the run is judged: "test" ones, "validation" where those are never seen, or
+        the labelled images in "folds"."""
+        if self.summary.get("judged_by") == "folds" or (
+            self.config.run.folds and self.split.get("test") == 0
+        ):
+            return "folds"
         return "validation" if self.config.run.test == "never" else "test"
+
+    @cached_property
+    def score(self) -> "Score | None":
+        """How good the model is in the end, or so far."""
+        kind = self.judged_by
+        prefix = "validation_" if kind == "validation" else ""
+        told: dict[str, Any] = self.summary
+        if finite(told.get(f"{prefix}accuracy")) is None:
+            found = [e for e in self.events if finite(e.get(f"{prefix}accuracy")) is not None]
+            told = found[-1] if found and kind != "folds" else {}
+        share = finite(told.get(f"{prefix}accuracy"))
+        if share is None:
+            return None
+        count = finite(told.get(f"{prefix}count")) or finite(self.split.get(kind)) or 0.0
+        right = finite(told.get(f"{prefix}correct"))
+        balanced = None if prefix else finite(told.get("balanced_accuracy"))
+        return Score(kind, share, round(share * count) if right is None else int(right), int(count), balanced)
+
+    @property
+    def verdict(self) -> str | None:
+        """Whether the unlabelled images helped, in words."""
+        told = inside(self.summary.get("verdict"), "text")
+        return told[:2000] if isinstance(told, str) else None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the classes of the test images differ much in size."""
+        return statistics.is_uneven([count or 0 for count in numbers(self.split.get("test_classes"))])
 
     @property
     def judged(self) -> Points:
+        if self.judged_by == "folds":
+            return [(self.played, self.score.share)] if self.score else []
         return self.validation if self.judged_by == "validation" else self.accuracy
 
     @property

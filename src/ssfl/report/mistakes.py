@@ -1,10 +1,10 @@
 """Where a model errs: the confusion matrix, the worst classes, images, and the views it was trained on."""
 
-from ssfl.report.blocks import Block, Cell, bars, heading, number, table, text
+from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.pictures import Seen
 from ssfl.report.words import count
-from ssfl.runs.text import percent
+from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10
 Shares = list[list[float | None]]
@@ -25,19 +25,27 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
     for share, k in worst[:WORST]:
         most, taken = max((many, j) for j, many in enumerate(seen.confusion[k]) if j != k)
         other = f"{classes[taken]} ({percent(most / totals[k])})" if most else "–"
-        lines.append([classes[k], number(f"{totals[k]:,}"), number(percent(share)), other])
+        right = interval(seen.confusion[k][k], totals[k])
+        lines.append([classes[k], *map(number, (f"{totals[k]:,}", percent(share), right)), other])
     drawn = f", drawn from {seen.of:,}" if seen.tested < seen.of else ""
-    return [
-        text(f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."),
-        _matrix(classes, shares, [k for _, k in worst]),
-        heading("The worst classes"),
-        table(["class", number("images"), number("right"), "most often taken for"], lines),
+    said = f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."
+    if seen.right is None:
+        said = f"{count(seen.tested, 'labelled image')}, each judged by a model that had not seen it (folds)."
+    head: list[Cell] = [
+        "class",
+        number("images"),
+        number("right"),
+        number("95 % interval"),
+        "most often taken for",
     ]
+    made = _matrix(classes, shares, [k for _, k in worst], seen.confusion)
+    return [text(said), half(made), half(table(head, lines) | {"title": "The worst classes"})]
 
 
-def _matrix(classes: list[str], shares: Shares, worst: list[int]) -> Block:
+def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
     """The confusion matrix; of very many classes, that of the worst."""
     rows, columns, values, note = classes, classes, shares, ""
+    many: list[list[int]] | None = counts
     if len(classes) > MOST_CLASSES:
         kept = sorted(worst[: MOST_CLASSES // 2])
         rows = [classes[k] for k in kept]
@@ -46,12 +54,12 @@ def _matrix(classes: list[str], shares: Shares, worst: list[int]) -> Block:
         for k in kept:
             near = [shares[k][j] or 0.0 for j in kept]
             values.append([*near, max(0.0, 1 - sum(near))])
-        note = f"The {len(kept)} worst of {len(classes)} classes. "
+        note, many = f"The {len(kept)} worst of {len(classes)} classes. ", None
     return {
         "kind": "matrix", "figure": "confusion", "title": "What is taken for what", "rows": rows,
         "columns": columns, "values": [[v if v is None else round(v, 4) for v in row] for row in values],
-        "rowLabel": "true", "columnLabel": "predicted", "format": "percent", "most": 1,
-        "note": f"{note}Percent of the images of each true class; a perfect model has 100 in the diagonal.",
+        "rowLabel": "true", "columnLabel": "predicted", "format": "percent", "most": 1, "counts": many,
+        "note": f"{note}Percent of each true class, and how many; a perfect model has 100 in the diagonal.",
     }  # fmt: skip
 
 
@@ -59,11 +67,12 @@ def images(seen: Seen) -> list[Block]:
     """Test images with what the model says of them."""
     made: list[Block] = []
     for title, items in seen.examples:
-        figure = f"images-{title.lower().replace(' ', '-')}"
-        made.append(heading(title))
-        made.append(
-            {"kind": "images", "figure": figure, "title": title, "items": items} if items else text("None.")
-        )
+        if items:
+            figure = f"images-{title.lower().replace(' ', '-')}"
+            made += [
+                heading(title),
+                {"kind": "images", "figure": figure, "title": title, "items": items},
+            ]
     return made
 
 

@@ -42,7 +42,7 @@ def _sizes(run: Run, server: list[float | None]) -> str:
 
 def _measured(run: Run) -> list[str]:
     skew = finite(run.split.get("measured_skew"))
-    told = ["R cannot be measured: no label of a user's image is known."]
+    told = ["The label skew R is unknown because the users' images have no labels."]
     if skew is not None:
         told = [f"The measured R is {skew:.4f} (Definition 2 of the paper: 0 is iid, 1 is disjoint)."]
         known, sizes = (

@@ -34,10 +34,12 @@
     text: (block) => el("p", { class: block.look || null }, block.text),
     heading: (block) => el("h3", {}, block.text),
     say: (block) => el("div", { class: block.bad ? "say warn" : "say" },
-      el("p", {}, el("strong", {}, `${block.bad ? "⚠ " : ""}${block.head} `), block.text)),
+      el("p", {}, block.head ? el("strong", {}, `${block.bad ? "⚠ " : ""}${block.head} `) : null, block.text)),
     tiles: (block) => el("dl", { class: "tiles" },
-      block.items.map(([name, value]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value)))),
-    table: (block) => table(block.head, block.rows),
+      block.items.map(([name, value, ...more]) => el("div", { class: "tile" }, el("dt", {}, name),
+        el("dd", {}, value, more.map((line) => el("span", { class: "beside" }, line)))))),
+    table: (block) => (block.title ? el("div", { class: "titled" }, el("h3", {}, block.title), table(block.head, block.rows))
+      : table(block.head, block.rows)),
     images: (block) => el("ul", { class: "images", "aria-label": block.title }, block.items.map(example)),
     views,
     pre: (block) => el("details", block.open ? { open: "" } : {}, el("summary", {}, block.summary), el("pre", {}, block.text)),
@@ -50,9 +52,13 @@
   for (const section of data.sections) {
     const part = el("section", { id: section.id, "aria-label": section.title }, el("h2", {}, section.title));
     main.append(part);
+    let pair = null; // blocks of half the width stand side by side where there is room
     for (const block of section.blocks) {
-      if (charts[block.kind]) charts[block.kind](part, block);
-      else part.append(drawn[block.kind](block));
+      if (!block.half) pair = null;
+      else if (pair === null) part.append(pair = el("div", { class: "pair" }));
+      const place = pair ?? part;
+      if (charts[block.kind]) charts[block.kind](place, block);
+      else place.append(drawn[block.kind](block));
     }
   }
   main.append(el("footer", { class: "note" }, data.footer));

@@ -17,7 +17,7 @@ from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError, SsflWarning
 from ssfl.models import external
-from ssfl.report.gather import Run
+from ssfl.report.gather import Run, inside, whole
 from ssfl.runs import assemble, checkpoints, folder, surroundings
 from ssfl.runs.predict import Classifier, load_model
 from ssfl.simulate.simulation import evaluated_row, network_of, plain_network_of
@@ -47,6 +47,10 @@ class Seen:
     """Titled lists of examples: picture, true class, prediction, confidence."""
     views: list[Shown]
     """Training images: the picture, weak and strong views, and the pseudo-label."""
+    right: list[bool] | None = None
+    """Which of the test images looked at are right; None where the matrix is of folds."""
+    source: str = ""
+    """The data that these test images are of."""
 
 
 class Loader:
@@ -54,13 +58,16 @@ class Loader:
 
     def __init__(self) -> None:
         self._held: dict[Any, Dataset] = {}
+        self.shown: dict[str, set[int]] = {}
+        """Which test images were shown already: none is shown twice."""
 
     def dataset(self, run: Run) -> Dataset:
         """The images of a run, checked to be those it was trained with; nothing is fetched."""
         config = replace(run.config, data=replace(run.config.data, download=False))
-        if config.data not in self._held:
-            self._held[config.data] = assemble.load_data(config)
-        found = self._held[config.data]
+        key = config.data, bool(config.run.folds)
+        if key not in self._held:
+            self._held[key] = assemble.load_data(config)
+        found = self._held[key]
         if run.split.get("fingerprint") != inventory.fingerprint(found):
             raise RunError(f"the images of {found.name} are not those of the run")
         return found
@@ -74,7 +81,7 @@ def look(run: Run, loader: Loader) -> Seen | str:
     try:
         data = loader.dataset(run)
         model, at = _model(run, data)
-        return _seen(run, data, model, at)
+        return _seen(run, data, model, at, loader) if len(data.test_labels) else _folded(run, data, model, at)
     except (SsflError, OSError) as error:
         why = " ".join(str(error).split())
         if outside.is_outside(run.config.model.name):
@@ -95,6 +102,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if run.config.model.norm_statistics == "recompute":
         raise RunError("the model's statistics are made when the run ends")
     config = run.config
+    data = assemble.scaled_for(config, data)
     folder.require_same_code(run.path, "model", config.model.name)
     network = network_of(config, data)
     row = evaluated_row(saved.state)
@@ -106,7 +114,20 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     return Classifier(plain, card).eval(), saved.state.round
 
 
-def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
+def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
+    """What the folds of a run without test images say; all its labelled images trained the final model."""
+    told = inside(run.summary.get("folds"), "confusion")
+    size = len(data.classes)
+    square = isinstance(told, list) and len(told) == size and all(len(whole(row)) == size for row in told)
+    if not square:
+        return "There is no confusion matrix yet: the folds are played after the last round."
+    with torch.no_grad(), surroundings.enough_memory():
+        views = _views(run, data, model, torch.Generator().manual_seed(0))
+    count = sum(map(sum, told))
+    return Seen(at, count, count, told, list(data.classes), [], views)
+
+
+def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -> Seen:
     seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
     with torch.no_grad(), surroundings.enough_memory():
         total = len(data.test_labels)
@@ -120,19 +141,25 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int) -> Seen:
         size = len(data.classes)
         pairs = torch.bincount(labels * size + told, minlength=size * size)
         wrong = (told != labels).nonzero()[:, 0]
-        mistakes = wrong[sure[wrong].argsort(descending=True)][:EACH]
-        unsure = sure.argsort()[:EACH]
-        some = torch.randperm(len(labels), generator=seed)[:EACH]
-        examples = [
-            (title, [_example(images[i], labels[i], told[i], sure[i], data.classes) for i in places])
-            for title, places in (
-                ("Confident mistakes", mistakes),
-                ("Least sure", unsure),
-                ("Drawn at random", some),
-            )
-        ]
+        mistakes = wrong[sure[wrong].argsort(descending=True)]
+        unsure = sure.argsort()[: 3 * EACH]
+        some = torch.randperm(len(labels), generator=seed)
+        source = str(run.split.get("fingerprint"))
+        shown = loader.shown.setdefault(source, set())
+        examples = []
+        for title, places in (
+            ("Confident mistakes", mistakes),
+            ("Least sure", unsure),
+            ("Drawn at random", some),
+        ):
+            new = [i for i in places.tolist() if i not in shown][:EACH]
+            shown.update(new)
+            items = [_example(images[i], labels[i], told[i], sure[i], data.classes) for i in new]
+            examples.append((title, items))
         views = _views(run, data, model, seed)
-    return Seen(at, len(labels), total, pairs.view(size, size).tolist(), list(data.classes), examples, views)
+    matrix = pairs.view(size, size).tolist()
+    right = (told == labels).tolist()
+    return Seen(at, len(labels), total, matrix, list(data.classes), examples, views, right, source)
 
 
 def _example(image: Tensor, label: Tensor, told: Tensor, sure: Tensor, classes: tuple[str, ...]) -> Shown:

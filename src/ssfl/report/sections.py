@@ -5,12 +5,12 @@ from statistics import fmean
 from typing import Any
 
 from ssfl.config.loading import to_toml
-from ssfl.report import costs, mistakes, owners, several, verdict, words
-from ssfl.report.blocks import Block, Cell, bars, heading, named, number, say, table, text
+from ssfl.report import collapse, costs, mistakes, owners, several, words
+from ssfl.report.blocks import Block, Cell, bars, half, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
-from ssfl.report.pictures import Loader, look
+from ssfl.report.pictures import Loader, Seen, look
 from ssfl.report.several import Family
-from ssfl.runs.text import percent
+from ssfl.runs.text import duration, interval, percent
 
 MOST_DETAILED = 4
 """Of several runs, who has what, confusion and images are shown for so many experiments."""
@@ -18,82 +18,95 @@ _READ = """Low diversity means that users move one way. That is what agreement l
 collapse: it is one when users are sure of nearly everything (mask rate near 1) while their labels are mostly
 wrong or accuracy falls."""
 _MEANS = """Accuracy on the test images after the last round: mean and standard deviation over runs that
-differ only in their seeds. Sure: the share of their images that users had a pseudo-label for in the last
-fifth of the rounds (mask rate), and how many of these labels were right."""
+differ only in their seeds. The interval is what that many test images can tell (Wilson). Sure: the share of
+their images that users had a pseudo-label for in the last fifth of the rounds (mask rate), and how many of
+these labels were right."""
 
 
 def make(found: Sequence[Run]) -> list[dict[str, Any]]:
-    """All sections, in order; one without content is left out."""
+    """All sections, in order: the verdict, accuracy, differences, then the details; one without content is
+    left out."""
     families = several.families(found)
+    loader = Loader()
+    seen = [look(family.runs[0], loader) for family in families[:MOST_DETAILED]]
     if len(found) == 1:
         run = found[0]
-        first = [("question", "The question", _question(run))]
-        curves = _accuracy(run), _diversity(run)
+        first = [("verdict", "Verdict", _verdict(run)), ("accuracy", "Accuracy", _accuracy(run))]
+        curves = _diversity(run)
     else:
         first = [
-            ("question", "The question", _standings(found, families)),
+            ("verdict", "Verdict", _standings(found, families, seen)),
+            ("accuracy", "Accuracy", _accuracies(families)),
             ("differences", "How the runs differ", _differences(found)),
         ]
-        curves = _accuracies(families), _diversities(families)
+        curves = _diversities(families)
+    measured = any(block.get("figure") == "diversity" for block in curves)
     whole = [
         *first,
-        ("accuracy", "Accuracy", curves[0]),
-        ("diversity", "Gradient diversity and pseudo-labels", curves[1]),
+        ("diversity", f"{'Gradient diversity and pseudo' if measured else 'Pseudo'}-labels", curves),
         ("owners", "Who has what", _owners(families)),
-        *_detailed(families, len(found) == 1),
+        *_detailed(families, seen, len(found) == 1),
         ("costs", "Time, bytes, memory", costs.blocks(found)),
         ("settings", "Settings and versions", _settings(found)),
     ]
     return [{"id": name, "title": title, "blocks": made} for name, title, made in whole if made]
 
 
-def _question(run: Run) -> list[Block]:
-    said = verdict.judge(run)
+def _verdict(run: Run) -> list[Block]:
+    """What a reader wants to know first: whether the unlabelled images helped, and how good the model is."""
+    said = collapse.judge(run)
+    made = [say("", run.verdict, False)] if run.verdict else []
+    made += [say(said.head, said.text, True)] if said.bad else []
     return [
-        text(words.question(run), "lead"),
+        *made,
         {"kind": "tiles", "items": _tiles(run)},
-        text(words.answer(run)),
-        say(said.head, said.text, said.bad),
-        text(" ".join(words.setting(run))),
+        text(words.answer(run), "lead"),
+        text(words.question(run)),
     ]
 
 
-def _tiles(run: Run) -> list[tuple[str, str]]:
-    skew, tests = finite(run.split.get("measured_skew")), finite(run.split.get("test"))
-    tiles = [
-        (f"{run.judged_by} accuracy", percent(run.judged[-1][1]) if run.judged else "–"),
+def _tiles(run: Run) -> list[tuple[str, ...]]:
+    score, skew = run.score, finite(run.split.get("measured_skew"))
+    tiles: list[tuple[str, ...]] = [("accuracy", "–")]
+    if score is not None:
+        name = f"accuracy on {score.images}"
+        of = (
+            (f"{score.right:,} of {score.count:,}", interval(score.right, score.count)) if score.count else ()
+        )
+        tiles = [(name, percent(score.share), *of)]
+        if score.balanced is not None and (run.is_uneven or score.on == "folds"):
+            tiles.append(("balanced accuracy", percent(score.balanced), "mean of the classes"))
+    tiles += [
         ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
         ("users", f"{run.users:,}"),
         ("server labels", f"{run.config.split.server_labels or 0:,}"),
     ]
-    if skew is not None:
-        tiles.append(("measured R", f"{skew:.3f}"))
-    return [*tiles, ("test images", f"{tests:,.0f}")] if tests else tiles
+    return [*tiles, ("measured R", f"{skew:.3f}")] if skew is not None else tiles
 
 
-def _standings(found: Sequence[Run], families: Sequence[Family]) -> list[Block]:
-    """The question, and how the experiments stand."""
-    asked = list(dict.fromkeys(words.question(run) for run in found))
-    heads = ("seeds", "accuracy", "sure", "right of these", "time", "bytes up and down")
+def _standings(found: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
+    """How the experiments stand, and whether the best two can be told apart."""
+    heads = ("seeds", "accuracy", "right", "95 % interval", "sure", "right of these", "time", "bytes")
     rows: list[list[Cell]] = [[family.name, *map(number, _standing(family))] for family in families]
     ends = {family.name: family.ends for family in families if family.ends}
     items: list[Block] = [
         {"name": name, "value": fmean(values), "text": several.spread(values)}
         for name, values in ends.items()
     ]
-    made = [text(one, "lead") for one in asked[:3]]
+    made = [say("", told, False) for told in several.conclusion(families, seen)]
+    for run in found:
+        said = collapse.judge(run)
+        made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
+        made += [text(f"{run.name}: {run.verdict}")] if run.verdict else []
     made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
     unseen = [run.name for run in found if run.judged_by == "validation"]
     if unseen:
         which = "all runs" if len(unseen) == len(found) else ", ".join(unseen)
         made.append(text(f"Of {which} on validation images: test images are never looked at there.", "note"))
     made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
-    for run in found:
-        said = verdict.judge(run)
-        made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
-        made += [] if run.finished else [text(f"{run.name}: {words.answer(run)}")]
-    told = "" if len(families) == 1 else f"The setting of {found[0].name}: "
-    return [*made, text(told + " ".join(words.setting(found[0])))]
+    made += [text(f"{run.name}: {words.answer(run)}") for run in found if not run.finished]
+    asked = list(dict.fromkeys(words.question(run) for run in found))
+    return [*made, *(text(one) for one in asked[:3])]
 
 
 def _standing(family: Family) -> list[str]:
@@ -107,8 +120,10 @@ def _standing(family: Family) -> list[str]:
     seeds = f"{len(counted)}" if all(run.finished for run in counted) else f"{len(counted)}, not finished"
     return [
         seeds,
-        *map(several.spread, (family.ends, masks, right)),
-        costs.duration(fmean(cost["seconds"] for cost in spent)),
+        several.spread(family.ends),
+        *family.counts,
+        *map(several.spread, (masks, right)),
+        duration(fmean(cost["seconds"] for cost in spent)),
         costs.size(fmean(cost["bytes_up"] + cost["bytes_down"] for cost in spent)),
     ]
 
@@ -134,6 +149,8 @@ def _accuracy(run: Run) -> list[Block]:
     kinds = ("test", run.accuracy), ("validation", run.validation)
     series = [_series(f"{name} images", of) for name, of in kinds if of]
     if not series:
+        if run.judged_by == "folds":
+            return []
         return [text("There is no evaluation yet.")]
     groups = {event["round"]: numbers(event.get("stream_accuracy")) for event in run.evaluations}
     for k in range(max(map(len, groups.values()), default=0) if run.streams <= 4 else 0):
@@ -146,8 +163,8 @@ def _accuracy(run: Run) -> list[Block]:
     ]
     told = [_series(name, points) for name, points in losses if points]
     return [
-        _line("accuracy", _title([run]), "share right", series, [run], height=320, marks=_marks(run)),
-        _line("loss", "Loss", "mean loss", told, [run], format="number", range=None),
+        half(_line("accuracy", _title([run]), "share right", series, [run], height=320, marks=_marks(run))),
+        half(_line("loss", "Loss", "mean loss", told, [run], format="number", range=None, height=320)),
     ]
 
 
@@ -156,7 +173,8 @@ def _accuracies(families: Sequence[Family]) -> list[Block]:
     late = any(run.test_kept for run in found)  # then by validation images, all that have any
     series = _curves(families, lambda run: (run.validation if late else []) or run.accuracy)
     if not series:
-        return [text("There is no evaluation yet.")]
+        folded = all(run.judged_by == "folds" for run in found)
+        return [] if folded else [text("There is no evaluation yet.")]
     note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
     return [_line("accuracy", _title(found), "share right", series, found, height=320, note=note)]
 
@@ -170,49 +188,49 @@ def _title(found: Sequence[Run]) -> str:
 
 def _diversity(run: Run) -> list[Block]:
     if not run.config.method.trains_users:
-        return [text("Users do not train in this run: it has no gradients to compare and no pseudo-labels.")]
-    said = verdict.judge(run)
+        return []
+    said = collapse.judge(run)
     spread = [_series("over everybody", run.diversity("definition"))]
     if run.grouped:
         spread.append(_series("within groups", run.diversity("definition_groups")))
     shares = [("sure (mask rate)", "mask_rate"), ("right of these", "pseudo_accuracy")]
     labels = [_series(name, points) for name, key in shares if (points := run.told(key))]
     title = "Pseudo-labels: how many, and how many are right"
-    made = [say(said.head, said.text, said.bad), _spread(spread, [run], _marks(run))]
-    made += (
-        [_line("pseudo-labels", title, "share", labels, [run], height=220, marks=_marks(run))]
-        if labels
-        else []
-    )
-    return [*made, text(_READ, "note")]
+    charts = _spread(spread, [run], _marks(run))
+    if labels:
+        charts.append(_line("pseudo-labels", title, "share", labels, [run], height=260, marks=_marks(run)))
+    note = [text(_READ, "note")] if len(charts) == 2 else []
+    return [say(said.head, said.text, said.bad), *map(half, charts), *note] if charts else []
 
 
 def _diversities(families: Sequence[Family]) -> list[Block]:
     found = _members(families)
-    made = [_spread(_curves(families, lambda run: run.diversity("definition")), found, [])]
+    charts = _spread(_curves(families, lambda run: run.diversity("definition")), found, [])
+    measured = bool(charts)
     for figure, title, key in (
         ("mask-rate", "Sure: the share of images with a pseudo-label (mask rate)", "mask_rate"),
         ("pseudo-accuracy", "Right: the share of these labels that are true", "pseudo_accuracy"),
     ):
         series = _curves(families, lambda run, key=key: run.told(key))  # type: ignore[misc]
-        made += [_line(figure, title, "share", series, found, height=220)] if series else []
-    return [*made, text(_READ, "note")]
+        charts += [_line(figure, title, "share", series, found, height=260)] if series else []
+    return [*map(half, charts), *([text(_READ, "note")] if measured else [])]
 
 
-def _spread(series: list[Block], found: Sequence[Run], marks: list[Block]) -> Block:
-    """The chart of gradient diversity, with the level that it cannot be below."""
+def _spread(series: list[Block], found: Sequence[Run], marks: list[Block]) -> list[Block]:
+    """The chart of gradient diversity, with the level that it cannot be below; none where it was not
+    measured (run.diversity_every)."""
     if not any(one["points"] for one in series):
-        return text("Gradient diversity was not measured: set run.diversity_every, say to 10, to have it.")
+        return []
     many = {run.config.federation.participants or run.users for run in found}
     most = max(many)
     levels = [{"y": 1 / most, "text": f"1/{most}: all move one way"}] if len(many) == 1 else []
     if len(found) == 1 and found[0].grouped:
         share = found[0].streams / most
         levels.append({"y": share, "text": f"{share:.3g}: within groups all move one way"})
-    return _line(
-        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, found, height=220,
+    return [_line(
+        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, found, height=260,
         format="number", log=True, range=None, marks=marks, levels=levels,
-    )  # fmt: skip
+    )]  # fmt: skip
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
@@ -235,19 +253,20 @@ def _owners(families: Sequence[Family]) -> list[Block]:
     return made
 
 
-def _detailed(families: Sequence[Family], alone: bool) -> list[tuple[str, str, list[Block]]]:
+def _detailed(
+    families: Sequence[Family], looked: Sequence[Seen | str], alone: bool
+) -> list[tuple[str, str, list[Block]]]:
     """Confusion, images and views: of one run, or of the first of each experiment."""
-    loader = Loader()
     wrong: list[Block] = []
     images: list[Block] = []
     views: list[Block] = []
-    for place, family in enumerate(families[:MOST_DETAILED], 1):
+    for place, (family, seen) in enumerate(zip(families, looked, strict=False), 1):
         run = family.runs[0]
-        seen = look(run, loader)
         head, prefix = ([], "") if alone else ([heading(run.name)], f"{place}-")
         wrong += [*head, *named(mistakes.confusion(run, seen), prefix)]
         if not isinstance(seen, str):
-            images += [*head, *named(mistakes.images(seen), prefix)]
+            shown = mistakes.images(seen)
+            images += [*head, *named(shown, prefix)] if shown else []
             views = views or mistakes.views(run, seen)
     if len(families) > MOST_DETAILED:
         wrong.append(text(f"Shown for the first {MOST_DETAILED} of {len(families)} experiments."))
@@ -259,7 +278,8 @@ def _detailed(families: Sequence[Family], alone: bool) -> list[tuple[str, str, l
 
 
 def _settings(found: Sequence[Run]) -> list[Block]:
-    made: list[Block] = []
+    whose = "" if len(found) == 1 else f"{found[0].name}: "
+    made: list[Block] = [text(whose + " ".join(words.setting(found[0])))]
     for run in found:
         versions = run.summary.get("versions")
         told = [f"{key} {value}" for key, value in versions.items()] if isinstance(versions, dict) else []
@@ -268,7 +288,7 @@ def _settings(found: Sequence[Run]) -> list[Block]:
                 told.append(f"{key.replace('_', ' ')} {run.summary[key]}")
         made += [heading(run.name)] if len(found) > 1 else []
         made.append(text(f"{', '.join(told)}." if told else "Versions are recorded when the run ends."))
-        file = {"summary": "config.toml, every setting", "text": to_toml(run.config), "open": len(found) == 1}
+        file = {"summary": "config.toml, every setting", "text": to_toml(run.config), "open": False}
         made.append({"kind": "pre", **file})
     return made
 
@@ -293,5 +313,5 @@ def _late(points: Points) -> float | None:
 
 
 def _marks(run: Run) -> list[Block]:
-    since = verdict.judge(run).since
+    since = collapse.judge(run).since
     return [] if since is None else [{"x": since, "text": f"from round {since:,}: sure and wrong"}]

@@ -6,7 +6,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from ssfl.core import statistics
 from ssfl.report.gather import Points, Run, settings, thinned
+from ssfl.report.pictures import Seen
+from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
 """With [run], what may differ between runs of the same experiment."""
@@ -29,6 +32,16 @@ class Family:
         """The accuracy after the last round of each."""
         return [run.judged[-1][1] for run in self.counted if run.judged]
 
+    @property
+    def counts(self) -> tuple[str, str]:
+        """How many of how many images are right, on average, and the interval of that share."""
+        scores = [run.score for run in self.counted if run.score is not None and run.score.count]
+        if not scores or len({score.count for score in scores}) > 1:
+            return "–", "–"
+        right, count = fmean(score.right for score in scores), scores[0].count
+        shown = f"{right:,.0f}" if len(scores) == 1 else f"{right:,.1f}"
+        return f"{shown} of {count:,}", interval(right, count)
+
     def curve(self, look: int, told: Callable[[Run], Points]) -> dict[str, Any] | None:
         """A chart's series: the mean over the seeds, with a band of one deviation to both sides."""
         curves = [dict(points) for points in map(told, self.counted) if points]
@@ -45,6 +58,29 @@ class Family:
                 for x, values in spread
             ]
         return series
+
+
+def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
+    """Whether the best two of several experiments can be told apart by their test images."""
+    known = [
+        (sum(look.right), family, look)
+        for family, look in zip(families, seen, strict=False)
+        if not isinstance(look, str) and look.right and family.runs[0].finished
+    ]
+    known = [one for one in known if one[2].source == known[0][2].source]
+    if len(known) < 2:
+        return []
+    (_, first, best), (_, second, other) = sorted(known, key=lambda one: -one[0])[:2]
+    pair = statistics.paired(best.right or [], other.right or [])
+    low, high = (100 * end for end in pair.interval)
+    between = f"95 % interval of the difference: {low:+.1f} to {high:+.1f} points".replace("-", "−")
+    numbers = f"{first.runs[0].name} {pair.right:,} right, {second.runs[0].name} {pair.other_right:,}"
+    if low > 0:
+        return [f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."]
+    few = f"{pair.count:,} test images are too few to tell the best two apart"
+    said = few if pair.count < statistics.FEW else "The best two do not clearly differ"
+    of = "" if pair.count < statistics.FEW else f"of {pair.count:,} test images, "
+    return [f"{said}: {of}{numbers} ({between})."]
 
 
 def families(found: Sequence[Run]) -> list[Family]:

@@ -5,7 +5,7 @@ from ssfl.core import outside
 from ssfl.core.outside import IN_MEMORY
 from ssfl.core.schedule import head_start
 from ssfl.report.gather import Run, finite, inside
-from ssfl.runs.text import percent
+from ssfl.runs.text import interval, percent
 
 _EPSILONS = {
     "epsilon_sent": "for all that one user sends",
@@ -98,6 +98,8 @@ def setting(run: Run) -> list[str]:
 def answer(run: Run) -> str:
     """What came of it."""
     kind, points = run.judged_by, run.judged
+    if kind == "folds":
+        return _folded(run)
     if not points:
         late = run.test_kept and kind == "test"
         what = "The test images are looked at in the last round" if late else "No evaluation yet"
@@ -106,12 +108,34 @@ def answer(run: Run) -> str:
     there = finite(run.split.get(kind))
     images = f"the {there:,.0f} {kind} images" if there else f"the {kind} images"
     text = f"After {at:,} of {run.planned:,} rounds the model gets {percent(last)} of {images} right"
+    if run.score is not None and run.score.count and not run.finished:
+        text += f" (95 % interval {interval(run.score.right, run.score.count)})"
+    if run.finished and run.score is not None:
+        right = f"{run.score.right:,} of {run.score.count:,}" if run.score.count else percent(run.score.share)
+        text = f"The model gets {right} {kind} images right"
+        if run.score.count:
+            among = interval(run.score.right, run.score.count)
+            text += f": {percent(run.score.share)}, with a 95 % interval of {among}"
     if best[1] - last >= 0.005:
         text += f"; its best evaluation, in round {best[0]:,}, gave {percent(best[1])}"
     if run.classes:
         text += f". Guessing would give about {percent(1 / len(run.classes))}"
     text += ". The test images are never looked at" if kind == "validation" else ""
     return text + ("." if run.finished else ". The run is not finished.")
+
+
+def _folded(run: Run) -> str:
+    """What came of a run whose labelled images were held out in folds."""
+    score = run.score
+    if score is None:
+        return f"{run.played:,} of {run.planned:,} rounds are played; the folds come after them."
+    groups = finite(inside(run.summary.get("folds"), "groups"))
+    kept = f" The images of each of {groups:,.0f} patients or groups stayed together." if groups else ""
+    return (
+        f"In cross-validation {score.right:,} of {score.count:,} labelled images are right, each judged by a "
+        f"model that had not seen it: {percent(score.share)}, with a 95 % interval of "
+        f"{interval(score.right, score.count)}.{kept} The final model was trained on all of them."
+    )
 
 
 def count(many: int, noun: str) -> str:

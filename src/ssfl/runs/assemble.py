@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ssfl.config.checks import check
-from ssfl.config.settings import Config, Run, Split
+from ssfl.config.settings import Config, Model, Run, Split
 from ssfl.core import outside
 from ssfl.core.rows import Layout, layout_of
 from ssfl.data import arrays, sources, split
@@ -20,17 +20,20 @@ from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
+from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError, SsflError
-from ssfl.models import external, networks
+from ssfl.errors import ConfigError
+from ssfl.models import backbones, external, networks
 from ssfl.models.kernels import convolution
 from ssfl.runs import doubts
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.privacy import library
-from ssfl.simulate.simulation import Simulation, network_of
+from ssfl.simulate.simulation import Simulation, plain_network_of
 
 CORES = torch.get_num_threads()
 """What torch would use: all of the machine's cores, or what the environment says."""
+VIEWS = 4
+"""How many weak and how many strong views of an image are kept if a network has a frozen trunk."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,22 +68,13 @@ def load_data(config: Config, given: Data | None = None) -> Dataset:
         )
     return sources.load(
         data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
-        test_fraction=data.test_fraction,
+        test_fraction=0.0 if config.run.folds else data.test_fraction, broken=data.broken,
     )  # fmt: skip
 
 
 def _from_outside(name: str) -> Data:
     """The data that a function outside the package returns."""
-    function = outside.load(name, "data.name")
-    if not callable(function):
-        raise ConfigError(f"data.name = {name!r} is a {type(function).__name__}: name a function")
-    try:
-        made = function()
-    except SsflError as error:
-        raise ConfigError(f"data.name = {name!r}: {error}") from error
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"data.name = {name!r}: it raised {type(error).__name__}: {reason}") from error
+    made = outside.called(name, "data.name")
     if not isinstance(made, Data):
         raise ConfigError(f"data.name = {name!r} returned a {type(made).__name__}: return an ssfl.Data")
     return made
@@ -168,7 +162,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         split=replace(wanted, server_labels=labels, user_labels=user_labels),
         train=replace(config.train, server_views=views),
         privacy=privacy,
-        model=replace(config.model, name=config.model.name or networks.suited(dataset.shape, gpu)),
+        model=_chosen_model(config, dataset, gpu),
         federation=replace(
             federation,
             participants=participants,
@@ -181,8 +175,27 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             config.run,
             eval_every=config.run.eval_every or max(5, count // 100),
             checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
+            baseline=_compared(config, labels),
         ),
     )
+
+
+def _compared(config: Config, server_labels: int) -> bool:
+    """Whether a run also trains a server-only model: where users and server train, by itself on one's own
+    images."""
+    own = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    return wanted and config.method.trains_users and server_labels > 0
+
+
+def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> Model:
+    """[model] with every choice made."""
+    model = config.model
+    name, views = model.name or networks.suited(dataset.shape, gpu), model.cached_views
+    if views is None:
+        views = VIEWS if name in backbones.NAMES and model.train != "all" else 0
+    weights = None if model.weights is None else _absolute(model.weights)
+    return replace(model, name=name, cached_views=views, weights=weights)
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
@@ -190,18 +203,26 @@ def _with_owners(config: Config, dataset: Dataset) -> Config:
     if dataset.users is None:
         return config
     owners, said = len(dataset.users), config.split.users
-    again = config.split.scheme == "given"  # a run that goes on
-    if said != owners and (again or (config.data.path is not None and said != Split.users)):
-        where = "unlabelled/ has a sub-folder for each of" if config.data.path else "the data name"
-        raise ConfigError(
-            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out"
-        )
+    if config.split.scheme == "given" or (config.data.path is not None and said != Split.users):
+        require_users(said, owners, config.data.path is not None)  # a run that goes on, or a person's number
     kept = {
         key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
     }
     config = replace(config, split=Split("given", owners, seed=config.split.seed, **kept))
     check(config)
     return config
+
+
+def require_users(said: int, owners: int, folder: bool) -> None:
+    """Raises if somebody asks for another number of users than the data name."""
+    if said != owners:
+        where = "unlabelled/ has a sub-folder for each of" if folder else "the data name"
+        raise ConfigError(
+            f"split.users = {said}, but {where} {owners} users: set split.users={owners}, or leave it out",
+            key="split.users",
+            value=said,
+            fix=f"split.users={owners}",
+        )
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
@@ -281,7 +302,7 @@ def _dealt_parts(config: Config, dataset: Dataset, kept: Index) -> split.Parts:
     elif wanted.scheme == "iid":
         parts = split.iid(*given, *more)
     elif wanted.scheme == "dirichlet":
-        parts = split.dirichlet(*given, wanted.alpha, *more)
+        parts = split.dirichlet(*given, wanted.alpha, *more, capped=wanted.capped)
     elif wanted.scheme == "shards":
         parts = split.shards(*given, wanted.classes_per_user, *more)
     elif wanted.scheme == "mixture":
@@ -322,6 +343,14 @@ def make(
     return build(config, dataset, parts, held, device, None if isinstance(model, str) else model)
 
 
+def scaled_for(config: Config, dataset: Dataset) -> Dataset:
+    """The data set with the normalisation that a pretrained network learned its weights with."""
+    if config.model.name not in backbones.NAMES:
+        return dataset
+    channels = dataset.shape[0]
+    return replace(dataset, mean=(backbones.MEAN,) * channels, std=(backbones.STD,) * channels)
+
+
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
     """How a network and a method from outside are known again: the path, the digest of its text (None in
     memory) and, of a network, the fingerprint of its frozen weights; nothing for those of the package."""
@@ -330,6 +359,8 @@ def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
         if name is not None and outside.is_outside(name):
             digest = outside.digest(name) if outside.is_path(name) else None
             known[section] = {"name": name, "digest": digest, "seed": config.run.seed}
+    if config.model.name in backbones.NAMES:
+        known["model"] = {"name": config.model.name, "seed": config.run.seed}
     if "model" in known:
         known["model"]["frozen"] = external.fingerprint(network)
     return known
@@ -344,6 +375,7 @@ def build(
     make: external.Factory | None = None,
 ) -> Simulation:
     """A simulation of given owners of given images; the config is resolved."""
+    dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(held):
         raise ConfigError(
             f"run.test = {config.run.test!r} needs other images to look at, and data.validation = "
@@ -362,14 +394,17 @@ def build(
     if outside.is_path(config.method.name):
         outside.require(config.method.name, "method.name")
     arrays.check_views(dataset, pool.images[: arrays.PROBED])
-    model = network_of(config, dataset, make)
-    known = brought(config, model)
-    model = model.to(device, pool.wide)
+    whole = plain_network_of(config, dataset, make)
+    known = brought(config, whole)
+    if config.model.cached_views:
+        whole, features = _with_features(config, dataset, whole, parts, device)
+        pool = replace(pool, features=features)
+    model = config.method.network(whole).to(device, pool.wide)
     external.check_precision(model, pool.normalised(pool.images[:2]))
     layout = layout_of(model)
     train = config.train
     kept, policy, users = 0, train.momentum_policy, config.split.users
-    if policy != "reset":
+    if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
         setting = f"train.momentum_policy = {policy!r}"
         instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
@@ -385,11 +420,50 @@ def build(
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])
     labelled = Owners.of(marked, device) if len(marked.flat) else None
+    server, judges = parts.server, None
+    if train.server_held_out and len(server):
+        held_out, kept_in = split.hold_out(
+            dataset.labels.numpy()[server], train.server_held_out, config.split.seed
+        )
+        if not len(held_out) or not len(kept_in):
+            raise ConfigError(
+                f"train.server_held_out = {train.server_held_out} of {len(server)} labelled images leaves "
+                "none to train on or none to judge by: change it, or set it to 0",
+                key="train.server_held_out",
+                value=train.server_held_out,
+                fix="train.server_held_out=0",
+            )
+        server, judges = server[kept_in], torch.from_numpy(server[held_out]).to(device)
     plan = Plan(
-        config, Owners.of(parts.users, device), labelled, Owners.of([parts.server], device),
-        engine.positions, device,
+        config, Owners.of(parts.users, device), labelled, Owners.of([server], device),
+        engine.positions, device, judges,
     )  # fmt: skip
     return Simulation(dataset, parts, held, pool, model, layout, engine, plan, device, make, known)
+
+
+def _with_features(
+    config: Config, dataset: Dataset, whole: nn.Module, parts: split.Parts, device: torch.device
+) -> tuple[nn.Module, Features]:
+    """The part of a network that learns, and what the frozen part makes of the images that are trained on."""
+    module, count = external.plain(whole), config.model.cached_views or 0
+    if not is_divided(module):
+        raise ConfigError(
+            f"model.cached_views = {count} needs a network with a frozen trunk and a tail, and "
+            f"{config.model.name} has none: set model.cached_views=0",
+            key="model.cached_views",
+            value=count,
+            fix="model.cached_views=0",
+        )
+    features = Features.of(
+        module.to(device), count, dataset.mean, dataset.std, bool(config.data.flip), dataset.weak,
+        dataset.strong, config.run.threads or CORES,
+    )  # fmt: skip
+    owners = [torch.from_numpy(parts.server)]
+    if config.method.trains_users:
+        owners.append(torch.from_numpy(Hands.of(parts.users).flat))
+    strong = "strong" in config.method.uses() or config.train.server_views == "both"
+    features.prepare(dataset.images.to(device), torch.cat(owners), strong)
+    return external.External(tail_of(module)).train(), features
 
 
 def _make_engine(

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ssfl.config.settings import Config, Federation, Split
+from ssfl.core.statistics import FEW, wilson
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -21,7 +22,9 @@ def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts, he
     found += [*_unread(config), *_newcomers(config)]
     found += _owners(dataset, parts, held)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
-    for line in (*found, *(f"{line}; add some" for line in untested(dataset.classes, counts))):
+    missing = untested(dataset.classes, counts) if sum(counts) else []  # with folds there may be none at all
+    found += _few(config, dataset)
+    for line in (*found, *(f"{line}; add some" for line in missing)):
         warnings.warn(line, SsflWarning, stacklevel=3)
 
 
@@ -81,6 +84,7 @@ def _unread(config: Config) -> list[str]:
     idle = [
         ("split.skew", split.skew != Split.skew and scheme != "skew", "split.scheme=skew"),
         ("split.alpha", split.alpha != Split.alpha and scheme != "dirichlet", "split.scheme=dirichlet"),
+        ("split.capped", split.capped and scheme != "dirichlet", "split.scheme=dirichlet"),
         (
             "split.classes_per_user",
             split.classes_per_user != Split.classes_per_user and scheme != "shards",
@@ -104,6 +108,20 @@ def _unread(config: Config) -> list[str]:
         ),
     ]
     return [f"{key} does nothing here: it needs {more}" for key, given, more in idle if given]
+
+
+def _few(config: Config, dataset: Dataset) -> list[str]:
+    """A warning where so few images test the model that its accuracy says little."""
+    count = len(dataset.test_labels)
+    if not 0 < count < FEW or config.run.test == "never":
+        return []
+    low, high = wilson(0.8 * count, count)
+    divided = config.run.folds or config.run.engine == "sites"
+    more = "" if divided else "; --folds 5 tests every labelled image"
+    return [
+        f"{count} test images are few: an accuracy of 80 % would only mean {100 * low:.0f} to "
+        f"{100 * high:.0f} %{more}"
+    ]
 
 
 def _newcomers(config: Config) -> list[str]:

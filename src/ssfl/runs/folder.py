@@ -27,7 +27,9 @@ from ssfl.core.events import Event
 from ssfl.core.version import VERSION
 from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 
-WALL_CLOCK = ("seconds", "phases", "memory", "wire_up", "wire_down")
+UNFINISHED = "unfinished.safetensors"
+"""The model of the last checkpoint, until the run is finished."""
+WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
 """Event fields that tell time, memory and what went over wires, and differ between equal runs."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"

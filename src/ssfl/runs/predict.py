@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,8 @@ from ssfl.core import outside, rows
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
-from ssfl.errors import DataError, RunError
-from ssfl.models import external, networks
+from ssfl.errors import DataError, RunError, SsflWarning
+from ssfl.models import backbones, external, networks
 from ssfl.runs import folder
 
 LONGEST = 1000
@@ -98,7 +99,8 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
-    """The averaged model of a finished run, in eval mode, with `.classes`.
+    """The averaged model of a run, in eval mode, with `.classes`; of a run that was stopped, the model of its
+    last checkpoint, with a warning.
 
     Where the network came from outside, `model` makes it again, or is the import path of what does.
     """
@@ -107,9 +109,18 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         outside.trust(model)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        folder.read_config(path)  # says so where it is not a run folder at all
-        raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
+        config = folder.read_config(path)  # says so where it is not a run folder at all
+        file = path / folder.UNFINISHED
+        if not file.is_file():
+            raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
     tensors, card = folder.read_model(file)
+    if path.is_dir() and file.name == folder.UNFINISHED:
+        warnings.warn(
+            f"{path} is not finished: this is its model after round {card.get('round')} of "
+            f"{config.federation.rounds}; `{folder.again(path)}` goes on",
+            SsflWarning,
+            stacklevel=2,
+        )
     try:
         check_card(card, tensors)
     except ValueError as error:
@@ -126,15 +137,30 @@ def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
     """The model of these tensors, as its card says, in eval mode."""
-    network = network_of(card, path, make)
+    network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
 
 
-def network_of(card: dict[str, Any], path: Path, make: external.Factory | None = None) -> nn.Module:
-    """The network that a model's card names; one from outside only if it was supplied and is unchanged."""
+def network_of(
+    card: dict[str, Any],
+    path: Path,
+    make: external.Factory | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> nn.Module:
+    """The network that a model's card names; one from outside only if it was supplied and is unchanged.
+
+    What is frozen is taken from `tensors` if the model was saved whole.
+    """
     name, classes = card["model"], len(card["classes"])
     channels, height, width = (int(size) for size in card["shape"])
+    saved = tensors if card.get("whole") else None
+    if name in backbones.NAMES:
+        network: nn.Module = backbones.build(
+            name, classes, (channels, height, width), card["train"], saved is None
+        )
+        _require_frozen(network, saved, card["outside"], path)
+        return network
     if not outside.is_outside(str(name)):
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
@@ -148,17 +174,29 @@ def network_of(card: dict[str, Any], path: Path, make: external.Factory | None =
         if outside.digest(name) != known["digest"]:
             raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
     network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
+    _require_frozen(network, saved, known, path)
+    return network
+
+
+def _require_frozen(
+    network: nn.Module, saved: dict[str, Tensor] | None, known: dict[str, Any], path: Path
+) -> None:
+    """Raises if what is frozen is not what the model was trained with. `saved` tensors are loaded first."""
+    if saved is not None:
+        external.plain(network).load_state_dict(saved)
     if external.fingerprint(network) != known["frozen"]:
         raise RunError(
-            f"the layers or frozen weights of {name} are not those that {path} was trained with: supply "
-            "them as they were"
+            f"the layers or frozen weights of {known['name']} are not those that {path} was trained with: "
+            "supply them as they were"
         )
-    return network
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
     """A network with the trained tensors of a model; what is frozen it has already."""
     names = set(rows.layout_of(network).names)
+    if card.get("whole"):
+        names = set(external.plain(network).state_dict())
+        tensors = external.plain(network).state_dict() | tensors  # a row holds what is trained alone
     if set(tensors) != names:
         raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
     network.load_state_dict(tensors, strict=False)
@@ -242,9 +280,12 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
     """Write a model: the safetensors file and its JSON card, which says what becomes of an image file."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
+    deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"
+    if "white" not in model.card:
+        deep = f"8 bits for each value, as in training (a file of 16 bits: x * 255 / {model.white})"
     card = model.card | {
-        "reading": f"upright by EXIF; transparent becomes white; 16 bits become 8 ({model.white}: 255); "
-        f"{colours}; stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
+        "reading": f"upright by EXIF; transparent becomes white; {deep}; {colours}; "
+        f"stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
         "input": f"uint8 [N, {channels}, {height}, {width}]",
         "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
         "output": "logits",

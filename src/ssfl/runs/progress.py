@@ -6,9 +6,11 @@ from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from ssfl.core import statistics
 from ssfl.core.events import Event
+from ssfl.runs.text import duration, percent
 from ssfl.simulate import privacy
 
 T = TypeVar("T")
@@ -24,10 +26,13 @@ def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
 
 
 def accuracy(event: Event) -> str:
-    """What an evaluation found, in words."""
-    if "accuracy" in event:
-        return f"accuracy {100 * event['accuracy']:.1f} %"
-    return f"validation accuracy {100 * event['validation_accuracy']:.1f} %"
+    """What an evaluation found, in words; nothing where there was no image to look at."""
+    for key, name in (("", "accuracy"), ("validation_", "validation accuracy")):
+        if f"{key}accuracy" in event:
+            right, count = event[f"{key}correct"], event[f"{key}count"]
+            low, high = (100 * end for end in statistics.wilson(right, count))
+            return f"{name} {percent(right / count)} ({right:,}/{count:,}, {low:.0f}-{high:.0f} %)"
+    return ""
 
 
 class Reporter:
@@ -35,18 +40,18 @@ class Reporter:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.began = self.shown = time.monotonic()
-        self.rounds = self.first = 0
-        self.told, self.accuracy = "starting", ""
+        self.shown = time.monotonic()
+        self.rounds = 0
+        self.told, self.accuracy, self.what = "starting", "", ""
+        self.left: float | None = None
+        self.whole: float | None = None  # when everything will be done
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"),
-            TextColumn("left"), TimeRemainingColumn(), console=self.console,
-            disable=not self.console.is_terminal,
+            TextColumn("{task.fields[left]}"), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=None, told=self.told)
+        self.task = self.bar.add_task("", total=None, told=self.told, left="")
 
     def __enter__(self) -> "Reporter":
-        self.bar.start()
         return self
 
     def __exit__(
@@ -57,27 +62,42 @@ class Reporter:
     ) -> None:
         self.bar.stop()
 
+    def _count_down(self, left: float | None) -> None:
+        """Note how many seconds are left of the whole: runs inside a run know their own alone."""
+        now = time.monotonic()
+        if not self.what or self.whole is None:
+            self.whole = None if left is None else now + left
+        self.left = left if self.whole is None else max(self.whole - now, left or 0.0)
+
     def __call__(self, event: Event) -> None:
         if event["event"] == "privacy":
             self.console.print(privacy.told(event), soft_wrap=True, highlight=False)
             return
+        if event["event"] == "forecast":
+            for line in event["lines"]:
+                self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+            return
+        if event["event"] == "verdict":  # it is told at the end
+            return
         if event["event"] == "start":
-            self.rounds, self.first = event["rounds"], event["round"]
-            self.began = time.monotonic()
-            self.bar.update(self.task, total=self.rounds, completed=self.first)
+            self.bar.start()  # not before: what is loaded has bars of its own
+            self.rounds, self.what = event["rounds"], event.get("what", "")
+            self.accuracy, self.told = "", "starting"
+            self.bar.update(self.task, total=self.rounds, completed=event["round"])
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
             alone = "without users  " if event.get("alone") else ""
             self.told = f"{alone}{mask}{event['seconds']:.2f} s/round"
+            self._count_down(event.get("left"))
         elif event["event"] == "eval":
-            self.accuracy = f"{accuracy(event)}  "
-        self.bar.update(self.task, completed=event["round"], told=self.accuracy + self.told)
+            self.accuracy = f"{accuracy(event)}  ".lstrip()
+        what = f"{self.what}: " if self.what else ""
+        left = "" if self.left is None else f"{duration(max(self.left, 1.0))} left"
+        told = what + self.accuracy + self.told
+        self.bar.update(self.task, completed=event["round"], told=told, left=left)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):
             self.shown = time.monotonic()
-            # the time before the first round, of loading and compiling, does not come again
-            pace = (self.shown - self.began) / max(event["round"] - self.first, 1)
-            left = pace * (self.rounds - event["round"])
             told = (self.accuracy if event["event"] == "eval" else "") + self.told
-            line = f"round {event['round']}/{self.rounds}  {told}  {left:.0f} s left"
+            line = f"{what}round {event['round']}/{self.rounds}  {told}  {left}"
             self.console.print(line, soft_wrap=True, highlight=False)

@@ -22,7 +22,7 @@ from ssfl.signals import Stop, interruptible
 Metric = Callable[[predict.Classifier], float]
 RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
-    "validation_accuracy",
+    "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
 """Names that an evaluation has already."""
 

@@ -1,9 +1,10 @@
 """Plain text for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssfl.config.settings import Config
+from ssfl.core import statistics
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MOST_USERS = 30
@@ -23,6 +24,40 @@ def printable(line: str) -> str:
 def percent(share: float) -> str:
     """A share in words."""
     return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time that a person reads."""
+    for least, unit, length in ((7200, "h", 3600), (120, "min", 60), (0.1, "s", 1)):
+        if seconds >= least:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{1000 * seconds:.3g} ms"
+
+
+def interval(right: float, count: int) -> str:
+    """The 95 % interval of a share, in percent."""
+    low, high = statistics.wilson(right, count)
+    return f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def accuracy(right: float, count: int) -> str:
+    """An accuracy with its count and its 95 % interval."""
+    share = percent(right / count) if count else "-"
+    return f"{share} ({right:,.0f} of {count:,}; 95 % interval {interval(right, count)})"
+
+
+def ending(told: Mapping[str, Any]) -> str:
+    """How good a model is, by its last evaluation or its run's summary."""
+    for key, name in (("accuracy", "accuracy"), ("validation_accuracy", "validation accuracy")):
+        if key not in told:
+            continue
+        prefix = "validation_" if name != key else ""
+        right, count = told.get(f"{prefix}correct"), told.get(f"{prefix}count")
+        if right is None or not count:  # of an older version
+            return f"{name} {percent(told[key])}"
+        over = " over folds" if told.get("judged_by") == "folds" else ""
+        return f"{name} {accuracy(right, count)}{over}"
+    return "finished"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,37 +1,51 @@
 """run(config) -> Result: rounds, evaluations, events, checkpoints; and the same again after a crash."""
 
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.config.settings import Data as DataSettings
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.outside import IN_MEMORY
+from ssfl.core.statistics import wilson
 from ssfl.data import inventory
 from ssfl.data.arrays import Data
 from ssfl.engines import dist
 from ssfl.errors import ConfigError, RunError, Stopped
 from ssfl.federation import Method, State
+from ssfl.models import backbones
 from ssfl.models.external import Factory
-from ssfl.runs import assemble, checkpoints, folder, provenance, same, track
+from ssfl.runs import assemble, checkpoints, comparing, folder, provenance, same, text, track
+from ssfl.runs import forecast as costs
 from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.choose import load_config
+from ssfl.runs.comparing import Compared
+from ssfl.runs.remaining import Clock
 from ssfl.runs.surroundings import enough_memory, reproducible
 from ssfl.signals import interruptible
 from ssfl.simulate import privacy
-from ssfl.simulate.simulation import Simulation
+from ssfl.simulate.simulation import Simulation, is_saved_whole
 
+SCORES = (
+    "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
+    "validation_accuracy", "validation_correct", "validation_count", "validation_interval",
+)  # fmt: skip
+"""What summary.json says of how good the model is."""
 SAVED = 120.0
 """Seconds after which a round is saved whatever `run.checkpoint_every` says."""
+MODEL = "model.safetensors"
 Report = Callable[[Event], None]
 Warn = Callable[[str], None]
 
@@ -50,14 +64,20 @@ class Result:
     """The last round, where Ctrl-C came in it: the run is finished, but whoever plays several stops here."""
     stopped_by: int = signal.SIGINT
     """The signal that came in the last round: Ctrl-C or SIGTERM."""
+    summary: dict[str, Any] = field(default_factory=dict, repr=False)
+    """summary.json: the accuracy with its count and interval, the verdict, the costs."""
+
+    @property
+    def verdict(self) -> str | None:
+        """Whether the unlabelled images helped, in words; None where nothing was compared."""
+        judged = self.summary.get("verdict")
+        return judged["text"] if isinstance(judged, dict) else None
 
     @property
     def told(self) -> str:
-        """The accuracy in words, on validation images where there is no other."""
-        if not math.isnan(self.accuracy):
-            return f"accuracy {100 * self.accuracy:.2f} %"
-        found = [event["validation_accuracy"] for event in self.history if "validation_accuracy" in event]
-        return f"validation accuracy {100 * found[-1]:.2f} %" if found else "finished"
+        """The accuracy in words, with its count and interval; on validation images where there is no
+        other."""
+        return text.ending(self.summary or _last(self.history, "eval"))
 
 
 @dataclass(frozen=True)
@@ -98,16 +118,21 @@ def run(
     model: Factory | str | None = None,
     data: Data | str | None = None,
     method: Method | None = None,
+    forecast: bool = False,
 ) -> Result:
     """Train from the start into a new run folder (default: the next free runs/METHOD).
 
-    A preset's name or a TOML file will do for a config. `model` is a function without arguments that makes
-    the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path "FILE.py:name" will
-    do. `method` is an object of an `ssfl.Method` class.
+    A preset's name, a TOML file or a folder of images will do for a config. `model` is a function without
+    arguments that makes the network, any `nn.Module`, and `data` is an `ssfl.Data`; for both, an import path
+    "FILE.py:name" will do. `method` is an object of an `ssfl.Method` class. With `forecast`, `report` first
+    gets what the run is expected to cost, as an event with "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
     with reproducible(), enough_memory(), begun(config, path, model, data) as (sim, start):
+        if forecast and report is not None:
+            told = costs.lines(sim, costs.measure(sim, start.state))
+            report({"event": "forecast", "round": 0, "lines": told})
         return rounds(sim, path, start, report)
 
 
@@ -156,7 +181,8 @@ def _resume(
     with folder.locked(path) if _leads(config) else nullcontext(), reproducible(), enough_memory():
         summary = folder.read_summary(path)
         if summary is not None and finished(path):
-            return Result(summary.get("accuracy", math.nan), list(folder.read_events(path)), path)
+            accuracy, history = summary.get("accuracy", math.nan), list(folder.read_events(path))
+            return Result(accuracy, history, path, summary=summary)
         with reopened(config, path, model, data, warn, method) as (sim, start):
             return rounds(sim, path, start, report)
 
@@ -296,7 +322,9 @@ def _playing(
     interrupted: Callable[[], int],
     evaluate: Callable[[State], Event],
     tracked: Report,
+    what: str = "",
 ) -> Playing:
+    """`what` names a run inside another; "" is the run itself."""
     state, line = start.state, again(sim.config, path)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
     every, now, leads = sim.config.run, conditions(sim), _leads(sim.config)
@@ -305,7 +333,8 @@ def _playing(
     history = list(folder.read_events(path)) if leads else []
     stop = 0  # the signal that asked for it
     if report is not None:
-        report({"event": "start", "round": state.round, "rounds": sim.rounds})
+        report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": what})
+    clock = Clock(sim.config, state.round)
 
     def tell(event: Event) -> None:
         if leads:
@@ -319,6 +348,10 @@ def _playing(
         nonlocal saving, saved, kept
         began = time.perf_counter()
         checkpoints.write(path, Checkpoint(state, totals, now))
+        if state.round < sim.rounds:  # a run that is stopped here can predict
+            known = [event for event in history if event["event"] == "eval"]
+            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
+            folder.write_model(path / folder.UNFINISHED, sim.final_tensors(state), card)
         saving, saved, kept = time.perf_counter() - began, time.monotonic(), state.round
 
     private = sim.config.privacy.clip is not None
@@ -336,6 +369,7 @@ def _playing(
             events[0]["seconds"] = time.perf_counter() - began
             if saving:
                 events[0]["phases"]["checkpoint"], saving = saving, 0.0
+            events[0]["left"] = clock.left(events[0])
             if last or state.round % (every.eval_every or 1) == 0:
                 began = time.perf_counter()
                 events.append(evaluate(state))
@@ -358,24 +392,62 @@ def _playing(
                 raise
         if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
             tell(evaluate(state))  # the last events were lost
-        if private and history[-1]["event"] != "privacy":
+        over = {event["event"] for event in history if event["round"] == state.round}
+        if private and "privacy" not in over:
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(_last(history, "eval").get("accuracy", math.nan), history, path)
-        result = _finish(sim, path, state, totals, history)
+        play = partial(_inside, report=report, interrupted=interrupted)
+        try:
+            compared = comparing.compare(sim, path, state, play)
+        except Interrupted as stopped:
+            raise Interrupted(path, state.round, line, stopped.by) from None
+        if compared.verdict is not None and "verdict" not in over:
+            tell({"event": "verdict", "round": state.round, **compared.verdict})
+        result = _finish(sim, path, state, totals, history, compared)
         return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
         raise RunError(f"{error}; then go on with `{line}`") from error
 
 
+def _inside(
+    made: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
+) -> State:
+    """Play a run inside another's folder, from where it was left, and return its last state."""
+    now = conditions(made)
+    start = Checkpoint(made.initial(), {}, now)
+    if (path / "config.toml").is_file():
+        start = checkpoints.newest(path, made.device) or start
+        folder.cut_events(path, start.state.round, made.config.privacy.clip is not None)
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # it was stopped before it began
+        parts = inventory.describe_split(made.dataset, made.parts, made.validation)
+        folder.create(path, made.config, parts, made.brought)
+    state = start.state
+    for done in _playing(made, path, start, report, interrupted, made.evaluate, lambda event: None, what):
+        state = done.state
+    return state
+
+
 def _finish(
-    sim: Simulation, path: Path, state: State, totals: dict[str, float], events: list[Event]
+    sim: Simulation,
+    path: Path,
+    state: State,
+    totals: dict[str, float],
+    events: list[Event],
+    compared: Compared,
 ) -> Result:
     evaluation = _last(events, "eval")
-    tensors = sim.final_tensors(state)
-    folder.write_model(path / "model.safetensors", tensors, model_card(sim, evaluation))
+    kept, last = sim, state
+    if compared.alone is not None and compared.kept_alone:
+        kept, last = compared.alone
+        evaluation = kept.evaluate(last)
+    judged = judged_by(evaluation, compared)
+    tensors = kept.final_tensors(last)
+    folder.write_model(path / MODEL, tensors, model_card(kept, evaluation | judged))
+    (path / folder.UNFINISHED).unlink(missing_ok=True)
     summary: dict[str, Any] = {
-        **{key: evaluation[key] for key in ("accuracy", "loss") if key in evaluation},
+        **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
         "rounds": state.round,
         "seconds": totals["seconds"],
         "bytes_up": int(totals["bytes_up"]),
@@ -391,14 +463,32 @@ def _finish(
         "users_at_once": sim.config.run.users_at_once,
         "versions": folder.versions(),
         "commit": provenance.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    if "validation_accuracy" in evaluation:
-        summary["validation_accuracy"] = evaluation["validation_accuracy"]
+    if compared.verdict is not None:
+        summary["verdict"] = compared.verdict
+    if compared.folds is not None:
+        summary["folds"] = compared.folds
     if sim.config.privacy.clip is not None:
         told = _last(events, "privacy")
         summary["privacy"] = {key: told[key] for key in ("clip", "noise", "delta", *privacy.EPSILONS)}
     folder.write_summary(path, summary)
-    return Result(evaluation.get("accuracy", math.nan), events, path)
+    return Result(summary.get("accuracy", math.nan), events, path, summary=summary)
+
+
+def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
+    """What counts as the accuracy of a run: that on test images, else over folds, else on validation
+    images; with its interval."""
+    if "accuracy" in evaluation:
+        return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
+    if compared.folds is not None:
+        keys = ("accuracy", "correct", "count", "interval", "balanced_accuracy")
+        return {"judged_by": "folds", **{key: compared.folds[key] for key in keys}}
+    if "validation_accuracy" in evaluation:
+        count = evaluation["validation_count"]
+        interval = [*wilson(evaluation["validation_correct"], count)]
+        return {"judged_by": "validation", "validation_interval": interval}
+    return {}
 
 
 def _last(events: list[Event], kind: str) -> Event:
@@ -423,13 +513,15 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         "norm": sim.config.model.norm,
         "classes": list(sim.dataset.classes),
         "shape": list(sim.dataset.shape),
-        "white": sim.dataset.white,
+        **({"white": sim.dataset.white} if sim.dataset.deep else {}),
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
         "data": sim.dataset.name,
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),
         "versions": folder.versions(),
+        **({"train": sim.config.model.train} if sim.config.model.name in backbones.NAMES else {}),
+        **({"whole": True} if is_saved_whole(sim.config) else {}),
         **({"outside": sim.brought["model"]} if "model" in sim.brought else {}),
     }
 

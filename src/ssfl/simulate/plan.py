@@ -3,7 +3,7 @@
 import builtins
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ssfl.core.schedule import head_start, learning_rate
 from ssfl.data.hands import Hands, Index
 from ssfl.engines.work import Work, round_keys
 
-Positions = Callable[[int, Tensor, Tensor, int, int], Tensor]
+Positions = Callable[[int, Tensor, Tensor, int | Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Plan:
     positions: Positions
     """The engine's way to compute `work.positions`."""
     device: torch.device
+    judges: Tensor | None = None
+    """The server's labelled images that it does not train on, if any: what is judged is judged by them."""
 
     @property
     def participants(self) -> int:
@@ -109,21 +111,52 @@ class Plan:
         epoch = max(1, federation.epoch_images // self.config.train.batch_size // federation.period)
         return steps + -(-round // epoch)
 
-    def rates(self, round: int) -> tuple[float, ...]:
+    def batch_size(self, role: str) -> int:
+        """Images per step of a user or of the server."""
+        train = self.config.train
+        return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
+
+    @cached_property
+    def local_steps(self) -> Tensor | None:
+        """[K]: the steps that each user takes in a round, where users differ."""
+        epochs = self.config.federation.local_epochs
+        if epochs is None:
+            return None
+        return torch.ceil(epochs * self.users.sizes / self.config.train.batch_size).long()
+
+    @cached_property
+    def most_steps(self) -> int:
+        """The most steps that any user takes in a round, where users differ."""
+        return 0 if self.local_steps is None else int(self.local_steps.max())
+
+    def own_steps(self, role: str) -> int | None:
+        """How many steps there are in a round if it is not T: the learning rate then stays as it is."""
+        return (self.most_steps or None) if role == "user" else self.config.train.server_steps
+
+    def rates(self, round: int, role: str = "user") -> tuple[float, ...]:
+        """The learning rate of each step of a round."""
         train = self.config.train
         rate = partial(
             learning_rate,
-            base=train.lr,
+            base=train.lr if role == "user" or train.server_lr is None else train.server_lr,
             steps=builtins.round(train.horizon * self.steps_before(self.config.federation.rounds or 0)),
             warmup=train.warmup,
             cycles=train.cycles,
             floor=train.floor,
+            annealing=train.schedule == "annealing",
         )
-        return tuple(rate(step) for step in range(self.steps_before(round), self.steps_before(round + 1)))
+        first, steps = self.steps_before(round), self.own_steps(role)
+        if steps is not None:
+            return (rate(first),) * steps
+        return tuple(rate(step) for step in range(first, self.steps_before(round + 1)))
 
     def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
-        seed, size = self.config.run.seed, self.config.train.batch_size
-        first, rates = size * self.steps_before(round), self.rates(round)
+        seed, size, user = self.config.run.seed, self.batch_size(role), role == "user"
+        rates, own_steps = self.rates(round, role), self.own_steps(role)
+        taken = self.local_steps[who] if user and self.local_steps is not None else None
+        first: int | Tensor = size * (self.steps_before(round) if own_steps is None else round * own_steps)
+        if taken is not None:
+            first = size * round * taken[:, None]
         anew = self.config.train.batches == "restart"
 
         def batches(owners: Owners, purpose: str) -> Tensor:
@@ -134,12 +167,22 @@ class Plan:
             chosen = owners.at(who, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
 
-        user = role == "user"
         labelled = batches(self.labelled, "labelled") if user and self.labelled is not None else None
         keys = round_keys(seed, round, trainers)
         seats = self.at_once if user else len(trainers)
         views = self.views if user else ("mixed" if self.config.train.server_views == "both" else "weak",)
-        return Work(role, views, keys, batches(owners, "batches"), labelled, rates, seats)
+        longest = None if taken is None or not len(taken) else int(taken.max())
+        return Work(
+            role,
+            views,
+            keys,
+            batches(owners, "batches"),
+            labelled,
+            rates,
+            seats,
+            taken=taken,
+            longest=longest,
+        )
 
     def users_work(self, round: int, cohort: Cohort) -> Work:
         who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)

@@ -164,6 +164,11 @@ class Round:
         ]
         return sum(each) / len(each) - 1 / len(each)
 
+    def confidence(self, row: Tensor, most: int | None = None) -> float:
+        """The mean confidence of a model on `most` of the server's labelled images."""
+        images, _ = self.sim.server_images(most)
+        return float(self.sim.predicted(row, images).amax(-1).mean())
+
     # --- training -------------------------------------------------------------------------------------------
 
     def train_server(self, row: Tensor) -> Trained:
@@ -227,7 +232,9 @@ class Round:
             matrix = placed(matrix.to(start.dtype), start.device)
         sums = torch.zeros_like(start)
         moved, held, at_once = [], [], self.sim.config.run.users_at_once or count
-        slots = cohort.users if self.sim.config.train.momentum_policy == "user" else cohort.slots
+        policy = self.sim.config.train.momentum_policy
+        slots = cohort.users if policy == "user" else cohort.slots
+        keeps = policy in ("slot", "user")
         share = slice(0, count) if crowd is None else crowd.share(count)
         kept: list[Tensor] = []
         for first in range(share.start, share.stop, at_once):
@@ -236,8 +243,12 @@ class Round:
             sent = start[placed(cohort.streams[part], start.device)]
             given = {} if give is None else give(cohort.users[part])
             # "Each user locally updates its own model weights to w_k."
-            back = self.workers.train(sent, self._momentum(slots[part], sent), part, given)
+            momentum = self._momentum(slots[part] if keeps else None, sent)
+            back = self.workers.train(sent, momentum, part, given)
             self.log.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in given.values())
+            if self.sim.config.federation.skip_unlabelled:
+                learned = (back.metrics["mask_rate"] > 0).to(sent.dtype)
+                back = back._replace(weight=learned if back.weight is None else learned * back.weight)
             kept.append(back.momentum)
             # Equations (7) and (8): each group averages its users (the server joins in `_averaged`).
             if hold:
@@ -245,12 +256,13 @@ class Round:
             elif matrix is not None:
                 sums = sums.addmm(matrix[:, 1 + part.start : 1 + part.stop], back.rows)
             moved.append(self._moved(sent, back.rows, back.metrics))
-        users = _together(moved, (*METRICS, *self.sim.config.method.metrics), start, self._keep)
+        uneven = ("steps",) if self.sim.config.federation.local_epochs else ()
+        users = _together(moved, (*METRICS, *self.sim.config.method.metrics, *uneven), start, self._keep)
         momentum = torch.cat(kept) if kept else start[:0, : self.layout.weights]
         if crowd is not None:
             sums, users, momentum = self._exchanged(crowd, sums, users, momentum, count)
         self.log.users = users
-        keep = ((placed(slots, start.device), momentum),) if len(self.state.momentum) else ()
+        keep = ((placed(slots, start.device), momentum),) if keeps else ()
         return Sums(sums, matrix, keep, held)
 
     def _averaged(
@@ -320,9 +332,9 @@ class Round:
         found = self.sim.score(row, *self.sim.server_images()).loss
         return found if math.isfinite(found) else math.inf
 
-    def _momentum(self, slots: Sequence[int], rows: Tensor) -> Tensor:
+    def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
         """What trainers start with: kept momentum, or zeros."""
-        if len(self.state.momentum):
+        if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
 

@@ -23,16 +23,21 @@ class Score(NamedTuple):
 
 def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> Score:
     """uint8 images on the pool's device, normalised as its own are; the device is waited for once."""
-    model.eval()
-    with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
-        parts = [model(pool.normalised(part, pool.wide)) for part in images.split(BATCH)]
-        logits = torch.cat(parts).cpu()
-    loss = nn.functional.cross_entropy(logits, labels)
-    right = logits.argmax(1) == labels
+    found = logits(model, pool, images)
+    loss = nn.functional.cross_entropy(found, labels)
+    right = found.argmax(1) == labels
     hits = torch.bincount(labels[right], minlength=classes).tolist()
     totals = torch.bincount(labels, minlength=classes).tolist()
     per_class = [hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
     return Score(float(right.double().mean()), float(loss), per_class)
+
+
+def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
+    """What a network says of uint8 images on the pool's device, [B, classes] on the CPU."""
+    model.eval()
+    with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
+        parts = [model(pool.normalised(part, pool.wide)) for part in images.split(BATCH)]
+        return torch.cat(parts).cpu()
 
 
 @contextmanager

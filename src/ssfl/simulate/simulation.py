@@ -18,6 +18,7 @@ from ssfl.core.clock import Phases
 from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
 from ssfl.core.rows import Layout, row_of, statistics, write_row
+from ssfl.core.statistics import balanced
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -27,7 +28,7 @@ from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, TrainedRows, Work
 from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
-from ssfl.models import external, networks
+from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
 from ssfl.simulate.gate import ROUNDS, remembered
 from ssfl.simulate.plan import Plan
@@ -86,6 +87,7 @@ class Simulation:
         """Whether the users' models are needed together before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.check or federation.combine != "mean"
+        robust = robust or federation.skip_unlabelled
         return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
 
     @cached_property
@@ -100,6 +102,7 @@ class Simulation:
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
             "reset": 0,
+            "server": self.plan.replicas,
             "slot": self.plan.participants + self.plan.replicas,
             "user": self.config.split.users + self.plan.replicas,
         }[self.config.train.momentum_policy]
@@ -171,11 +174,14 @@ class Simulation:
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
-        if when == "every" or (when == "last" and state.round == self.rounds):
+        tested = len(self.dataset.test_labels)
+        if tested and (when == "every" or (when == "last" and state.round == self.rounds)):
             test = self.dataset.test_images.to(self.device), self.dataset.test_labels
             accuracy, loss, per_class = self.score(row, *test)
             self._require_finite(state.round, "the averaged model on the test images", [loss])
             event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
+            event |= {"correct": round(accuracy * tested), "count": tested}
+            event["balanced_accuracy"] = balanced(per_class)
             # a good average can hide streams that have collapsed
             if len(state.streams) > 1 and self.method.start == "group":
                 event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
@@ -185,6 +191,7 @@ class Simulation:
             accuracy, loss, _ = self.score(row, images, self.dataset.labels[held])
             self._require_finite(state.round, "the averaged model on the validation images", [loss])
             event["validation_accuracy"] = accuracy
+            event |= {"validation_correct": round(accuracy * len(held)), "validation_count": len(held)}
         return event
 
     def final_row(self, state: State) -> Tensor:
@@ -211,13 +218,23 @@ class Simulation:
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """The averaged model by the names of its plain network."""
-        return self.method.plain(self.layout.unflatten(self.final_row(state)))
+        """The averaged model by the names of its plain network; of a network that is saved whole, what is
+        frozen too."""
+        trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
+        if not is_saved_whole(self.config):
+            return trained
+        whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
+        return whole.state_dict() | trained
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
         """How well a model does on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
+
+    def classified(self, row: Tensor, images: Tensor) -> Tensor:
+        """The class that a model predicts for each of these uint8 images, on the CPU."""
+        write_row(self.model, self.layout, row)
+        return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
         """The probabilities [B, classes] that a model predicts for uint8 images."""
@@ -228,9 +245,10 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The server's labelled images, or about `most` of them, some of every class, and their labels."""
+        """The server's labelled images, or those that it does not train on, if any; about `most` of them,
+        some of every class, and their labels."""
         if most not in self._server_images:
-            images = self.plan.server.images
+            images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
                 images = images[self.pool.labels[images].argsort(stable=True)]
                 images = images[:: -(-len(images) // most)]
@@ -275,10 +293,15 @@ class Simulation:
                 if place not in log.refused:
                     self._require_finite(round, f"user {user}", one)
             event |= measuring.of_users(measured, norms, log.refused)
+            steps = [len(self.plan.rates(round - 1))] * len(norms)
+            if "steps" in measured or self.plan.local_steps is None:  # real sites do not tell
+                event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
         if log.server is not None:
             both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
             event["server_loss"], event["server_update_norm"] = both
             event["server_models"] = log.server_steps
+            size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
+            event["server_images"] = size * log.server_steps
             self._require_finite(round, "the server", both)
         return event | log.told
 
@@ -337,5 +360,17 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
     """The network itself, before a method wraps it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
-        return external.named(name, make, len(dataset.classes), dataset.shape, seed)
-    return networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    elif name in backbones.NAMES:
+        own = config.model.weights is not None
+        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, not own)
+    else:
+        network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    if config.model.weights is not None:
+        weights.load(external.plain(network), config.model.weights)
+    return network
+
+
+def is_saved_whole(config: Config) -> bool:
+    """Whether the saved model holds what is frozen too, so that it can be used without other files."""
+    return config.model.name in backbones.NAMES or config.model.weights is not None

@@ -1,11 +1,11 @@
-"""Group normalisation with what follows it as one operator; `triton_norm.py` computes it."""
+"""Normalisation with what follows it as one operator; `triton_norm.py` and `triton_batch.py` compute it."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssfl.models.kernels.convolution import pixels_first, usable
+from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
 
 LARGEST = 32768
 """Numbers of one image that a program holds at once."""
@@ -48,36 +48,110 @@ def _(
 
 @torch.library.custom_op("ssfl::group_norm_grad", mutates_args=())
 def _grad(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, groups: int, eps: float, slope: float, added: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
+    groups: int, eps: float, slope: float, added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ssfl.models.kernels import triton_norm
 
     found = triton_norm.backward(
-        pixels_first(grad), pixels_first(x), pixels_first(y), weight.contiguous(), groups, eps, slope, added
-    )
+        pixels_first(grad), pixels_first(x), pixels_first(y), weight.contiguous(), bias.contiguous(),
+        groups, eps, slope, added,
+    )  # fmt: skip
     return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
 
 
 @_grad.register_fake
 def _(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, groups: int, eps: float, slope: float, added: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
+    groups: int, eps: float, slope: float, added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     to_x, to_add = (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3) for _ in range(2))
     per_image = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
     return (to_x, to_add if added else x.new_empty(0), *per_image)  # type: ignore[return-value]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, add, ctx.groups, ctx.eps, ctx.slope = inputs
+    x, weight, bias, add, ctx.groups, ctx.eps, ctx.slope = inputs
     ctx.added = add is not None
-    ctx.save_for_backward(x, output, weight)
+    ctx.save_for_backward(x, output, weight, bias)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, y, weight = ctx.saved_tensors
-    to_x, to_add, scale, shift = _grad(grad, x, y, weight, ctx.groups, ctx.eps, ctx.slope, ctx.added)
+    x, y, weight, bias = ctx.saved_tensors
+    to_x, to_add, scale, shift = _grad(grad, x, y, weight, bias, ctx.groups, ctx.eps, ctx.slope, ctx.added)
     per_model = [each.unflatten(0, (len(weight), -1)).sum(1).to(weight.dtype) for each in (scale, shift)]
     return to_x, *per_model, to_add if ctx.added else None, None, None, None
 
 
 group_norm.register_autograd(_backward, setup_context=_remember)
+
+
+def suit_batch(x: Tensor) -> bool:
+    """Whether the kernels take these images: bfloat16 on a GPU, channels by sixteen."""
+    return (
+        x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0 and usable()
+    )
+
+
+@torch.library.custom_op("ssfl::batch_norm", mutates_args=())
+def batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C].
+
+    And the mean and variance of each model's channels, [n, C], through which no gradient goes.
+    """
+    from ssfl.models.kernels import triton_batch
+
+    images, more = pixels_first(x), None if add is None else pixels_first(add)
+    mean, var = triton_batch.statistics(images, len(weight))
+    out = triton_batch.forward(images, mean, var, weight.contiguous(), bias.contiguous(), more, eps, slope)
+    return out.movedim(-1, -3), mean, var
+
+
+@batch_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = (x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), mean, var
+
+
+@torch.library.custom_op("ssfl::batch_norm_grad", mutates_args=())
+def _batch_grad(
+    grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
+    eps: float, slope: float, added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from ssfl.models.kernels import triton_batch
+
+    found = triton_batch.backward(
+        pixels_first(grad), pixels_first(x), pixels_first(y), mean, var,
+        weight.contiguous(), bias.contiguous(), eps, slope, added,
+    )  # fmt: skip
+    return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
+
+
+@_batch_grad.register_fake
+def _(
+    grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
+    eps: float, slope: float, added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    to_x, to_add = (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3) for _ in range(2))
+    return to_x, to_add if added else x.new_empty(0), torch.empty_like(mean), torch.empty_like(mean)
+
+
+def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, add, ctx.eps, ctx.slope = inputs
+    ctx.added = add is not None
+    ctx.save_for_backward(x, weight, bias, *output)
+
+
+def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, y, mean, var = ctx.saved_tensors
+    to_x, to_add, scale, shift = _batch_grad(
+        grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, ctx.added
+    )
+    return to_x, scale.to(weight.dtype), shift.to(bias.dtype), to_add if ctx.added else None, None, None
+
+
+batch_norm.register_autograd(_batch_backward, setup_context=_remember_batch)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssfl.models.kernels import triton_tma
+
 PROGRAMS = 528
 """How many programs keep a large GPU busy; the sum over pixels is split until there are as many."""
 
@@ -207,6 +209,11 @@ def _launch(
     outputs: int, stride: int, up: int, pad: int, flip: bool,
 ) -> Tensor:  # fmt: skip
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
+    tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
+    if tile is not None:
+        return triton_tma.correlate(
+            x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile
+        )
     y = x.new_empty(len(x), *size, outputs)
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
     pixels = images * -(-size[0] // up) * -(-size[1] // up)
@@ -231,6 +238,9 @@ def weights_grad(
     high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]
     images = len(x) // models
     count = images * height * width
+    found = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
+    if found is not None:
+        return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *found)
     tall, wide, deep, warps, stages = _filter_tiles(outputs, channels)
     stages = _stages(stages, x.device)
     if few:

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 LARGE = 1024
-"""Pixels from which a program holds more of an image."""
+"""Pixels from which an image is large."""
+MANY = 512
+"""Programs that keep a large GPU busy where each takes a while."""
 
 
 @triton.jit
@@ -56,9 +58,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad, x, y, weight, to_x, to_add, to_weight, to_bias, images, pixels, eps, slope,
-    C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    grad, x, y, weight, bias, to_x, to_add, to_weight, to_bias, images, pixels, eps, slope,
+    C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """MASK: where the activation was positive is (0) of no account, (1) computed again, (2) read from y."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -66,17 +70,20 @@ def _backward(
     real = (p < pixels)[:, None]
     place = image * pixels * C + p[:, None] * C + c[None, :]
     tile = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-    tile, scale = _normalised(tile, real, pixels, eps, BC, MEMBERS)
     g = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
-    active = tl.load(y + place, mask=real, other=0.0).to(tl.float32) > 0
-    g = tl.where(active, g, g * slope)
+    w = tl.load(weight + model * C + c).to(tl.float32)
+    if MASK == 2:
+        g = tl.where(tl.load(y + place, mask=real, other=0.0).to(tl.float32) > 0, g, g * slope)
+    tile, scale = _normalised(tile, real, pixels, eps, BC, MEMBERS)
+    if MASK == 1:
+        shift = tl.load(bias + model * C + c).to(tl.float32)
+        g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
     if ADD:
         tl.store(to_add + place, g.to(to_add.dtype.element_ty), mask=real)
     both = tl.sum(g * tile, 0)
     alone = tl.sum(g, 0)
     tl.store(to_weight + image * C + c, both)
     tl.store(to_bias + image * C + c, alone)
-    w = tl.load(weight + model * C + c).to(tl.float32)
     count = pixels * MEMBERS
     along = _over_group(both * w, BC, MEMBERS) / count
     level = _over_group(alone * w, BC, MEMBERS) / count
@@ -84,22 +91,135 @@ def _backward(
     tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
 
 
-def _tiles(pixels: int, channels: int, groups: int, held: int) -> tuple[int, int, int]:
-    """Pixels and channels of a tile that holds about so many numbers, and warps. Measured on an H200."""
-    tall = triton.next_power_of_2(pixels)
-    held *= 2 if tall >= LARGE else 1
-    wide = min(channels, max(channels // groups, held // tall))
-    return tall, wide, max(1, min(16, tall * wide // 1024))
+@triton.jit
+def _forward_twice(
+    x, weight, bias, add, y, images, pixels, eps, slope,
+    C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """`_forward` for large images: read for the statistics, and again, from the cache, for the rest."""
+    image = tl.program_id(0).to(tl.int64)
+    model = image // images
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    p = tl.arange(0, BP)
+    x += image * pixels * C + c[None, :]
+    mean, scale = _statistics(x, p, c, pixels, eps, C, MEMBERS, BP, BC)
+    scale *= tl.load(weight + model * C + c).to(tl.float32)
+    shift = tl.load(bias + model * C + c).to(tl.float32) - mean * scale
+    add += image * pixels * C + c[None, :]
+    y += image * pixels * C + c[None, :]
+    for start in range(0, pixels, BP):
+        place = (start + p)[:, None] * C
+        real = (start + p < pixels)[:, None]
+        tile = tl.load(x + place, mask=real, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+        if ADD:
+            tile += tl.load(add + place, mask=real, other=0.0).to(tl.float32)
+        tile = tl.where(tile > 0, tile, tile * slope)
+        tl.store(y + place, tile.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _statistics(
+    x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):
+    """Mean and one over the deviation of each channel's group, [BC]; the first pixel is the zero."""
+    first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
+    total = tl.zeros((BP, BC), dtype=tl.float32)
+    squares = tl.zeros((BP, BC), dtype=tl.float32)
+    for start in range(0, pixels, BP):
+        real = (start + p < pixels)[:, None]
+        tile = tl.load(x + (start + p)[:, None] * C, mask=real, other=0.0).to(tl.float32)
+        tile = tl.where(real, tile - first[None, :], 0.0)
+        total += tile
+        squares += tile * tile
+    count = pixels * MEMBERS
+    one = _over_group(tl.sum(total, 0), BC, MEMBERS) / count
+    two = _over_group(tl.sum(squares, 0), BC, MEMBERS) / count
+    return first + one, 1 / tl.sqrt(tl.maximum(two - one * one, 0.0) + eps)
+
+
+@triton.jit
+def _backward_twice(
+    grad, x, y, weight, bias, to_x, to_add, to_weight, to_bias, images, pixels, eps, slope,
+    C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """`_backward` for large images, read several times, from the cache but for the first."""
+    image = tl.program_id(0).to(tl.int64)
+    model = image // images
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    p = tl.arange(0, BP)
+    here = image * pixels * C + c[None, :]
+    x += here
+    grad += here
+    y += here
+    to_x += here
+    to_add += here
+    mean, scale = _statistics(x, p, c, pixels, eps, C, MEMBERS, BP, BC)
+    w = tl.load(weight + model * C + c).to(tl.float32)
+    shift = tl.load(bias + model * C + c).to(tl.float32)
+    both = tl.zeros((BP, BC), dtype=tl.float32)
+    alone = tl.zeros((BP, BC), dtype=tl.float32)
+    for start in range(0, pixels, BP):
+        place = (start + p)[:, None] * C
+        real = (start + p < pixels)[:, None]
+        tile = (tl.load(x + place, mask=real, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+        g = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
+        if MASK == 2:
+            g = tl.where(tl.load(y + place, mask=real, other=0.0).to(tl.float32) > 0, g, g * slope)
+        if MASK == 1:
+            g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
+        both += g * tile
+        alone += g
+    both, alone = tl.sum(both, 0), tl.sum(alone, 0)
+    tl.store(to_weight + image * C + c, both)
+    tl.store(to_bias + image * C + c, alone)
+    count = pixels * MEMBERS
+    along = _over_group(both * w, BC, MEMBERS) / count
+    level = _over_group(alone * w, BC, MEMBERS) / count
+    for start in range(0, pixels, BP):
+        place = (start + p)[:, None] * C
+        real = (start + p < pixels)[:, None]
+        tile = (tl.load(x + place, mask=real, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+        g = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
+        if MASK == 2:
+            g = tl.where(tl.load(y + place, mask=real, other=0.0).to(tl.float32) > 0, g, g * slope)
+        if MASK == 1:
+            g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
+        if ADD:
+            tl.store(to_add + place, g.to(to_add.dtype.element_ty), mask=real)
+        found = (g * w[None, :] - level[None, :] - tile * along[None, :]) * scale[None, :]
+        tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
+
+
+def _tiles(shape: torch.Size, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
+    """Pixels and channels of a tile, and warps; with fewer pixels than an image has, it is read twice.
+
+    `more`: something is added; `back`: the gradient. Read off results/kernels-h200.json.
+    """
+    images, height, width, channels = shape
+    tall, members = triton.next_power_of_2(height * width), channels // groups
+    wide = max(members, min(channels, 64))
+    if tall >= LARGE and (more or back) and wide <= 64 and images * channels // wide >= MANY:
+        return 2048 // wide, wide, 4
+    if tall >= LARGE:
+        held, each = (16384, 32 if more else 64) if back else (32768, 32)
+    else:
+        held = 8192 if tall > 128 else 4096 if tall > 32 else 1024
+        each = 32 if more and tall > 128 else 64
+    wide = max(members, min(channels, held // tall, 64))
+    return tall, wide, max(1, min(16, tall * wide // (32 * each)))
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float,
+    tile: tuple[int, int, int] | None = None,
+) -> Tensor:  # fmt: skip
     """The normalised, summed and activated images."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, 16384)
+    tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
+    tall, wide, warps = tile or (tall, wide, warps)
     y = torch.empty_like(x)
-    _forward[(len(x), channels // wide)](
+    (_forward if tall >= pixels else _forward_twice)[(len(x), channels // wide)](
         x, weight, bias, x if add is None else add, y, len(x) // len(weight), pixels, eps, slope,
         channels, channels // groups, add is not None, tall, wide, num_warps=warps,
     )  # fmt: skip
@@ -107,16 +227,19 @@ def forward(
 
 
 def backward(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, groups: int, eps: float, slope: float, added: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, slope: float,
+    added: bool, tile: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients for x, for what was added (if so), and for weight and bias, image by image."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
-    tall, wide, warps = _tiles(pixels, channels, groups, 8192)
+    tall, wide, warps = _tiles(x.shape, groups, added, True)
+    tall, wide, warps = tile or (tall, wide, warps)
     to_x = torch.empty_like(x)
     to_add = torch.empty_like(x) if added else x.new_empty(0)
     to_weight, to_bias = (x.new_empty(len(x), channels, dtype=torch.float32) for _ in range(2))
-    _backward[(len(x), channels // wide)](
-        grad, x, y, weight, to_x, to_add, to_weight, to_bias, len(x) // len(weight), pixels, eps, slope,
-        channels, channels // groups, added, tall, wide, num_warps=warps,
+    mask = 0 if slope == 1 else 2 if added else 1
+    (_backward if tall >= pixels else _backward_twice)[(len(x), channels // wide)](
+        grad, x, y, weight, bias, to_x, to_add, to_weight, to_bias, len(x) // len(weight), pixels, eps, slope,
+        channels, channels // groups, added, mask, tall, wide, num_warps=warps,
     )  # fmt: skip
     return to_x, to_add, to_weight, to_bias

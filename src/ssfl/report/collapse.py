@@ -15,7 +15,7 @@ STAYS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Collapse:
     """What the curves say together."""
 
     head: str
@@ -25,14 +25,14 @@ class Verdict:
     """The round in which a collapse began."""
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: Run) -> Collapse:
     """What a reader of the curves should know."""
     masks, right = run.told("mask_rate"), dict(run.told("pseudo_accuracy"))
     method = run.config.method
     if not method.trains_users or "labels" in method.needs():
-        return Verdict("No pseudo-labels.", "This method cannot collapse onto wrong ones.")
+        return Collapse("No pseudo-labels.", "This method cannot collapse onto wrong ones.")
     if len(masks) < STAYS:
-        return Verdict("Too early.", "There are too few rounds to tell whether the run is collapsing.")
+        return Collapse("Too early.", "There are too few rounds to tell whether the run is collapsing.")
     if right:
         sure = [at for at, mask in masks if mask >= SURE and right.get(at, 1.0) <= WRONG]
     else:  # real sites know no labels: only the fall of accuracy can tell
@@ -53,16 +53,16 @@ def judge(run: Run) -> Verdict:
         if fall >= FELL:
             facts.append(f"accuracy fell from {percent(best)} by {100 * fall:.1f} points")
             head = "Collapse"
-        return Verdict(f"{head} from round {since:,} on.", f"{'; '.join(facts)}.{streams}", True, since)
+        return Collapse(f"{head} from round {since:,} on.", f"{'; '.join(facts)}.{streams}", True, since)
     if streams:
-        return Verdict("The average hides a collapse.", streams.strip(), True)
+        return Collapse("The average hides a collapse.", streams.strip(), True)
     now = f"The users are sure of {mask_of}{true}."
     if since is not None and right:
-        return Verdict(f"Recovered: wrong labels from round {since:,} on, for a while.", now)
+        return Collapse(f"Recovered: wrong labels from round {since:,} on, for a while.", now)
     if fmean(value for _, value in last) < 0.02:
         hint = "A lower method.threshold or more rounds may change that."
-        return Verdict("The users hardly learn.", f"They are sure of only {mask_of}. {hint}", True)
-    return Verdict("No collapse.", now)
+        return Collapse("The users hardly learn.", f"They are sure of only {mask_of}. {hint}", True)
+    return Collapse("No collapse.", now)
 
 
 def _first_to_stay(rounds: Sequence[int], found: Sequence[int]) -> int | None:

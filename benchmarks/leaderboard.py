@@ -1,0 +1,180 @@
+"""Writes docs/leaderboard.md from the files of contests in results/leaderboard/.
+
+    python -m benchmarks.leaderboard            # writes the page
+    python -m benchmarks.leaderboard --check    # exit code 1 where the page is not up to date
+
+Files of one protocol (the same data, split, network and user images) share a table. A seed's split is the
+same in all of them, so that methods of different files can be compared seed by seed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssfl.contest.standings import difference
+from ssfl.runs.provenance import ROOT
+
+FILES = ROOT / "results" / "leaderboard"
+PAGE = ROOT / "docs" / "leaderboard.md"
+HEAD = ("method", "test accuracy, %", "first minus this, 95 % interval", "seeds", "collapsed",
+        "user images, million", "passes, million", "server images, million", "chosen", "file")  # fmt: skip
+INTRODUCTION = """# Leaderboard
+
+Methods side by side under one protocol, best first. This page is written by `python -m
+benchmarks.leaderboard` from the files in `results/leaderboard/`, which `ssfl
+contest` made: each has the resolved configs, versions, device, date and commit of its runs, and what
+every try scored. [Contest](contest.md) says what is the same for all methods and how each chose its
+learning rate and threshold.
+
+Accuracy is of the test images after the last round, mean and standard deviation over seeds; a seed has
+its own split, weights and draws, the same for every method. The interval is Student's t over the seeds:
+if it contains 0, these seeds cannot tell the two apart. A run has collapsed if it ended more than ten
+points below its own best validation accuracy, or broke down. Contests of the first release
+([Results](results.md#the-contest-on-letters)) are not on this page: two rivals had rules that were mended
+since, and no learning rate was chosen.
+"""
+ADD = """
+## Add a row
+
+1. Play your method under the protocol of a table, beside one that is in it: the command stands below the
+   table. Your own method is `FILE.py:Name` ([Add a method](add-a-method.md)). For example `ssfl contest
+   quickstart --methods my.py:Mine,anchored --seeds 3 --out runs/mine`, with the `--set`s of the table. Do
+   not leave out the choice of the learning rate, and change nothing else.
+2. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`. Commit your code first: runs of
+   uncommitted changes are refused.
+3. `python -m benchmarks.leaderboard` writes this page anew. Open a pull request with the file, the page
+   and your method's file.
+
+Test images choose nothing: a contest looks at them once, after the last round. A table of another data
+set or split is a new protocol; play `anchored`, `semifl` and `server-only` in it at least, with three
+seeds.
+"""
+
+
+class Unfit(Exception):
+    """A file that does not belong on the page, and why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method of one file."""
+
+    standing: dict[str, Any]
+    file: str
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """Test accuracy in %, by seed."""
+        return {run["seed"]: 100 * run["accuracy"] for run in self.standing["runs"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.leaderboard", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
+    try:
+        made = page(sorted(FILES.glob("*.json")))
+    except Unfit as error:
+        print(error, file=sys.stderr)
+        return 1
+    if check:
+        fresh = PAGE.is_file() and PAGE.read_text("utf-8") == made
+        print(
+            "up to date" if fresh else f"{PAGE.name} is not up to date: run python -m benchmarks.leaderboard"
+        )
+        return int(not fresh)
+    PAGE.write_text(made, "utf-8")
+    print(PAGE)
+    return 0
+
+
+def page(files: Sequence[Path]) -> str:
+    """The whole page."""
+    tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for file in files:
+        told = json.loads(file.read_text("utf-8"))
+        _require_fit(file.name, told)
+        tables.setdefault(protocol(told), []).append((file.name, told))
+    parts = [INTRODUCTION]
+    for title, contests in sorted(tables.items()):
+        parts.append(f"\n## {title}\n\n{_table(contests)}\n")
+        for name, told in contests:
+            devices = sorted({run["device"] for one in told["standings"] for run in one["runs"]})
+            commits = sorted({str(run["commit"])[:7] for one in told["standings"] for run in one["runs"]})
+            versions = ", ".join(f"{what} {told['versions'].get(what, '?')}" for what in ("ssfl", "torch"))
+            parts.append(
+                f"\n`{told['command']}` ([{name}](../results/leaderboard/{name}); {', '.join(devices)}; "
+                f"{told['date'][:10]}; commit {', '.join(commits)}; {versions}).\n"
+            )
+    return "".join([*parts, ADD])
+
+
+def _require_fit(name: str, told: dict[str, Any]) -> None:
+    """Raises Unfit where a file does not say how its numbers came about."""
+    for key in ("command", "date", "versions", "standings"):
+        if not told.get(key):
+            raise Unfit(f"{name} has no {key}: make it with `ssfl contest`")
+    if not told.get("tuned"):
+        raise Unfit(f"{name}: no learning rate was chosen: play it without --no-tune and without --choose")
+    for one in told["standings"]:
+        if not one.get("config"):
+            raise Unfit(f"{name}: {one['method']} has no resolved config: make it with `ssfl contest`")
+        if any(str(run["commit"]).endswith("+") for run in one["runs"]):
+            raise Unfit(f"{name}: {one['method']} was played with uncommitted changes: commit them first")
+
+
+def protocol(told: dict[str, Any]) -> str:
+    """What files must have in common to share a table, in words."""
+    one = next((one for one in told["standings"] if one["images"]), told["standings"][0])
+    data, split, model = (one["config"][section] for section in ("data", "split", "model"))
+    federation, train = one["config"]["federation"], one["config"]["train"]
+    kinds = {
+        "skew": f"R = {split['skew']:g}",
+        "dirichlet": f"Dirichlet {split['alpha']:g}" + (", capped" if split.get("capped") else ""),
+        "shards": f"{split['classes_per_user']} classes each",
+    }
+    dealt = kinds.get(split["scheme"], split["scheme"])
+    steps = f"T = {federation['period']}"
+    if federation.get("local_epochs"):
+        steps = f"{federation['local_epochs']:g} local epochs"
+    return (
+        f"{data['name'] or data['path']}: {split['server_labels']:,} labels, K = {split['users']}, "
+        f"C = {federation['participants']}, {dealt}; {model['name']} with {model['norm']} normalisation; "
+        f"{steps}, B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
+    )
+
+
+def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Best first; a method that lost seeds stands below those that lost none."""
+    rows = [Row(one, name) for name, told in contests for one in told["standings"]]
+    rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for row in rows:
+        one = row.standing
+        mean = "broke down" if one["mean"] is None else f"{one['mean']:.2f}"
+        mean += "" if one["deviation"] is None else f" ± {one['deviation']:.2f}"
+        lost = one["collapsed"] + one["diverged"]
+        millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
+        chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
+        link = f"[{Path(row.file).stem}](../results/leaderboard/{row.file})"
+        seeds = str(len(one["runs"]) + one["diverged"])
+        between = "–" if row is rows[0] else _between(rows[0], row)
+        lines.append((f"`{one['method']}`", mean, between, seeds, str(lost), *millions, chosen, link))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _between(first: Row, other: Row) -> str:
+    found = difference(first.accuracies, other.accuracies)
+    if found is None:
+        return "no common seed"
+    mean, half = found
+    return f"{mean:.2f}" if half is None else f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

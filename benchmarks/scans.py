@@ -1,0 +1,182 @@
+"""Cross-validated accuracy on a folder of own pictures with a pretrained network.
+
+    python benchmarks/scans.py FOLDER --set model.train=head --out results/scans.json
+
+FOLDER has one sub-folder for each class and `unlabelled/` with one for each site. Every variant trains on
+four fifths of the labelled pictures and all unlabelled ones, and predicts the last fifth. Folds keep the
+pictures of a patient together, as far as file names tell. No other picture is looked at.
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold
+
+import ssfl
+from ssfl import methods
+from ssfl.data import augment, sources
+from ssfl.engines.features import Features
+from ssfl.models import backbones
+from ssfl.runs import provenance
+
+SIZE = 224
+
+
+def patient(file: Path) -> str:
+    """What pictures of one patient have in common, as far as a name tells: all but its short last parts."""
+    name = re.sub(r"-(jpe?g|png)$", "", file.stem)
+    return re.sub(r"([-_][0-9A-Za-z]{1,4})+$", "", name)
+
+
+def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarray], list[str]]:
+    """Grey pictures [N, H, W], labels (-1: none), class names, each site's places, and patients."""
+    named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
+    sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
+    files: list[Path] = []
+    labels: list[int] = []
+    owners: list[np.ndarray] = []
+    for number, place in enumerate([*named, *sites]):
+        found = sorted(one for one in place.rglob("*") if one.is_file())
+        if number >= len(named):
+            owners.append(np.arange(len(files), len(files) + len(found)))
+        files += found
+        labels += [number if number < len(named) else -1] * len(found)
+    images = sources.read_image_files(files, 1, SIZE, SIZE, 255)[:, 0].numpy()
+    return images, np.array(labels), [one.name for one in named], owners, [patient(one) for one in files]
+
+
+def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> list[np.ndarray]:
+    """The places of the held-out labelled pictures of every fold of every repetition."""
+    labelled = np.flatnonzero(labels >= 0)
+    groups = np.array(patients)[labelled]
+    return [
+        labelled[held]
+        for seed in range(repeats)
+        for _, held in StratifiedGroupKFold(count, shuffle=True, random_state=seed).split(
+            labelled, labels[labelled], groups
+        )
+    ]
+
+
+def regressions(
+    images: np.ndarray, labels: np.ndarray, classes: list[str], held: list[np.ndarray]
+) -> dict[str, Any]:
+    """What logistic regression on lite0's features reaches, by its strength C: no unlabelled picture, one
+    place."""
+    module = backbones.lite0(len(classes))
+    scale = (backbones.MEAN,), (backbones.STD,)
+    features = Features.of(module, 1, *scale, False, augment.WEAK, augment.STRONG, torch.get_num_threads())
+    labelled = np.flatnonzero(labels >= 0)
+    rows = np.zeros((len(labels), backbones.FEATURES), np.float32)
+    rows[labelled] = features.plain(torch.from_numpy(images[labelled])[:, None], torch.float32).numpy()
+    told = {}
+    for strength in (0.001, 0.01, 0.1, 1.0):
+        right = []
+        for one in held:
+            train = np.setdiff1d(labelled, one)
+            model = LogisticRegression(C=strength, max_iter=1000).fit(rows[train], labels[train])
+            hits = labels[one][model.predict(rows[one]) == labels[one]]
+            right.append(np.bincount(hits, minlength=len(classes)))
+        told[f"regression C={strength:g}"] = measured(labels, held, right)
+    return told
+
+
+def trained(
+    config: ssfl.Config, images: np.ndarray, labels: np.ndarray, classes: list[str],
+    owners: list[np.ndarray], held: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """How many held-out pictures of each class a run's model gets right."""
+    rest = np.setdiff1d(np.arange(len(labels)), held)
+    moved = np.full(len(labels), -1)
+    moved[rest] = np.arange(len(rest))
+    data = ssfl.Data(
+        images[rest], labels[rest], images[held], labels[held], classes=classes,
+        server=moved[np.intersect1d(rest, np.flatnonzero(labels >= 0))],
+        users=[moved[one] for one in owners], flip=False,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        result = ssfl.run(config, out=Path(scratch) / "run", data=data)
+    each = [event for event in result.history if event["event"] == "eval"][-1]["class_accuracy"]
+    counts = np.bincount(labels[held], minlength=len(classes))
+    return np.array([round(count * (one or 0)) for count, one in zip(counts, each, strict=True)])
+
+
+def measured(labels: np.ndarray, held: list[np.ndarray], right: list[np.ndarray]) -> dict[str, Any]:
+    """Accuracy of each class over all folds, and the accuracy in each fold."""
+    counts = np.array([np.bincount(labels[one], minlength=len(right[0])) for one in held])
+    hits = np.array(right)
+    each = (hits.sum(0) / counts.sum(0)).tolist()
+    return {
+        "balanced_accuracy": statistics.fmean(each),
+        "class_accuracy": each,
+        "folds": (hits.sum(1) / counts.sum(1)).tolist(),
+    }
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--config", default="pictures")
+    parser.add_argument("--set", action="append", default=[], help="a setting, key=value")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help="NAME:key=value key=value ..., where NAME alone is without unlabelled pictures",
+    )
+    parser.add_argument("--regression", action="store_true", help="only logistic regression on features")
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(words)
+    images, labels, classes, owners, patients = read(asked.folder)
+    held = folds(labels, patients, asked.folds, asked.repeats)
+    told: dict[str, Any] = {
+        "command": " ".join(
+            ["python benchmarks/scans.py FOLDER", *(words or sys.argv[1:])[1:]]
+        ),
+        "commit": provenance.commit(), "device": platform.machine(), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "labelled": int((labels >= 0).sum()),
+        "unlabelled": int((labels < 0).sum()), "classes": classes, "patients": len(set(patients)),
+        "folds": asked.folds, "repeats": asked.repeats, "results": {},
+    }  # fmt: skip
+    variants = dict(one.split(":", 1) for one in asked.variant) or {"preset": ""}
+    if asked.regression:
+        variants = {}
+        for name, found in regressions(images, labels, classes, held).items():
+            _tell(told, name, found, asked.out)
+    for name, sets in variants.items():
+        config = ssfl.load_config(asked.config, [*asked.set, *sets.split()])
+        if name == "alone":  # the same without the unlabelled pictures
+            config = replace(config, method=methods.find("server-only")())
+        began = time.perf_counter()
+        right = [trained(config, images, labels, classes, owners, one) for one in held]
+        seconds = time.perf_counter() - began
+        _tell(told, name, measured(labels, held, right) | {"seconds": seconds, "set": sets}, asked.out)
+
+
+def _tell(told: dict[str, Any], name: str, found: dict[str, Any], out: Path | None) -> None:
+    """Print a variant's result, and write all results so far."""
+    told["results"][name] = found
+    shares = " ".join(f"{100 * one:.0f}" for one in found["class_accuracy"])
+    print(f"{name}: balanced {100 * found['balanced_accuracy']:.1f} % ({shares})", flush=True)
+    if out:
+        out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

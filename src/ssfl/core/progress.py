@@ -1,0 +1,65 @@
+"""A progress bar for what takes long before the first round; only the command line shows any."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE = 1.0
+"""Seconds after which a bar appears: most things are quicker."""
+LINE_EVERY = 5.0
+"""Seconds between plain lines where there is no terminal."""
+_visible = False
+
+
+def show(visible: bool) -> None:
+    """Whether progress is shown in this process."""
+    global _visible
+    _visible = visible
+
+
+def say(line: str) -> None:
+    """A line about what was done, where progress is shown."""
+    if _visible:
+        print(line, file=sys.stderr)
+
+
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Gives a function that is told how many more of `total` are done."""
+    began = shown = time.monotonic()
+    done, line = 0, None
+
+    def advance(count: int = 1) -> None:
+        nonlocal done, shown, line
+        done += count
+        now = time.monotonic()
+        if not _visible or now - began < PATIENCE:
+            return
+        if sys.stderr.isatty():
+            line = line or _rich(label, total)
+            line.update(0, completed=done)
+        elif now - shown >= LINE_EVERY and done < total:
+            shown = now
+            left = (now - began) / done * (total - done)
+            print(f"{label} {done:,} of {total:,}  {left:.0f} s left", file=sys.stderr)
+
+    try:
+        yield advance
+    finally:
+        if line is not None:
+            line.stop()
+
+
+def _rich(label: str, total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    made = Progress(
+        TextColumn(label), MofNCompleteColumn(), BarColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    made.add_task("", total=total)
+    made.start()
+    return made

@@ -1,0 +1,163 @@
+"""How sure one can be of a number of right answers: intervals, paired differences, balanced accuracy,
+calibration.
+
+Plain arithmetic without torch: the board and the command line use it too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Z = 1.959963984540054
+"""The normal quantile of a two-sided interval of 95 %."""
+FEW = 100
+"""Below so many images an accuracy says little: its interval is wider than about 12 points."""
+UNEVEN = 1.5
+"""Classes are uneven if the largest has more than so many times as many images as the smallest."""
+
+
+class Interval(NamedTuple):
+    """A confidence interval of 95 %."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two models judged by the same images."""
+
+    count: int
+    right: int
+    """How many the first model gets right."""
+    other_right: int
+    """How many the second model gets right."""
+    won: int
+    """How many the first alone gets right."""
+    lost: int
+    """How many the second alone gets right."""
+
+    @property
+    def difference(self) -> float:
+        """By how much the first model's share of right answers is larger."""
+        return (self.won - self.lost) / self.count
+
+    @property
+    def interval(self) -> Interval:
+        """Of the difference, see `paired_interval`."""
+        return paired_interval(self.count, self.right, self.other_right, self.won, self.lost)
+
+    @property
+    def p(self) -> float:
+        """Of the exact McNemar test."""
+        return mcnemar(self.won, self.lost)
+
+
+def wilson(right: float, count: int) -> Interval:
+    """The interval of a share, by Wilson's score: it stays within 0 and 1 and is good for few images too."""
+    if count < 1:
+        return Interval(0.0, 1.0)
+    share, square = right / count, Z * Z / count
+    middle = (share + square / 2) / (1 + square)
+    half = Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
+    low, high = middle - half, middle + half
+    return Interval(0.0 if right <= 0 else max(low, 0.0), 1.0 if right >= count else min(high, 1.0))
+
+
+def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
+    """Which of the same images each of two models gets right."""
+    pairs = list(zip(first, second, strict=True))
+    won, lost = (sum(bool(a) > bool(b) for a, b in each) for each in (pairs, [(b, a) for a, b in pairs]))
+    return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
+
+
+def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> Interval:
+    """The interval of the difference of two shares of the same images: Newcombe 1998, method 10.
+
+    It joins the Wilson intervals of both shares, with a continuity-corrected correlation between them.
+    """
+    if count < 1:
+        return Interval(-1.0, 1.0)
+    first, second = right / count, other / count
+    a, b = wilson(right, count), wilson(other, count)
+    both, neither = right - won, count - right - lost
+    margins = right * (count - right) * other * (count - other)
+    phi = 0.0
+    if margins:
+        product = float(both * neither - won * lost)
+        if product > 0:
+            product = max(product - count / 2, 0.0)
+        phi = product / math.sqrt(margins)
+    down, up = first - a.low, b.high - second
+    low = math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
+    down, up = second - b.low, a.high - first
+    high = math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
+    apart = first - second
+    return Interval(max(apart - low, -1.0), min(apart + high, 1.0))
+
+
+def mcnemar(won: int, lost: int) -> float:
+    """The two-sided p-value of the exact McNemar test: only images on which two models disagree count."""
+    total = won + lost
+    if not total:
+        return 1.0
+    tail = sum(math.comb(total, k) for k in range(min(won, lost) + 1))
+    return float(min(1.0, 2 * tail / 2**total))
+
+
+def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:
+    """How many images of each class (row) were taken for each class (column)."""
+    matrix = [[0] * classes for _ in range(classes)]
+    for label, guess in zip(labels, predicted, strict=True):
+        matrix[label][guess] += 1
+    return matrix
+
+
+def balanced(class_accuracy: Sequence[float | None]) -> float | None:
+    """The mean accuracy of the classes, whatever their number of images; a class without any is left out."""
+    known = [value for value in class_accuracy if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def is_uneven(counts: Sequence[float]) -> bool:
+    """Whether the classes that have images have very different numbers of them."""
+    known = [count for count in counts if count > 0]
+    return len(known) > 1 and max(known) > UNEVEN * min(known)
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The images whose confidence lies in one part of 0 to 1."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float | None
+    """The mean confidence in it; None where there is no image."""
+    accuracy: float | None
+
+
+def reliability(confidence: Sequence[float], right: Sequence[bool], bins: int = 10) -> list[Bin]:
+    """Confidence against accuracy: a model is calibrated if both agree in every bin."""
+    made = []
+    for place in range(bins):
+        low, high = place / bins, (place + 1) / bins
+        inside = [k for k, sure in enumerate(confidence) if min(int(sure * bins), bins - 1) == place]
+        many = len(inside)
+        mean = math.fsum(confidence[k] for k in inside) / many if many else None
+        made.append(Bin(low, high, many, mean, sum(bool(right[k]) for k in inside) / many if many else None))
+    return made
+
+
+def calibration_error(bins: Sequence[Bin]) -> float | None:
+    """The expected calibration error (ECE): how far confidence and accuracy are apart, on average."""
+    total = sum(one.count for one in bins)
+    if not total:
+        return None
+    gaps = [
+        one.count * abs(one.confidence - one.accuracy)
+        for one in bins
+        if one.confidence is not None and one.accuracy is not None
+    ]
+    return math.fsum(gaps) / total

@@ -1,0 +1,82 @@
+"""Folds for cross-validation: which labelled images are held out together.
+
+Images of one patient must not be in training and in the held-out fold at once, or the fold would be too easy.
+Sub-folders of a class, or numbers in file names, show which images belong together.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ssfl.core import draws
+from ssfl.data.hands import Index
+from ssfl.errors import ConfigError
+
+_DATE = re.compile(r"(19|20)\d\d((0\d|1[0-2])([0-2]\d|3[01]))?")
+_NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\d\d+", re.IGNORECASE)
+
+
+def subject(name: str) -> str | None:
+    """Who a file is of, by its name: the beginning up to the first number of three digits or more, or up to
+    a word such as patient7. "16745_4_2.png" is of 16745. Dates are not numbers of patients."""
+    words = re.split(r"([-_. ()]+)", Path(name).stem)
+    for place in range(0, len(words), 2):
+        word = words[place]
+        if _DATE.fullmatch(word):
+            continue
+        if sum(letter.isdigit() for letter in word) >= 3 or _NAMED.fullmatch(word):
+            return "".join(words[: place + 1])
+    return None
+
+
+def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
+    """A number for each labelled file, given with the folder of its class: equal where files belong together.
+
+    None where neither sub-folders nor names say so.
+    """
+    names = []
+    for file, home in files:
+        inner = file.relative_to(home).parts
+        names.append(f"{inner[0]}/" if len(inner) > 1 else subject(file.name) or str(file))
+    counts = Counter(names)
+    if max(counts.values(), default=0) < 2 or max(counts.values()) > len(names) / 2:
+        return None  # nobody has several, or the "number" is that of a camera
+    order = {name: number for number, name in enumerate(counts)}
+    return np.array([order[name] for name in names])
+
+
+def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
+    """The fold of each image, 0 to folds - 1: classes spread evenly, groups kept together."""
+    known = np.arange(len(labels)) if groups is None else groups
+    members: dict[int, list[int]] = {}
+    for place, group in enumerate(known.tolist()):
+        members.setdefault(group, []).append(place)
+    if len(members) < folds:
+        of = "images" if groups is None else "groups of images (patients)"
+        raise ConfigError(
+            f"run.folds = {folds} is more than the {len(members)} labelled {of}: lower it",
+            key="run.folds",
+            value=folds,
+            fix=f"run.folds={len(members)}" if len(members) > 1 else "run.folds=0",
+        )
+    base = torch.tensor(draws.key(seed, "split", -1_000_000))
+    drawn = draws.fold(base, torch.arange(len(members))).tolist()
+    # the largest first, so that small ones even out what they left; equal ones in a random order by class
+    order = sorted(
+        zip(members.values(), drawn, strict=True),
+        key=lambda one: (-len(one[0]), int(labels[one[0][0]]), one[1]),
+    )
+    classes = int(labels.max()) + 1
+    held = np.zeros((folds, classes), np.int64)
+    fold_of = np.zeros(len(labels), np.int64)
+    for places, _ in order:
+        counts = np.bincount(labels[places], minlength=classes)
+        # the fold with the fewest images of these classes, then with the fewest at all
+        fold = min(range(folds), key=lambda f: (int((held[f] * counts).sum()), int(held[f].sum()), f))
+        held[fold] += counts
+        fold_of[places] = fold
+    return fold_of

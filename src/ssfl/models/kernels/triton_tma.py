@@ -1,0 +1,305 @@
+"""Triton kernels for Hopper: the products of `triton_conv.py`, with tiles loaded by the copy engine (TMA).
+
+A tile of pixels is a box of whole images, rows and columns; what lies outside an image comes as zeros, so
+no place is computed and nothing is masked before the store. With a stride the pixels are seen as
+[n · B, H / s, s, W / s, s · C], so that the taps of one phase are again a box. The products are
+[outputs, pixels]: the side that comes as a box must be the second one, or it would go through registers.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
+
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssfl.errors import SsflWarning
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton
+    TensorDescriptor = None
+
+PROGRAMS = 132
+"""How many programs keep the GPU busy: one for each of its processors."""
+MOST_PARTS = 4
+"""Into more parts the pixels' sum is not split: there it was not timed, or gained little."""
+NARROW = 64
+"""Outputs that the tensor cores take at least."""
+FAR = 8
+"""Strides that are added before a division, so that nothing negative is divided."""
+
+
+@triton.jit(do_not_specialize=["images", "H", "W"])
+def _correlate(
+    x, w, bias, y, images, H, W, y_model,
+    stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
+    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FAR: tl.constexpr,
+):  # fmt: skip
+    """y[o, m] = sum over taps and channels of w · x[pixel of m moved by the tap, c]; y is H by W.
+
+    FLIP false: w is [n · O, k · k · C]. FLIP true: w is [n · C, k · k · O]: the gradient with respect to
+    images, whose `up` is the forward stride, and whose pixels go together by phase.
+    """
+    BM: tl.constexpr = BI * BH * BW
+    DEEP: tl.constexpr = C // BK
+    model = tl.program_id(2) // (up * up)
+    below, beside = tl.program_id(2) % (up * up) // up, tl.program_id(2) % up
+    rows, columns = (H + up - 1 - below) // up, (W + up - 1 - beside) // up
+    across, down = tl.cdiv((W + up - 1) // up, BW), tl.cdiv((H + up - 1) // up, BH)
+    column = tl.program_id(0) % across * BW
+    row = tl.program_id(0) // across % down * BH
+    image = tl.program_id(0) // (across * down) * BI
+    first = model * images + image
+    o = tl.program_id(1) * BN
+    if FLIP:  # the first tap that meets a pixel, and how many do
+        dy, dx = (below + pad) % up, (beside + pad) % up
+        wide = (k - dx + up - 1) // up
+        taps = (k - dy + up - 1) // up * wide
+        top, left = row + (below + pad - dy) // up, column + (beside + pad - dx) // up
+    else:
+        wide = k
+        taps = k * k
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    for i in range(taps * DEEP):
+        tap = i // DEEP
+        c = i % DEEP * BK
+        if FLIP:
+            at = (dy + tap // wide * up) * k + dx + tap % wide * up
+            a = x.load([first, top - tap // wide, 0, left - tap % wide, c])
+            b = w.load([model * C + c, at * OUT + o]).T
+        else:
+            h, v = tap // wide + (FAR * stride - pad), tap % wide + (FAR * stride - pad)
+            high, far = row + h // stride - FAR, column + v // stride - FAR
+            a = x.load([first, high, h % stride, far, v % stride * C + c])
+            b = w.load([model * OUT + o, tap * C + c])
+        total = tl.dot(b, tl.reshape(a, (BM, BK)).T, total)
+    o += tl.arange(0, BN)
+    if BIAS:
+        total += tl.load(bias + model * OUT + o).to(tl.float32)[:, None]
+    m = tl.arange(0, BM)
+    image += m // (BH * BW)
+    row += m // BW % BH
+    column += m % BW
+    inside = (image < images) & (row < rows) & (column < columns)
+    place = (image * H + row * up + below) * W + column * up + beside
+    y += model.to(tl.int64) * y_model
+    tl.store(y + place[None, :] * OUT + o[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["images", "H", "W", "steps", "chunk"])
+def _filters(
+    g, x, out, images, H, W, steps, chunk, out_model, out_part,
+    stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr,
+    ROW: tl.constexpr, FLAT: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """out[o, tap, c] = sum over a chunk of the pixels m of g[m, o] · x[pixel of m moved by the tap, c].
+
+    ROW: three taps of a line at once, which share g. FLAT: g is [pixels, O] and a tile lies in one piece.
+    """
+    BM: tl.constexpr = BI * BH * BW
+    DEEP: tl.constexpr = C // BJ
+    LINES: tl.constexpr = k * k // 3 if ROW else k * k
+    model = tl.program_id(2)
+    part = tl.program_id(1)
+    c = tl.program_id(0) % DEEP * BJ
+    tap = tl.program_id(0) // DEEP % LINES * (3 if ROW else 1)
+    o = tl.program_id(0) // (DEEP * LINES) * BO
+    across, down = tl.cdiv(W, BW), tl.cdiv(H, BH)
+    h, v = tap // k + (FAR * stride - pad), tap % k + (FAR * stride - pad)
+    total = tl.zeros((BO, BJ), dtype=tl.float32)
+    if ROW:
+        second = tl.zeros((BO, BJ), dtype=tl.float32)
+        third = tl.zeros((BO, BJ), dtype=tl.float32)
+    for t in range(part * chunk, tl.minimum((part + 1) * chunk, steps)):
+        column = t % across * BW
+        row = t // across % down * BH
+        image = model * images + t // (across * down) * BI
+        if FLAT:
+            a = g.load([model * (images * H * W) + t * BM, o]).T
+        else:
+            a = tl.reshape(g.load([image, row, 0, column, o]), (BM, BO)).T
+        row += h // stride - FAR
+        column -= FAR
+        b = x.load([image, row, h % stride, column + v // stride, v % stride * C + c])
+        total = tl.dot(a, tl.reshape(b, (BM, BJ)), total)
+        if ROW:
+            b = x.load([image, row, h % stride, column + (v + 1) // stride, (v + 1) % stride * C + c])
+            second = tl.dot(a, tl.reshape(b, (BM, BJ)), second)
+            b = x.load([image, row, h % stride, column + (v + 2) // stride, (v + 2) % stride * C + c])
+            third = tl.dot(a, tl.reshape(b, (BM, BJ)), third)
+    o += tl.arange(0, BO)
+    c += tl.arange(0, BJ)
+    out += model.to(tl.int64) * out_model + part.to(tl.int64) * out_part
+    place = out + o[:, None] * (k * k * C) + tap * C + c[None, :]
+    tl.store(place, total.to(out.dtype.element_ty))
+    if ROW:
+        tl.store(place + C, second.to(out.dtype.element_ty))
+        tl.store(place + 2 * C, third.to(out.dtype.element_ty))
+
+
+class Tile(NamedTuple):
+    """Pixels, outputs and channels of a tile; warps and stages."""
+
+    pixels: int
+    outputs: int
+    channels: int
+    warps: int
+    stages: int
+
+
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether this GPU has the copy engine, and Triton knows it. If not, that is said once."""
+    if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
+        return True
+    why = "needs a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
+    name = torch.cuda.get_device_name(device)
+    warnings.warn(
+        f"on {name} the older convolutions are used: the faster ones {why}", SsflWarning, stacklevel=2
+    )
+    return False
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return 1 << (value - 1).bit_length()
+
+
+def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
+    """Images, rows and columns of a tile of so many pixels that reaches least beyond the image."""
+
+    def side(size: int, room: int) -> int:
+        sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [
+            min(_power(size), room)
+        ]
+        return min(sizes, key=lambda each: (-(-size // each) * each, -each))
+
+    columns = side(width, pixels)
+    rows = side(height, pixels // columns)
+    return pixels // (rows * columns), rows, columns
+
+
+def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
+    """Images [n · B, H, W, C] as boxes."""
+    _, height, width, deep = x.shape
+    shape = [len(x), height // stride, stride, width // stride, stride * deep]
+    strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
+    return TensorDescriptor(x, shape, strides, [box[0], box[1], 1, box[2], channels])
+
+
+def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
+    """So many rows, as tiles."""
+    columns = x.numel() // rows
+    return TensorDescriptor(x, [rows, columns], [columns, 1], block)
+
+
+def product_tile(
+    x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
+) -> Tile | None:
+    """The tile for these images (see results/kernels-h200.json); None where `triton_conv.py` does it."""
+    _, height, width, channels = x.shape
+    if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
+        return None
+    deep = min(channels & -channels, 64)
+    if deep < 64:
+        return Tile(256, NARROW, deep, 4, 4)
+    if outputs % 128 or kernel == 1:
+        return Tile(128, NARROW, deep, 4, 3)
+    pixels = len(x) // models * -(-size[0] // up) * -(-size[1] // up)
+    if models * up * up * pixels // 128 * (outputs // 128) < PROGRAMS:
+        return Tile(64, 128, deep, 4, 4)
+    return Tile(128, 128, deep, 8, 4) if up == 1 and channels >= 256 else Tile(128, 128, deep, 4, 3)
+
+
+def filter_tile(
+    grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
+) -> tuple[Tile, bool, int] | None:
+    """The tile, whether three taps go together, and in how many parts the pixels are summed; None where
+    `triton_conv.py` does it. Read off results/kernels-h200.json."""
+    _, height, width, outputs = grad.shape
+    channels, images = x.shape[3], len(x) // models
+    if not hopper(x.device) or x.shape[1] % stride or x.shape[2] % stride or outputs % NARROW:
+        return None
+    row = kernel == 3 and channels <= 128
+    if row:
+        tile = Tile(128, NARROW, min(channels & -channels, 64), 4, 3)
+    elif channels <= 128 or outputs % 128:
+        tile = Tile(64, NARROW, min(channels & -channels, 64), 4, 5)
+    else:
+        tile = Tile(128 if height * width >= 64 else 64, 128, min(channels & -channels, 128), 8, 3)
+    box = _box(tile.pixels, height, width)
+    if images % box[0]:  # a tile would reach into the next model's images
+        return None
+    tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
+    programs = PROGRAMS * (1 if _flat(box, height, width) else 4) * (1 if kernel > 1 else 2)
+    steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
+    parts = max(1, min(programs // tiles, steps // 4))
+    return None if parts > MOST_PARTS else (tile, row, parts)
+
+
+def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
+    """Whether a tile's pixels lie one after another."""
+    return box[2] == width and (box[1] == height or (box[0] == 1 and height % box[1] == 0))
+
+
+def correlate(
+    x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
+    stride: int, up: int, padding: int, flip: bool, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """Images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip` the images' gradient."""
+    models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
+    y = x.new_empty(len(x), *size, outputs)
+    box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
+    block = [tile.channels, tile.outputs] if flip else [tile.outputs, tile.channels]
+    down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
+    _correlate[(triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up)](
+        _pixels(x, stride, box, tile.channels), _matrix(w, models * w.shape[1], block),
+        w if bias is None else bias.contiguous(), y, images, size[0], size[1],
+        images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
+        flip, bias is not None,
+        *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def weights_grad(
+    grad: Tensor,
+    x: Tensor,
+    models: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    tile: Tile,
+    row: bool,
+    parts: int,
+) -> Tensor:
+    """The gradient with respect to filters, [n, O, k, k, C]; the pixels' sum in float32."""
+    _, height, width, outputs = grad.shape
+    channels, images = x.shape[3], len(x) // models
+    box = _box(tile.pixels, height, width)
+    flat = _flat(box, height, width)
+    steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
+    parts = max(1, min(parts, steps))
+    chunk = triton.cdiv(steps, parts)
+    shape = (models, outputs, kernel, kernel, channels)
+    out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
+    length = outputs * kernel * kernel * channels
+    taps = kernel * kernel // 3 if row else kernel * kernel
+    _filters[((outputs // tile.outputs) * taps * (channels // tile.channels), parts, models)](
+        _matrix(grad, len(grad) * height * width, [tile.pixels, tile.outputs])
+        if flat
+        else _pixels(grad, 1, box, tile.outputs),
+        _pixels(x, stride, box, tile.channels),
+        out, images, height, width, steps, chunk, length, models * length,
+        stride, padding, kernel, channels, outputs, *box, tile.outputs, tile.channels, row, flat, FAR,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out if parts == 1 else out.sum(0).to(grad.dtype)

@@ -1,0 +1,237 @@
+"""What a run is compared with: a model that the server trains alone, and folds of the labelled images.
+
+Both are runs inside the run's folder, with checkpoints of their own, so that a run that was killed in the
+middle of them goes on there.
+"""
+
+import json
+import shutil
+import warnings
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssfl import methods
+from ssfl.config.settings import Config, Privacy
+from ssfl.core import plain_files, statistics
+from ssfl.data import folds, split
+from ssfl.data.hands import Hands, Index
+from ssfl.errors import DivergedError, SsflWarning
+from ssfl.federation import State
+from ssfl.runs import assemble, folder, verdict
+from ssfl.simulate.simulation import Simulation
+
+BASELINE, FOLDS = "baseline", "folds"
+"""The folders of the server-only run and of the folds, inside the run's."""
+FOLDS_FILE = "folds.json"
+LEAST = 20
+"""A fold's runs have at least so many rounds, if the run has as many."""
+
+
+class Play(Protocol):
+    """Plays a run inside this one, from where it was left, and returns its last state."""
+
+    def __call__(self, made: Simulation, path: Path, what: str) -> State: ...
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a run's model was compared with, and what came of it."""
+
+    verdict: dict[str, Any] | None = None
+    """See `verdict.judge`; None where there was nothing to compare."""
+    folds: dict[str, Any] | None = None
+    """Accuracy of the kept kind of model over the folds."""
+    alone: tuple[Simulation, State] | None = None
+    """The server-only model."""
+
+    @property
+    def kept_alone(self) -> bool:
+        """Whether the server-only model is the run's model."""
+        return self.verdict is not None and self.verdict["kept"] == verdict.SERVER_ONLY
+
+
+def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
+    """Train what the run is compared with, and judge."""
+    config = sim.config
+    if not config.run.baseline and not config.run.folds:
+        return Compared()
+    try:
+        alone = None
+        if config.run.baseline:
+            alone = _played(sim, server_only(config), sim.parts, sim.validation, path / BASELINE, play,
+                            "server-only model")  # fmt: skip
+        held = cross_validate(sim, path, play) if config.run.folds else None
+    except DivergedError as error:
+        warnings.warn(f"no comparison with the server alone: {error}", SsflWarning, stacklevel=2)
+        return Compared()
+    found = [] if alone is None else _comparisons(sim, state, *alone)
+    if held is not None and held.alone is not None:
+        found.append(verdict.compare("folds", held.labels, held.federated, held.alone, held.classes))
+    judged = verdict.judge(found, _users(config)) if found else None
+    made = Compared(judged, None, alone)
+    return made if held is None else replace(made, folds=held.described(made.kept_alone))
+
+
+def server_only(config: Config) -> Config:
+    """The same run without users: the same start, images, steps and learning rates at the server."""
+    federation = replace(
+        config.federation, participants=1, groups=1, group_sizes="even", attackers=0.0, head_start=0.0,
+        gate=False, combine="mean", check=False, dropout=0.0,
+    )  # fmt: skip
+    policy = "slot" if config.train.momentum_policy == "user" else config.train.momentum_policy
+    engine = "loop" if config.run.engine == "sites" else config.run.engine
+    run = replace(_inside(config), engine=engine, users_at_once=1)
+    return replace(
+        config, method=methods.find("server-only")(), federation=federation, privacy=Privacy(), run=run,
+        train=replace(config.train, momentum_policy=policy),
+    )  # fmt: skip
+
+
+def _inside(config: Config) -> Any:
+    """[run] of a run inside another."""
+    return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
+
+
+def _users(config: Config) -> str:
+    """What the verdict is about, in words."""
+    told = config.split.labels_at == "server" and "labels" not in config.method.needs()
+    return "unlabelled images" if told else "users' images"
+
+
+def _played(
+    sim: Simulation, config: Config, parts: split.Parts, held: Index, path: Path, play: Play, what: str
+) -> tuple[Simulation, State]:
+    made = assemble.build(config, sim.dataset, parts, held, sim.device, sim.make)
+    with closing(made.engine):
+        return made, play(made, path, what)
+
+
+def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State) -> list[verdict.Comparison]:
+    """The federated model against the server-only one, on the test and on the validation images."""
+    data, rows = sim.dataset, (sim.final_row(state), other.final_row(alone))
+    sets: list[tuple[str, Tensor, Tensor]] = []
+    if sim.config.run.test != "never" and len(data.test_labels):
+        sets.append(("test", data.test_images.to(sim.device), data.test_labels))
+    if len(sim.validation):
+        held = torch.from_numpy(sim.validation)
+        sets.append(("validation", sim.pool.images[held.to(sim.device)], data.labels[held]))
+    return [
+        verdict.compare(
+            on, labels, sim.classified(rows[0], images), other.classified(rows[1], images), len(data.classes)
+        )
+        for on, images, labels in sets
+    ]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What models that had not seen them said of the labelled images."""
+
+    labels: Tensor
+    federated: Tensor
+    alone: Tensor | None
+    classes: int
+    folds: int
+    rounds: int
+    groups: int | None
+    """How many patients, or other groups, were kept together; None where nothing shows them."""
+
+    def described(self, kept_alone: bool) -> dict[str, Any]:
+        """Accuracy over all folds, as summary.json has it."""
+        predicted = self.alone if kept_alone and self.alone is not None else self.federated
+        truth = self.labels.tolist()
+        matrix = statistics.confusion(truth, predicted.tolist(), self.classes)
+        each = [row[k] / sum(row) if sum(row) else None for k, row in enumerate(matrix)]
+        correct = sum(row[k] for k, row in enumerate(matrix))
+        return {
+            "folds": self.folds, "rounds": self.rounds, "groups": self.groups, "correct": correct,
+            "count": len(truth), "accuracy": correct / len(truth), "class_accuracy": each,
+            "interval": list(statistics.wilson(correct, len(truth))),
+            "balanced_accuracy": statistics.balanced(each), "confusion": matrix,
+        }  # fmt: skip
+
+
+def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
+    """Hold each labelled image out in one fold; folds.json keeps what is done."""
+    config, data, server = sim.config, sim.dataset, sim.parts.server
+    count, rounds = config.run.folds, fold_rounds(config)
+    labels = data.labels.numpy()[server]
+    groups = None
+    if data.groups is not None and len(server) and server.max() < len(data.groups):
+        groups = data.groups[server]
+    fold_of = folds.assign(labels, groups, count, config.split.seed)
+    kinds = ("federated", "alone") if config.run.baseline else ("federated",)
+    plan = {"folds": count, "rounds": rounds, "images": server.tolist(), "fold": fold_of.tolist()}
+    new = plan | {"done": 0, **{kind: [-1] * len(server) for kind in kinds}}
+    told = _read(path / FOLDS_FILE, plan) or new
+    for fold in range(told["done"], count):
+        held = fold_of == fold
+        parts = _without(sim, server[held])
+        for kind, made in _fold_configs(config, rounds).items():
+            if kind not in kinds:
+                continue
+            what = f"fold {fold + 1} of {count}" + (", server only" if kind == "alone" else "")
+            home = path / FOLDS / f"{fold + 1}-{kind}"
+            one, state = _played(sim, made, parts, server[held], home, play, what)
+            images = sim.pool.images[torch.from_numpy(server[held]).to(sim.device)]
+            predicted = one.classified(one.final_row(state), images).tolist()
+            for place, label in zip(np.flatnonzero(held).tolist(), predicted, strict=True):
+                told[kind][place] = label
+        told["done"] = fold + 1
+        folder.write_atomic(path / FOLDS_FILE, json.dumps(told).encode() + b"\n")
+        shutil.rmtree(path / FOLDS, ignore_errors=True)
+    shutil.rmtree(path / FOLDS, ignore_errors=True)
+    return Held(
+        torch.from_numpy(labels), torch.tensor(told["federated"]),
+        torch.tensor(told["alone"]) if config.run.baseline else None, len(data.classes), count, rounds,
+        None if groups is None else len(set(groups.tolist())),
+    )  # fmt: skip
+
+
+def fold_rounds(config: Config) -> int:
+    """How many rounds a fold's runs have: all folds together cost about as much as the run itself."""
+    rounds = config.federation.rounds or 1
+    return max(1, rounds // config.run.folds, min(rounds, LEAST))
+
+
+def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
+    """The two runs of a fold: shorter, and judged by its images alone."""
+    run = replace(_inside(config), test="never", eval_every=rounds)
+    short = replace(config, federation=replace(config.federation, rounds=rounds), run=run)
+    return {"federated": short, "alone": server_only(short)}
+
+
+def _without(sim: Simulation, held: Index) -> split.Parts:
+    """The owners without the images of a fold; users have these too if the server shares its images."""
+    parts = sim.parts
+    users = parts.users
+    if sim.config.split.shared:
+        left = np.ones(len(sim.dataset.labels), bool)
+        left[held] = False
+        users = Hands.of(users).where(left)
+    return replace(parts, server=np.setdiff1d(parts.server, held), users=users)
+
+
+def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """folds.json, if it is of the same plan."""
+    try:
+        told = plain_files.parse_json(plain_files.read(file))
+        return told if all(told[key] == value for key, value in plan.items()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def expected(config: Config, pace: float, server: float) -> float:
+    """About how many seconds the comparison takes, from those of a round and of the server's part of it."""
+    rounds = config.federation.rounds or 1
+    seconds = rounds * server if config.run.baseline else 0.0
+    if config.run.folds:
+        each = pace + server if config.run.baseline else pace
+        seconds += config.run.folds * fold_rounds(config) * each
+    return seconds

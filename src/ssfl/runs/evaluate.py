@@ -1,0 +1,207 @@
+"""`ssfl evaluate`: how good a model is on a folder of labelled images, one sub-folder for each class."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssfl.core import statistics
+from ssfl.data import pictures, sources
+from ssfl.data.dataset import WHITE
+from ssfl.data.own import UNLABELLED
+from ssfl.errors import DataError, SsflWarning
+from ssfl.models.external import Factory
+from ssfl.runs.predict import Classifier, load_model
+
+BATCH = 128
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said of one image."""
+
+    file: Path
+    label: int
+    predicted: int
+    confidence: float
+
+    @property
+    def right(self) -> bool:
+        return self.label == self.predicted
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model judged by labelled images."""
+
+    run: str
+    folder: str
+    classes: tuple[str, ...]
+    answers: list[Answer] = field(repr=False)
+    broken: list[str]
+    """A line for each file that could not be read; these are left out."""
+    white: int = WHITE
+    """What became 255 in image files of more than 8 bits."""
+
+    @property
+    def count(self) -> int:
+        return len(self.answers)
+
+    @property
+    def correct(self) -> int:
+        return sum(answer.right for answer in self.answers)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.count
+
+    @property
+    def interval(self) -> statistics.Interval:
+        return statistics.wilson(self.correct, self.count)
+
+    @property
+    def confusion(self) -> list[list[int]]:
+        """How many images of each class (row) were taken for each class (column)."""
+        labels, told = ([getattr(answer, key) for answer in self.answers] for key in ("label", "predicted"))
+        return statistics.confusion(labels, told, len(self.classes))
+
+    @property
+    def class_accuracy(self) -> list[float | None]:
+        """Of each class; None where it has no image."""
+        return [row[k] / sum(row) if sum(row) else None for k, row in enumerate(self.confusion)]
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean of the classes' accuracies."""
+        return statistics.balanced(self.class_accuracy) or 0.0
+
+    @property
+    def bins(self) -> list[statistics.Bin]:
+        """Confidence against accuracy."""
+        sure = [answer.confidence for answer in self.answers]
+        return statistics.reliability(sure, [answer.right for answer in self.answers], BINS)
+
+    @property
+    def calibration_error(self) -> float:
+        """How far confidence and accuracy are apart, on average (ECE)."""
+        return statistics.calibration_error(self.bins) or 0.0
+
+    @property
+    def mean_confidence(self) -> float:
+        return sum(answer.confidence for answer in self.answers) / self.count
+
+    @property
+    def mistakes(self) -> list[Answer]:
+        """The wrong answers, the most confident first."""
+        wrong = [answer for answer in self.answers if not answer.right]
+        return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, as `--json` prints it."""
+        matrix = self.confusion
+        by_class = {
+            name: {
+                "accuracy": share, "correct": matrix[k][k], "count": sum(matrix[k]),
+                "interval": list(statistics.wilson(matrix[k][k], sum(matrix[k]))),
+            }
+            for k, (name, share) in enumerate(zip(self.classes, self.class_accuracy, strict=True))
+        }  # fmt: skip
+        return {
+            "run": self.run,
+            "folder": self.folder,
+            "count": self.count,
+            "correct": self.correct,
+            "accuracy": self.accuracy,
+            "interval": list(self.interval),
+            "balanced_accuracy": self.balanced_accuracy,
+            "classes": list(self.classes),
+            "class_accuracy": by_class,
+            "confusion": matrix,
+            "calibration": {
+                "error": self.calibration_error,
+                "mean_confidence": self.mean_confidence,
+                "bins": [asdict(one) for one in self.bins],
+            },
+            "mistakes": [
+                {
+                    "file": str(one.file), "class": self.classes[one.label],
+                    "predicted": self.classes[one.predicted], "confidence": one.confidence,
+                }
+                for one in self.mistakes
+            ],
+            "skipped": self.broken,
+        }  # fmt: skip
+
+
+def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
+    """Judge a run's model by the images of a folder with one sub-folder for each class.
+
+    Files are read exactly as `predict` reads them. Those that cannot be read are left out and listed in
+    `broken`.
+    """
+    classifier = load_model(run, model)
+    labelled = labelled_files(Path(folder), classifier.classes)
+    answers: list[Answer] = []
+    broken: list[str] = []
+    for start in range(0, len(labelled), BATCH):
+        part, images = _read(labelled[start : start + BATCH], classifier, broken)
+        if not part:
+            continue
+        with torch.no_grad():
+            sure, told = classifier(images).softmax(-1).max(-1)
+        answers += [
+            Answer(file, label, int(guess), float(share))
+            for (file, label), guess, share in zip(part, told, sure, strict=True)
+        ]
+    if not answers:
+        raise DataError(f"{folder}: none of its {len(broken)} images can be read; the first: {broken[0]}")
+    return Evaluation(str(run), str(folder), classifier.classes, answers, broken, classifier.white)
+
+
+def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    """The image files of a folder with the class that their sub-folder names."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder; give one with a sub-folder for each class")
+    places = {place.name: place for place in pictures.list_folders(folder) if place.name not in UNLABELLED}
+    known = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
+    if not places:
+        raise DataError(
+            f"{folder}: holds no sub-folders; put the images of each class in a folder of its name ({known})"
+        )
+    unknown = [name for name in places if name not in classes]
+    if unknown:
+        inner = [name for name in ("test", "validation", "train") if name in unknown]
+        hint = f"did you mean {folder / inner[0]}?" if inner else "rename or remove the folder"
+        named = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        raise DataError(f"{folder}: the model knows no class {named}, only {known}; {hint}")
+    labelled = []
+    for name, place in places.items():
+        files = pictures.list_images(place)
+        if not files:
+            raise DataError(f"{place}: holds no images; add some or remove the folder")
+        labelled += [(file, list(classes).index(name)) for file in files]
+    loose = len(pictures.list_images(folder, nested=False))
+    if loose:
+        warnings.warn(
+            f"{loose} images in {folder} lie in no class folder and are left out", SsflWarning, stacklevel=3
+        )
+    return labelled
+
+
+def _read(
+    files: Sequence[tuple[Path, int]], classifier: Classifier, broken: list[str]
+) -> tuple[list[tuple[Path, int]], Tensor]:
+    """The files that can be read, and their pixels as `predict` has them."""
+    kept, images = [], []
+    for file, label in files:
+        try:
+            images.append(sources.read_image_files([file], *classifier.shape, classifier.white))
+            kept.append((file, label))
+        except DataError as error:
+            broken.append(str(error))
+    return kept, torch.cat(images) if images else torch.empty(0)

@@ -1,0 +1,198 @@
+"""What a run will cost, measured with one step before its first round."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ssfl.engines import local
+from ssfl.engines.memory import peak
+from ssfl.engines.work import Work
+from ssfl.federation import State
+from ssfl.runs import comparing
+from ssfl.runs.text import duration
+from ssfl.simulate.simulation import Simulation
+
+LONG = 2.0
+"""A first step that took longer than so many seconds need not be repeated to be measured."""
+SCORED = 64
+"""Test images on which evaluation is measured."""
+SAMPLED = 0.05
+"""Seconds between two looks at the memory."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a run."""
+
+    rounds: int
+    round: float
+    """Seconds that a round takes."""
+    evaluations: int
+    evaluation: float
+    """Seconds that an evaluation takes."""
+    compared: float
+    """Seconds for the models that the run is compared with."""
+    memory: int
+    """Bytes that all processes of the run hold."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rounds * self.round + self.evaluations * self.evaluation + self.compared
+
+
+def measure(sim: Simulation, state: State) -> Forecast | None:
+    """The forecast of the rounds after `state`; None where steps cannot be tried: they are compiled, spread
+    over machines, or need something of a round."""
+    if sim.crowd is not None or sim.config.run.compile:
+        return None
+    try:
+        with _watched(sim.device) as memory:
+            users = _users(sim, state)
+            server = _server(sim, state)
+    except Exception:  # a method may need what only a round can give it
+        return None
+    every = sim.config.run.eval_every or 1
+    last = sim.rounds
+    evaluations = -(-last // every) - state.round // every
+    rounds = last - state.round
+    more = comparing.expected(sim.config, users + server, server)
+    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), more, memory[0])
+
+
+def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
+    """What will be done and what it is expected to cost."""
+    federation, train = sim.config.federation, sim.config.train
+    channels, height, width = sim.dataset.shape
+    parameters = f"{sim.layout.weights:,} parameters"
+    taking = federation.participants or 0
+    users = f"{taking} of {sim.config.split.users}" if taking < sim.config.split.users else f"{taking}"
+    tested = len(sim.dataset.test_labels)
+    kind = "grey" if channels == 1 else "colour"
+    found = [
+        f"{sim.config.model.name} ({parameters}) on {kind} images of {width}x{height}; {users} users, "
+        f"{len(sim.parts.server):,} labelled images at the server, {tested:,} for tests",
+        f"{sim.rounds:,} rounds of {federation.period} steps with {train.batch_size} images",
+    ]
+    if expected is not None:
+        found[1] += (
+            f": about {duration(expected.seconds)} ({duration(expected.round)} a round) and "
+            f"{expected.memory / 1e9:.1f} GB of memory, measured with one step"
+        )
+    if sim.dataset.grey is not None and not sim.config.data.flip:
+        total = len(sim.dataset.images) + len(sim.dataset.test_images)
+        if 2 * sim.dataset.grey > total:
+            found.append(
+                f"views are not mirrored: {sim.dataset.grey:,} of {total:,} images are grey "
+                "(--set data.flip=true mirrors them)"
+            )
+    return found
+
+
+def _users(sim: Simulation, state: State) -> float:
+    """Seconds that the users of a round take."""
+    cohort, work, _ = sim.plan.prepare(sim.rounds - 1)
+    count = min(len(cohort.users), sim.plan.at_once)
+    if not count:
+        return 0.0
+    rows = state.average.repeat(count, 1)
+    momentum = rows.new_zeros(count, sim.layout.weights)
+
+    def train(work: Work) -> None:
+        local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
+
+    return _steps(sim, train, work.of(slice(count))) * len(cohort.users) / count
+
+
+def _server(sim: Simulation, state: State) -> float:
+    """Seconds that the server takes in a round."""
+    if not sim.has_server or not sim.method.trains_server:
+        return 0.0
+    work = sim.plan.server_work(sim.rounds - 1)
+    rows = state.average.repeat(len(work.batches), 1)
+    momentum = rows.new_zeros(len(rows), sim.layout.weights)
+    return _steps(sim, lambda work: sim.engine.train(rows, momentum, work), work)
+
+
+def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
+    """Seconds that all steps of some work take, from one of them, or two where they are short."""
+    first = _timed(sim, lambda: train(_cut(work, 1)))
+    if work.steps == 1 or first > LONG:
+        return first * work.steps
+    one, two = (_timed(sim, lambda count=count: train(_cut(work, count))) for count in (1, 2))  # type: ignore[misc]
+    further = min(max(two - one, one / 4), two / 2)  # a busy machine makes the difference a matter of chance
+    return one + further * (work.steps - 1)
+
+
+def _cut(work: Work, steps: int) -> Work:
+    """The first steps of some work."""
+    labelled = None if work.labelled is None else work.labelled[:, :steps]
+    return replace(work, batches=work.batches[:, :steps], labelled=labelled, rates=work.rates[:steps])
+
+
+def _evaluation(sim: Simulation, state: State) -> float:
+    """Seconds that an evaluation takes."""
+    images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
+    some = min(SCORED, len(sim.dataset.test_labels))
+    test = sim.dataset.test_images[:some].to(sim.device), sim.dataset.test_labels[:some]
+    if sim.pool.features is not None:  # they are computed once
+        sim.score(state.average, *test)
+    seconds = _timed(sim, lambda: sim.score(state.average, *test))
+    return seconds * max(1.0, images / max(some, 1))
+
+
+def _timed(sim: Simulation, call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    if sim.device.type == "cuda":
+        torch.cuda.synchronize(sim.device)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _watched(device: torch.device) -> Iterator[list[int]]:
+    """Gives a list whose one number becomes the most bytes that this process and its children held."""
+    most, done = [0], threading.Event()
+
+    def watch() -> None:
+        while True:
+            most[0] = max(most[0], _held())
+            if done.wait(SAMPLED):
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
+        most[0] = most[0] or peak(device)["cpu"]
+        if device.type == "cuda":
+            most[0] = peak(device)["gpu"]
+
+
+def _held() -> int:
+    """Bytes that this process and its children hold: shared pages count once, and pages of files, such as
+    the decoded images, not at all, since the system can drop them."""
+    total = 0
+    for process in (os.getpid(), *_children()):
+        with suppress(OSError, ValueError):
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+                name, _, rest = line.partition(":")
+                if name in ("Pss_Anon", "Pss_Shmem"):
+                    total += 1024 * int(rest.split()[0])
+    return total
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        for task in Path("/proc/self/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found

@@ -1,0 +1,111 @@
+"""`ssfl evaluate`: a model judged by a folder of labelled images."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.metrics import balanced_accuracy_score
+
+import ssfl as library  # where the fixture of that name is the command
+from conftest import Call
+from image_files import refusal, write_image
+from ssfl.runs import evaluate, sheet
+from ssfl.runs.predict import predict
+
+DIGITS = load_digits()
+X = np.rint(DIGITS.images * (255 / 16)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred digits in a folder for each class; class 9 has none."""
+    folder = tmp_path_factory.mktemp("held")
+    for number in range(1600, 1720):
+        if DIGITS.target[number] < 9:
+            write_image(folder / str(DIGITS.target[number]) / f"{number}.png", X[number])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = ["federation.rounds=3", "federation.period=8", "run.threads=1", "run.device=cpu"]
+    path = tmp_path_factory.mktemp("run") / "digits"
+    library.run(library.load_config("quickstart", settings), path)
+    return path
+
+
+def test_the_numbers_are_those_of_predict(trained: Path, held: Path) -> None:
+    judged = evaluate.evaluate(trained, held)
+    told = predict(trained, [held])
+    truth = [Path(row["file"]).parent.name for row in told]
+    guesses = [row["class"] for row in told]
+    assert judged.count == len(told) == len(judged.answers)
+    assert judged.correct == sum(a == b for a, b in zip(truth, guesses, strict=True))
+    assert judged.balanced_accuracy == pytest.approx(balanced_accuracy_score(truth, guesses))
+    assert judged.interval.low < judged.accuracy < judged.interval.high
+    assert judged.class_accuracy[9] is None
+    assert [sum(row) for row in judged.confusion] == [truth.count(str(k)) for k in range(10)]
+    wrong = [answer.confidence for answer in judged.mistakes]
+    assert wrong == sorted(wrong, reverse=True)
+    assert len(wrong) == judged.count - judged.correct > 0
+
+
+def test_the_command_prints_json_and_a_contact_sheet(ssfl: Call, trained: Path, held: Path) -> None:
+    code, out, err = ssfl("evaluate", str(trained), str(held), "--json", "--sheet", "worst.png")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert told["accuracy"] == told["correct"] / told["count"]
+    assert set(told) >= {"balanced_accuracy", "interval", "confusion", "class_accuracy"}
+    assert sum(one["count"] for one in told["calibration"]["bins"]) == told["count"]
+    assert told["class_accuracy"]["9"] == {"accuracy": None, "correct": 0, "count": 0, "interval": [0, 1]}
+    with Image.open("worst.png") as image:
+        assert image.width > sheet.SIDE
+    code, out, _ = ssfl("evaluate", str(trained), str(held), "--sheet", "worst.png")  # its own is replaced
+    assert code == 0
+    assert f"{told['correct']} of {told['count']}" in out
+    Path("photo.png").write_bytes(
+        (held / "1" / sorted(p.name for p in (held / "1").iterdir())[0]).read_bytes()
+    )
+    assert ssfl("evaluate", str(trained), str(held), "--sheet", "photo.png")[0] == 2
+
+
+def test_broken_files_are_listed_and_skipped(ssfl: Call, trained: Path, tmp_path: Path) -> None:
+    write_image(tmp_path / "more" / "1" / "good.png", X[1])
+    (tmp_path / "more" / "1" / "bad.png").write_bytes(b"no image")
+    code, out, err = ssfl("evaluate", str(trained), "more", "--json")
+    assert code == 0
+    assert json.loads(out)["count"] == 1
+    assert "bad.png" in err
+    assert len(json.loads(out)["skipped"]) == 1
+    (tmp_path / "more" / "1" / "good.png").unlink()
+    refusal(lambda: evaluate.evaluate(trained, "more"), "bad.png")
+
+
+def test_folders_that_make_no_sense_get_one_line(trained: Path, tmp_path: Path) -> None:
+    refusal(lambda: evaluate.evaluate(trained, tmp_path / "nowhere"), "nowhere")
+    write_image(tmp_path / "flat" / "a.png")
+    refusal(lambda: evaluate.evaluate(trained, tmp_path / "flat"), "flat")
+    write_image(tmp_path / "strange" / "zebra" / "a.png")
+    refusal(lambda: evaluate.evaluate(trained, tmp_path / "strange"), "zebra")
+    (tmp_path / "empty" / "3").mkdir(parents=True)
+    refusal(lambda: evaluate.evaluate(trained, tmp_path / "empty"), tmp_path / "empty" / "3")
+    write_image(tmp_path / "whole" / "test" / "3" / "a.png")
+    refusal(lambda: evaluate.evaluate(trained, tmp_path / "whole"), tmp_path / "whole" / "test")
+
+
+def test_images_outside_class_folders_are_left_out_with_a_warning(trained: Path, tmp_path: Path) -> None:
+    write_image(tmp_path / "more" / "1" / "a.png", X[1])
+    write_image(tmp_path / "more" / "loose.png", X[1])
+    with pytest.warns(library.errors.SsflWarning):
+        assert evaluate.evaluate(trained, tmp_path / "more").count == 1
+
+
+def test_no_mistake_no_sheet(trained: Path, tmp_path: Path, held: Path) -> None:
+    judged = evaluate.evaluate(trained, held)
+    right = next(answer for answer in judged.answers if answer.right)
+    one = evaluate.Evaluation("run", "folder", judged.classes, [right], [])
+    assert sheet.write(one, tmp_path / "sheet.png") is None
+    assert one.balanced_accuracy == one.accuracy == 1

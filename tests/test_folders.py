@@ -1,0 +1,239 @@
+"""A folder of images as a config: what is chosen, what is said, and what a stopped run can do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ssfl as package
+from conftest import Call
+from ssfl import methods
+from ssfl.core.events import Event
+from ssfl.core.fields import limits_of
+from ssfl.data.own import Files
+from ssfl.errors import ConfigError, SsflWarning
+from ssfl.runs import choose, forecast, predict, train
+from ssfl.runs.choose import Facts
+
+SHORT = ("--set", "federation.rounds=2", "--set", "run.threads=1", "--set", "model.name=small")
+
+
+def draw(folder: str | Path, count: int, side: int = 40, seed: int = 0, deep: bool = False) -> None:
+    """Noise with a stripe at a place that depends on the seed."""
+    rng = np.random.default_rng(seed)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        pixels = rng.integers(0, 100, (side, side + number % 3), dtype=np.uint8)
+        pixels[5 * seed % side : 5 * seed % side + 4] = 200
+        Image.fromarray(pixels.astype(np.uint16) * 16 if deep else pixels).save(Path(folder, f"{number}.png"))
+
+
+def scans(folder: str = "scans", deep: bool = False) -> None:
+    for seed, name in enumerate(("left", "right", "unlabelled/a", "unlabelled/b")):
+        draw(f"{folder}/{name}", 8 + seed, seed=seed, deep=deep)
+
+
+def facts(labelled: int, unlabelled: list[int], side: int, one_size: bool = False) -> Facts:
+    """Of a folder that nobody needs to write."""
+    half = [Path(f"{n}.png") for n in range(labelled // 2)]
+    train, test = {"a": half, "b": half}, {"a": half[:2], "b": half[:2]}
+    homes = [f"site-{n}" for n, count in enumerate(unlabelled) for _ in range(count)]
+    files = Files(train, [Path(f"{n}.png") for n in range(len(homes))], test, False, homes)
+    sizes = Counter({(side, side): files.everything.__len__()})
+    return Facts(Path("scans"), files, sizes if one_size else sizes + Counter({(side + 9, side): 1}), True)
+
+
+def per_round(chosen: choose.Choice) -> int:
+    steps, batch = chosen.settings["federation"]["period"], chosen.settings["train"]["batch_size"]
+    return int(steps * batch)
+
+
+@pytest.mark.parametrize(
+    ("labelled", "unlabelled"), [(48, [207, 262, 147]), (8, [20, 30]), (400, [5000] * 20), (20, [3, 3, 3])]
+)
+def test_a_round_does_not_repeat_images_dozens_of_times(labelled: int, unlabelled: list[int]) -> None:
+    chosen = choose.choose(facts(labelled, unlabelled, 256), 2, False, False)
+    assert per_round(chosen) <= 8 * max(labelled, 2)
+    assert per_round(chosen) <= max(2 * sorted(unlabelled)[len(unlabelled) // 2], 16)
+    assert 20 <= chosen.settings["federation"]["rounds"] <= 100
+    assert chosen.settings["split"]["users"] == len(unlabelled)
+
+
+def test_the_network_depends_on_what_is_installed_and_on_the_device() -> None:
+    few, many = facts(48, [200] * 3, 256), facts(400, [5000] * 20, 256)
+    tiny = facts(48, [200] * 3, 28, one_size=True)
+
+    def chosen(found: Facts, gpu: bool, pretrained: bool, **said: Any) -> tuple[str | None, int | None]:
+        settings = choose.choose(found, 2, gpu, pretrained, said).settings
+        return settings["model"].get("name"), settings["data"].get("size")
+
+    assert chosen(few, False, True) == ("lite0", 224)
+    assert chosen(few, True, True) == ("lite0", 224)
+    assert chosen(few, False, False) == ("small", 64)
+    assert chosen(many, False, True) == ("lite0", 128)  # 224 pixels would take hours
+    assert chosen(many, True, True) == (None, 64)
+    assert chosen(tiny, False, True) == ("cnn", None)
+    assert chosen(few, False, True, model={"name": "small"}) == (None, 64)
+    assert chosen(few, False, True, data={"size": 160}) == ("lite0", 160)
+
+
+def test_what_a_person_sets_stays(ssfl: Call) -> None:
+    scans()
+    sets = ["split.server_labels=6", "train.batch_size=5", "federation.rounds=7", "data.size=24",
+            "train.lr=0.5", "model.name=small", "federation.participants=1"]  # fmt: skip
+    config = choose.load_config("scans", sets)
+    assert config == package.load_config("scans", sets)
+    assert (config.train.batch_size, config.federation.rounds, config.data.size) == (5, 7, 24)
+    assert (config.train.lr, config.model.name, config.federation.participants) == (0.5, "small", 1)
+    assert config.split.users == 2
+    with pytest.raises(ConfigError) as caught:
+        choose.load_config("scans", ["split.users=3"])
+    assert (caught.value.key, caught.value.value, caught.value.fix) == ("split.users", 3, "split.users=2")
+
+
+def test_a_folder_runs_and_says_what_was_chosen(ssfl: Call) -> None:
+    scans()
+    Path("scans/left/broken.png").write_bytes(b"no picture")
+    code, out, err = ssfl("run", "scans", *SHORT, "--no-baseline")
+    assert (code, Path("runs/scans/model.safetensors").is_file()) == (0, True)
+    assert "accuracy" in out
+    words = ("1 of 39 images cannot be read", "left/broken.png", "pixels", "2 rounds", "GB of memory",
+             "views are not mirrored: 38 of 38", "left")  # fmt: skip
+    assert [word for word in words if word not in err] == []
+    assert json.loads(Path("runs/scans/split.json").read_text())["broken"] == 1
+    code, out, err = ssfl("split", "scans")
+    assert (code, "2 users as the data say" in out) == (0, True)
+    code, out, err = ssfl("run", "scans", *SHORT, "--no-baseline", "--quiet")
+    assert (code, out, err.count("cannot be read")) == (0, "", 1)
+    assert all(line.startswith("ssfl: warning: ") for line in err.splitlines())
+    code, _, err = ssfl("run", "scans", *SHORT, "--set", "data.broken=stop")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+EARLY = """
+import sys
+sys.argv = ["ssfl", *sys.argv[1:]]
+from ssfl.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "scans", "--set", "method.treshold=0.5"),
+        ("run", "scans", "--set", "trian.lr=1"),
+        ("run", "--set", "method.threshold=3"),
+        ("split", "scans", "--set", "method.name=semifl", "--set", "method.guard=true"),
+    ],
+)
+def test_typing_mistakes_are_told_before_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "scans" / "a").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, *words], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr.count("\n") == 1
+
+
+def test_settings_read_from_a_methods_file_are_those_of_its_class() -> None:
+    for name in methods.METHODS:
+        light, real = methods.settings_of(name), methods.find(name)
+        assert light is not None
+        assert limits_of(light) == limits_of(real)
+        defaults = {one.name: one.default for one in fields(real) if one.name in limits_of(real)}
+        assert {one.name: one.default for one in fields(light)} == defaults
+
+
+def test_a_forecast_says_time_and_memory_and_changes_nothing(quick: Any, tmp_path: Path) -> None:
+    told: list[Event] = []
+    config = quick("federation.rounds=2")
+    with_it = train.run(config, tmp_path / "with", told.append, forecast=True)
+    without = train.run(config, tmp_path / "without")
+    assert told[0]["event"] == "forecast"
+    assert any("GB of memory" in line for line in told[0]["lines"])
+    assert with_it.accuracy == without.accuracy
+    bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_every_method_has_a_forecast_or_none_but_no_error(quick: Any) -> None:
+    from ssfl.runs import assemble
+
+    for name in ("anchored", "semifl", "fedmatch", "server-only", "easgd", "cbafed"):
+        sim = assemble.make(quick(f"method.name={name}", "federation.rounds=2"))
+        expected = forecast.measure(sim, sim.initial())
+        assert expected is None or (expected.seconds > 0 and expected.memory > 0)
+        assert len(forecast.lines(sim, expected)) >= 2
+
+
+def stopped(path: Path, config: package.Config, after: int) -> None:
+    """A run that somebody stops with Ctrl-C."""
+
+    def report(event: Event) -> None:
+        if event["event"] == "round" and event["round"] == after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(train.Interrupted):
+        train.run(config, path, report)
+
+
+def test_a_stopped_run_predicts_and_exports_from_its_last_checkpoint(
+    ssfl: Call, quick: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    stopped(path, quick("federation.rounds=6"), after=2)
+    train.run(quick("federation.rounds=2", "train.horizon=3"), tmp_path / "short")
+    draw("pictures", 3, side=8)
+    code, out, err = ssfl("predict", str(path), "pictures")
+    assert (code, out.count("\n"), err.count("\n")) == (0, 3, 1)
+    assert "round 2 of 6" in err
+    assert f"ssfl resume {path}" in err
+    with pytest.warns(SsflWarning):
+        early, short = predict.load_model(path), predict.load_model(tmp_path / "short")
+    for one, other in zip(early.parameters(), short.parameters(), strict=True):
+        assert torch.equal(one, other)  # the model of two rounds
+    assert ssfl("export", str(path), "early")[0] == 0
+    assert ssfl("resume", str(path), "--quiet")[0] == 0
+    assert not (path / "unfinished.safetensors").exists()
+    assert ssfl("predict", str(path), "pictures")[2] == ""
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_export_works_in_plain_pytorch_and_its_card_says_how_files_are_read(
+    ssfl: Call, deep: bool
+) -> None:
+    scans(deep=deep)
+    sets = [word for word in SHORT if word != "--set"]
+    result = package.run(choose.load_config("scans", [*sets, "data.size=20", "run.baseline=false"]), "run")
+    predict.export(result.path, "model")
+    card = json.loads(Path("model.json").read_text())
+    assert card.get("white") == (4095 if deep else None)
+    assert ("4095" in card["reading"]) == deep
+    # the lines of docs/own-images.md
+    model = torch.export.load("model.pt2").module()
+    file = next(Path("scans/unlabelled/a").iterdir())
+    if deep:
+        values = (np.asarray(Image.open(file)).astype(np.int64) * 255 + 2047) // 4095
+        image = Image.fromarray(values.astype(np.uint8))
+    else:
+        image = Image.open(file).convert("L" if card["shape"][0] == 1 else "RGB")
+    image = image.resize(card["shape"][:0:-1], Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy(np.array(image)).reshape(1, *card["shape"][1:], -1).permute(0, 3, 1, 2)
+    (known,) = predict.predict(result.path, [file])
+    shares = model(pixels).softmax(-1)[0]
+    assert card["classes"][int(shares.argmax())] == known["class"]
+    assert float(shares.max()) == pytest.approx(known["confidence"], abs=1e-5)

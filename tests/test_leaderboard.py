@@ -1,0 +1,71 @@
+"""The leaderboard: a page made from files, up to date, and only of files that say how they came about."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import leaderboard
+from ssfl.config.loading import as_dict, load_config
+
+
+def standing(method: str, accuracies: list[float], commit: str = "1234567890") -> dict[str, Any]:
+    config = as_dict(load_config("quickstart", [f"method.name={method}", "federation.participants=10"]))
+    runs = [
+        {"seed": seed, "accuracy": value / 100, "device": "cpu", "commit": commit}
+        for seed, value in enumerate(accuracies, 1)
+    ]
+    return {
+        "method": method, "mean": sum(accuracies) / len(accuracies), "deviation": 0.5, "diverged": 0,
+        "collapsed": 1, "images": 2_000_000, "passes": 3_000_000, "server_images": 400_000, "runs": runs,
+        "options": ["train.lr=0.03", "method.threshold=0.8"], "config": config,
+    }  # fmt: skip
+
+
+def contest(*standings: dict[str, Any], **other: Any) -> dict[str, Any]:
+    known = {"command": "ssfl contest", "date": "2026-11-17T09:00:00+00:00", "tuned": True}
+    return known | {"versions": {"ssfl": "0.2.0", "torch": "2.13.0"}, "standings": list(standings)} | other
+
+
+def written(folder: Path, **contests: dict[str, Any]) -> list[Path]:
+    for name, told in contests.items():
+        (folder / f"{name}.json").write_text(json.dumps(told))
+    return sorted(folder.glob("*.json"))
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert leaderboard.main(["--check"]) == 0
+
+
+def test_files_of_one_protocol_share_a_table_and_are_compared_by_seed(tmp_path: Path) -> None:
+    files = written(
+        tmp_path,
+        one=contest(standing("anchored", [90, 92, 94]), standing("server-only", [80, 81, 82])),
+        two=contest(standing("semifl", [89, 93, 91])),
+    )
+    page = leaderboard.page(files)
+    assert page.count("\n## digits: 50 labels") == 1
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == ["anchored", "semifl", "server-only"]
+    # 1, -1 and 3 points: mean 1, standard error 2 / √3, and Student's t of two degrees is 4.303
+    assert rows[1][2] == "1.00 (-3.97 to 5.97)"
+    assert rows[0][3:9] == ["3", "1", "2", "3", "0.4", "lr=0.03, threshold=0.8"]
+    assert "one.json" in rows[0][9]
+    assert "two.json" in rows[1][9]
+    assert "torch 2.13.0" in page
+
+
+def test_files_that_do_not_say_how_they_came_about_are_refused(tmp_path: Path) -> None:
+    good = standing("anchored", [90, 92, 94])
+    bad = {
+        "untuned": contest(good, tuned=False),
+        "undated": contest(good, date=None),
+        "unresolved": contest(good | {"config": {}}),
+        "uncommitted": contest(standing("anchored", [90.0], commit="1234567+")),
+    }
+    for name, told in bad.items():
+        (tmp_path / name).mkdir()
+        files = written(tmp_path / name, **{name: told})
+        with pytest.raises(leaderboard.Unfit, match=name):
+            leaderboard.page(files)

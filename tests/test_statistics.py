@@ -1,0 +1,90 @@
+"""Intervals, paired differences and calibration against scipy, scikit-learn and hand-made cases."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix
+
+from ssfl.core import statistics
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 12), (10, 12), (12, 12), (203, 237), (999, 1000)])
+def test_wilson_is_scipys(right: int, count: int) -> None:
+    theirs = binomtest(right, count).proportion_ci(method="wilson")
+    assert statistics.wilson(right, count) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_wilson_of_nothing_says_nothing() -> None:
+    assert statistics.wilson(0, 0) == (0, 1)
+
+
+@pytest.mark.parametrize(("won", "lost"), [(0, 0), (5, 0), (12, 2), (3, 3), (30, 17)])
+def test_mcnemar_is_a_binomial_test(won: int, lost: int) -> None:
+    p = binomtest(won, won + lost).pvalue if won + lost else 1.0
+    assert statistics.mcnemar(won, lost) == pytest.approx(p, abs=1e-12)
+
+
+def test_paired_interval_is_the_published_one() -> None:
+    """Newcombe 1998 (Statistics in Medicine 17: 2635-2650), method 10, of the table 36, 12, 2, 0."""
+    assert statistics.paired_interval(50, 48, 38, 12, 2) == pytest.approx((0.0569, 0.3404), abs=5e-5)
+
+
+def test_paired_interval_by_hand_where_two_models_never_agree() -> None:
+    """5 images, 2 right alone and 3 wrong alone: phi is -1, and both ends are plain sums."""
+    a, b = statistics.wilson(2, 5), statistics.wilson(3, 5)
+    low = -0.2 - ((0.4 - a.low) + (b.high - 0.6))
+    high = -0.2 + ((0.6 - b.low) + (a.high - 0.4))
+    assert statistics.paired_interval(5, 2, 3, 2, 3) == pytest.approx((max(low, -1), min(high, 1)))
+
+
+def test_a_paired_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(0)
+    shares, truth, count = [0.6, 0.2, 0.1, 0.1], 0.1, 60  # both right, first alone, second alone, neither
+    held = 0
+    for both, won, lost, _ in draw.multinomial(count, shares, size=2000):
+        low, high = statistics.paired_interval(count, both + won, both + lost, won, lost)
+        held += low <= truth <= high
+    assert 0.93 <= held / 2000 <= 0.98
+
+
+def test_pairs_are_counted() -> None:
+    pair = statistics.paired([True, True, False, False, True], [True, False, True, False, False])
+    assert pair == statistics.Paired(5, 3, 2, 2, 1)
+    assert pair.difference == pytest.approx(0.2)
+    turned = statistics.paired([True, False, True, False, False], [True, True, False, False, True])
+    assert turned.interval == pytest.approx((-pair.interval.high, -pair.interval.low))
+    assert pair.p == 1.0
+
+
+def test_balanced_accuracy_and_confusion_are_scikit_learns() -> None:
+    draw = np.random.default_rng(1)
+    labels, guesses = draw.integers(0, 3, 50), draw.integers(0, 3, 50)
+    matrix = statistics.confusion(labels.tolist(), guesses.tolist(), 3)
+    assert matrix == confusion_matrix(labels, guesses).tolist()
+    each = [row[k] / sum(row) for k, row in enumerate(matrix)]
+    assert statistics.balanced(each) == pytest.approx(balanced_accuracy_score(labels, guesses))
+    assert statistics.balanced([*each, None]) == statistics.balanced(each)  # a class without images
+    assert statistics.balanced([None]) is None
+
+
+def test_classes_are_uneven_when_one_is_far_larger() -> None:
+    assert statistics.is_uneven([10, 20])
+    assert statistics.is_uneven([10, 0, 16])
+    assert not statistics.is_uneven([10, 15])
+    assert not statistics.is_uneven([10, 0])
+
+
+def test_calibration_by_hand() -> None:
+    confidence, right = [0.55, 0.57, 0.95, 1.0], [True, False, True, True]
+    bins = statistics.reliability(confidence, right)
+    assert [one.count for one in bins] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 2]
+    assert bins[5].confidence == pytest.approx(0.56)
+    assert bins[5].accuracy == 0.5
+    assert (bins[9].low, bins[9].high, bins[9].accuracy) == (0.9, 1.0, 1.0)
+    assert bins[9].confidence == pytest.approx(0.975)
+    assert bins[0].accuracy is None
+    assert statistics.calibration_error(bins) == pytest.approx((2 * 0.06 + 2 * 0.025) / 4)
+    assert statistics.calibration_error(statistics.reliability([], [])) is None
+    assert math.isclose(sum(one.high - one.low for one in bins), 1)
