@@ -325,33 +325,15 @@ def superlink(keys_only: bool) -> SuperLink:
     app = create_app()
     app.state.enable_supernode_auth = keys_only
     state = app.state.linkstate_factory.state
-    direct: dict[str, Callable[..., Any]] = (
-        {
-            path: partial(handler, state=state())
-            for path, handler in (
-                ("fleet/push-messages", fleet_handlers.push_messages),
-                ("fleet/push-object", fleet_handlers.push_object),
-                ("fleet/pull-object", fleet_handlers.pull_object),
-            )
-        }
-        | {
-            path: partial(handler, state=state(), store=state().object_store)
-            for path, handler in (
-                ("fleet/pull-messages", fleet_handlers.pull_messages),
-                ("fleet/confirm-message-received", fleet_handlers.confirm_message_received),
-            )
-        }
-        | {
-            f"runtime/{name.replace('_', '-')}": partial(getattr(runtime_handlers, name), state=state())
-            for name in (
-                "push_messages",
-                "pull_messages",
-                "push_object",
-                "pull_object",
-                "confirm_message_received",
-            )
-        }
-    )
+    direct: dict[str, Callable[..., Any]] = {}
+    for name in ("push-messages", "pull-messages", "push-object", "pull-object", "confirm-message-received"):
+        of_fleet, of_runtime = (
+            getattr(handlers, name.replace("-", "_")) for handlers in (fleet_handlers, runtime_handlers)
+        )
+        stored = name in ("pull-messages", "confirm-message-received")
+        more: dict[str, Any] = {"store": state().object_store} if stored else {}
+        direct[f"fleet/{name}"] = partial(of_fleet, state=state(), **more)
+        direct[f"runtime/{name}"] = partial(of_runtime, state=state())
     return SuperLink(
         app,
         lambda public: state().get_node_id_by_public_key(public),
