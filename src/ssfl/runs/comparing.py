@@ -195,8 +195,13 @@ def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
 
 
 def fold_rounds(config: Config) -> int:
-    """How many rounds a fold's runs have: all folds together cost about as much as the run itself."""
+    """How many rounds a fold's runs have: all folds together cost about as much as the run itself.
+
+    Rounds on cached features are cheap, so all of them are played there.
+    """
     rounds = config.federation.rounds or 1
+    if config.model.cached_views:
+        return rounds
     return max(1, rounds // config.run.folds, min(rounds, LEAST))
 
 
