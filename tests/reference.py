@@ -49,8 +49,9 @@ CHANGED = {
     "semifl": "users take as many steps as their confident images fill",
     "fl2": "users take as many steps as their confident images fill",
     "cbafed": "the same, and the server joins the average by its number of images instead of training last",
+    "alternate-attacked": "the gate cuts updates to the usual length",
 }
-"""Methods whose numbers were changed on purpose after the first release, and why."""
+"""Cases whose numbers were changed on purpose after the first release, and why."""
 OLD = {
     "federation.slow_average": "method.slow", "federation.head_start": "method.head_start",
     "federation.gate": "method.gate", "federation.combine": "method.combine",

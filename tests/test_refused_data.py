@@ -46,7 +46,7 @@ def test_names_and_paths(tmp_path: Path) -> None:
     refusal(lambda: load(path=text, root=tmp_path), text, ".npz", "data.path")
     for size in (3, 1025):
         refusal(lambda size=size: load("digits", root=tmp_path, size=size), "data.size", size)  # type: ignore[misc]
-    for part in (0.0, 1.0):
+    for part in (-0.1, 1.0):
         refusal(
             lambda part=part: load("digits", root=tmp_path, test_fraction=part),  # type: ignore[misc]
             "data.test_fraction",

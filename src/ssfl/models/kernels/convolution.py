@@ -1,6 +1,5 @@
 """Convolutions as operators; `triton_conv.py` computes them."""
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,14 +11,6 @@ MULTIPLE = 16
 """Tensor cores take channels by sixteen."""
 FEW = 4
 """Input channels that are few: those of pictures, in a network's first layer."""
-
-
-def on_trial() -> bool:
-    """Whether kernels are used that were checked and timed one by one, but not yet in whole training steps.
-
-    They are those of `triton_tma.py` and `triton_batch.py`; the environment says SSFL_KERNELS=trial.
-    """
-    return os.environ.get("SSFL_KERNELS") == "trial"
 
 
 def usable() -> bool:

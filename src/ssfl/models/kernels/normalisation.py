@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssfl.models.kernels.convolution import MULTIPLE, on_trial, pixels_first, usable
+from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
+from ssfl.models.kernels.trial import on_trial
 
 LARGEST = 32768
 """Numbers of one image that a program holds at once."""

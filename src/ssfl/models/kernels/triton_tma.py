@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.errors import SsflWarning
-from ssfl.models.kernels.convolution import on_trial
+from ssfl.models.kernels.trial import on_trial
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
