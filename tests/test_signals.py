@@ -148,7 +148,9 @@ def test_sigterm_stops_a_series_of_runs_and_the_same_command_goes_on(verb: str, 
     )  # fmt: skip
     short = [word for setting in settings for word in ("--set", setting)]
     if verb == "contest":
-        call = command("contest", "--methods", "grouping", "--seeds", 2, *short, "--out", tmp_path)
+        call = command(
+            "contest", "--no-tune", "--methods", "grouping", "--seeds", 2, *short, "--out", tmp_path
+        )
         first = tmp_path / "grouping-seed1"
     else:
         call = command(
