@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssfl.config.settings import Config, Federation, Model, Run, Split, Train
+from ssfl.config.settings import (
+    Config,
+    FederationSettings,
+    ModelSettings,
+    RunSettings,
+    SplitSettings,
+    TrainSettings,
+)
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import Layout
 from ssfl.data.dataset import Dataset
@@ -18,7 +25,7 @@ from ssfl.engines.work import TrainedRows
 from ssfl.federation import Method, Named, State
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.rounds import Round
-from ssfl.simulate.scoring import Score
+from ssfl.simulate.scoring import Evaluation
 from ssfl.simulate.simulation import Simulation
 
 Trainer = Callable[[Tensor, Tensor, slice], TrainedRows]
@@ -30,9 +37,9 @@ CPU = torch.device("cpu")
 class Experiment(Simulation):
     """An experiment without images or a network: `judged` says how good a row is."""
 
-    judged: Callable[[Tensor], Score] = lambda row: Score(0.0, 0.0, [])
+    judged: Callable[[Tensor], Evaluation] = lambda row: Evaluation(0.0, 0.0, [])
 
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> Score:
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> Evaluation:
         return self.judged(row)
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
@@ -66,18 +73,18 @@ def make_round(
     at_once: int | None = None,
     keep: bool = False,
     weights: int = 1,
-    judged: Callable[[Tensor], Score] | None = None,
+    judged: Callable[[Tensor], Evaluation] | None = None,
     norm_statistics: str = "average",
     **federation: Any,
 ) -> tuple[Experiment, Round]:
     """A round of four users at most; without `server` nobody has labels, and `federation` are settings."""
     config = Config(
         method=method,
-        split=Split(users=4),
-        model=Model(norm_statistics=norm_statistics),
-        federation=Federation(rounds=10, participants=4, groups=len(state.streams), **federation),
-        train=Train(momentum_policy="slot" if len(state.momentum) else "reset"),
-        run=Run(users_at_once=at_once),
+        split=SplitSettings(users=4),
+        model=ModelSettings(norm_statistics=norm_statistics),
+        federation=FederationSettings(rounds=10, participants=4, groups=len(state.streams), **federation),
+        train=TrainSettings(momentum_policy="slot" if len(state.momentum) else "reset"),
+        run=RunSettings(users_at_once=at_once),
     )
     length = state.streams.shape[1]
     sizes = (weights,) if length == weights else (weights, length - weights)

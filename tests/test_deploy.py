@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ssfl.cli import main
 from ssfl.config.loading import load_config
-from ssfl.config.settings import Config, Federation
+from ssfl.config.settings import Config, FederationSettings
 from ssfl.core import outside
 from ssfl.deploy import centre, fleet, images, keys, site, view, wire
 from ssfl.deploy.images import Files
@@ -273,7 +273,7 @@ def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Pa
     assert wire.read_terms(terms).config.federation.slow_average == 0.99
     older = terms.replace("slow_average = 0.99\\n", "")
     assert older != terms
-    assert wire.read_terms(older).config.federation.slow_average == Federation.slow_average == 0
+    assert wire.read_terms(older).config.federation.slow_average == FederationSettings.slow_average == 0
     # the method's own settings have no other defaults than its own
     older = terms.replace('pace = \\"classes\\"\\n', "")
     assert older != terms

@@ -24,7 +24,7 @@ from ssfl.methods.grouping import Grouping
 from ssfl.runs import assemble, checkpoints
 from ssfl.runs import folder as runs
 from ssfl.simulate import attacks, gate
-from ssfl.simulate.scoring import Score
+from ssfl.simulate.scoring import Evaluation
 from ssfl.simulate.simulation import Simulation
 
 Make = Callable[..., Config]
@@ -193,8 +193,8 @@ def test_the_check_takes_what_does_better_on_the_servers_labels(wanted: float, s
     cohort = Cohort((0, 1, 2, 3), (0, 1, 2, 3), ((0,), (1, 2, 3)), (0, 1, 1, 1))
     start = State(0, column(10, 10), column(10)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64))
 
-    def judged(row: torch.Tensor) -> Score:
-        return Score(0.0, abs(float(row) - wanted), [])
+    def judged(row: torch.Tensor) -> Evaluation:
+        return Evaluation(0.0, abs(float(row) - wanted), [])
 
     _, fed = make_round(Grouping(), start, cohort, train(2, 1, 0, 38), train(5), check=True, judged=judged)
     users = fed.train_users(start.streams)

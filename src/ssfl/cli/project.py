@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ssfl.config.loading import PROJECT
-from ssfl.config.settings import Data, Model
+from ssfl.config.settings import DataSettings, ModelSettings
 from ssfl.core.fields import limits_of
 from ssfl.data import own
 from ssfl.errors import ConfigError
@@ -67,11 +67,11 @@ def config(found: Facts, chosen: Choice) -> str:
     testing = (
         "# test images come from test/"
         if found.files.own_test
-        else f"test_fraction = {Data.test_fraction}  # of each class: there is no folder test/"
+        else f"test_fraction = {DataSettings.test_fraction}  # of each class: there is no folder test/"
     )
     size, users = chosen.settings["data"].get("size"), chosen.settings["split"]["users"]
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
-    known = ", ".join(limits_of(Model)["name"].choices)
+    known = ", ".join(limits_of(ModelSettings)["name"].choices)
     network = f'# name = "small"  # {known}; by default what suits the images and the machine'
     model: dict[str, Any] = dict(chosen.settings["model"])
     if name := model.pop("name", None):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ssfl.config.settings import Config, Privacy
+from ssfl.config.settings import Config, PrivacySettings
 from ssfl.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def check(config: Config) -> None:
     _check_averaging(config)
     if config.run.engine == "dist":
         _check_dist(config)
-    if config.privacy != Privacy():
+    if config.privacy != PrivacySettings():
         _check_privacy(config)
     if config.run.test != "every" and not config.data.validation:
         raise _error(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSettings:
     """[data] Which images."""
 
     name: str | None = setting(
@@ -46,7 +46,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitSettings:
     """[split] Who gets which images."""
 
     scheme: str = setting("skew", choices=("skew", "iid", "dirichlet", "shards", "mixture", "given"))
@@ -79,7 +79,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSettings:
     """[model] The network."""
 
     name: str | None = setting(
@@ -105,7 +105,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationSettings:
     """[federation] Rounds and who takes part."""
 
     participants: int | None = setting(None, least=1, most=10_000_000, what="users per round")
@@ -155,7 +155,7 @@ class Federation:
 
 
 @dataclass(frozen=True)
-class Privacy:
+class PrivacySettings:
     """[privacy] Differential privacy of each user; off where nothing is set."""
 
     clip: float | None = setting(None, least=1e-6, most=1e6, what="a length")
@@ -167,7 +167,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainSettings:
     """[train] Local optimisation."""
 
     batch_size: int = setting(64, least=1, most=65536, what="images")
@@ -217,7 +217,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSettings:
     """[run] How the run is carried out. Apart from the seed, what is computed stays the same, up to the
     last digits that another engine, device or number of threads rounds differently."""
 
@@ -259,19 +259,19 @@ class Run:
 class Config:
     """A whole experiment."""
 
-    data: Data = field(default_factory=Data)
-    split: Split = field(default_factory=Split)
-    model: Model = field(default_factory=Model)
+    data: DataSettings = field(default_factory=DataSettings)
+    split: SplitSettings = field(default_factory=SplitSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
     method: "Method" = field(default_factory=lambda: methods.find(methods.DEFAULT)())
-    federation: Federation = field(default_factory=Federation)
-    privacy: Privacy = field(default_factory=Privacy)
-    train: Train = field(default_factory=Train)
-    run: Run = field(default_factory=Run)
+    federation: FederationSettings = field(default_factory=FederationSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    run: RunSettings = field(default_factory=RunSettings)
 
 
 SECTIONS: dict[str, type] = {
-    "data": Data, "split": Split, "model": Model, "federation": Federation, "privacy": Privacy,
-    "train": Train, "run": Run,
+    "data": DataSettings, "split": SplitSettings, "model": ModelSettings, "federation": FederationSettings,
+    "privacy": PrivacySettings, "train": TrainSettings, "run": RunSettings,
 }  # fmt: skip
 """The sections whose settings do not depend on the method."""
 NAMES = ("data", "split", "model", "method", "federation", "privacy", "train", "run")

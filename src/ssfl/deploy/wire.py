@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssfl.config.checks import obstacle
 from ssfl.config.loading import as_dict, from_dict, to_toml
-from ssfl.config.settings import Config, Data, Run
+from ssfl.config.settings import Config, DataSettings, RunSettings
 from ssfl.data.dataset import WHITE, Dataset
 from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, DataError
@@ -51,9 +51,9 @@ class Terms:
         """The terms of a centre, which may have brought its own network and method."""
         here = replace(
             config,
-            data=Data(path="site", flip=config.data.flip),
+            data=DataSettings(path="site", flip=config.data.flip),
             model=replace(config.model, weights=None),  # a file of the centre; models come from there
-            run=Run(seed=config.run.seed, engine="loop", users_at_once=1),
+            run=RunSettings(seed=config.run.seed, engine="loop", users_at_once=1),
         )
         known = {
             f"{section}.{key}": str(one[key])

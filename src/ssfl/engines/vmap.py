@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.core.rows import Layout, placed
+from ssfl.engines.buffers import StepBuffers, make_buffers, sgd
 from ssfl.engines.loop import full_batch, predicted
-from ssfl.engines.place import Place, make_place, sgd
 from ssfl.engines.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
 from ssfl.errors import SsflWarning
 from ssfl.federation import (
@@ -37,7 +37,7 @@ from ssfl.models.kernels import convolution
 class Recorded(NamedTuple):
     """A step of one kind of work, recorded over fixed places."""
 
-    place: Place
+    place: StepBuffers
     graph: torch.cuda.CUDAGraph | None
     """None where it could not be recorded."""
     said: Tensor | None
@@ -108,12 +108,12 @@ class Vmap:
             metrics["steps"] = work.taken.to(rows)
         return TrainedRows(found[:count], momentum[:count], metrics)
 
-    def _place(self, models: int, rows: Tensor, work: Work) -> Place:
+    def _place(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
         """A place to train in."""
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
-        return make_place(self.layout, self.pool, models, rows, work, names, received=received)
+        return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
 
     def answers(self, rows: Tensor, work: Work) -> Tensor:
         """What each row says of weak views of its batches' images, in probabilities."""
@@ -125,7 +125,7 @@ class Vmap:
             ).said
             assert said is not None
             return said[: len(rows), : work.played].flatten(1, 2).clone()  # the next round writes over it
-        place = make_place(self.layout, self.pool, len(rows), rows, work, learns=False)
+        place = make_buffers(self.layout, self.pool, len(rows), rows, work, learns=False)
         place.load(self.layout, rows, unmoved, work)
         batches = each_batch(self.pool, place.work)
         return torch.cat([self._answers(place.narrow, place.statistics, batch) for batch in batches], 1)
@@ -142,7 +142,7 @@ class Vmap:
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """The gradient of each trainer's loss over all its data, [n, P]."""
-        place = make_place(self.layout, self.pool, len(rows), rows, work)
+        place = make_buffers(self.layout, self.pool, len(rows), rows, work)
         place.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in place.weights.items()}
 
@@ -204,7 +204,7 @@ class Vmap:
         look = Look(self.answers(rows, work), images, nothing[2], {}, False)
         return work.with_labels(self.method.label(look))
 
-    def _step(self, place: Place, said: Tensor | None) -> None:
+    def _step(self, place: StepBuffers, said: Tensor | None) -> None:
         """One step of all trainers, in place, from the choice of images on; or what they say of them."""
         batch = self._views(self.pool, place.work, place.step)
         if said is None:
@@ -214,12 +214,12 @@ class Vmap:
             said.index_copy_(1, place.step, found[:, None])
             place.step.add_(1)
 
-    def _step_on(self, place: Place, batch: Batch) -> None:
+    def _step_on(self, place: StepBuffers, batch: Batch) -> None:
         step = self._step_of(place, batch)
         slopes, metrics = self.method.gradient(step, self._losses[place.work.role])
         self._update(place, slopes, step.buffers, metrics, self.optimizer)
 
-    def _step_of(self, place: Place, batch: Batch) -> Step:
+    def _step_of(self, place: StepBuffers, batch: Batch) -> Step:
         """A step of all trainers, at the place's weights."""
         role = place.work.role
         rates = place.rates
@@ -288,7 +288,7 @@ class Vmap:
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, looks: bool) -> Recorded:
         """A place for this kind of work, and the step recorded on it."""
         if looks:
-            place = make_place(self.layout, self.pool, models, rows, work, learns=False)
+            place = make_buffers(self.layout, self.pool, models, rows, work, learns=False)
         else:
             place = self._place(models, rows, work)
         place.load(self.layout, rows, momentum, work)

@@ -84,7 +84,7 @@ class Stem(nn.Module):
         return F.relu6(self.convolution(x))
 
 
-class Pool(nn.Module):
+class FeaturePool(nn.Module):
     """The last convolution, and the mean over all places: 1,280 features of an image."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Lite0(nn.Module):
                 block = Block(inputs, outputs, expansion, kernel, stride if turn == 0 else 1)
                 self.add_module(f"block{len(self._modules) - 1}", block)
                 inputs = outputs
-        self.add_module("pool", Pool())
+        self.add_module("pool", FeaturePool())
         self.add_module("fc", nn.Linear(FEATURES, classes))
         self.frozen = {"head": -1, "last": -3, "all": -len(self._modules)}[train]
         self.trunk.requires_grad_(False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ssfl.config.checks import check
-from ssfl.config.settings import Config, Model, Run, Split
+from ssfl.config.settings import Config, ModelSettings, RunSettings, SplitSettings
 from ssfl.core import outside
 from ssfl.core.rows import Layout, layout_of
 from ssfl.data import arrays, sources, split
@@ -188,7 +188,7 @@ def _compared(config: Config, server_labels: int) -> bool:
     return wanted and config.method.trains_users and server_labels > 0
 
 
-def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> Model:
+def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
     """[model] with every choice made."""
     model = config.model
     name, views = model.name or networks.suited(dataset.shape, gpu), model.cached_views
@@ -203,12 +203,12 @@ def _with_owners(config: Config, dataset: Dataset) -> Config:
     if dataset.users is None:
         return config
     owners, said = len(dataset.users), config.split.users
-    if config.split.scheme == "given" or (config.data.path is not None and said != Split.users):
+    if config.split.scheme == "given" or (config.data.path is not None and said != SplitSettings.users):
         require_users(said, owners, config.data.path is not None)  # a run that goes on, or a person's number
     kept = {
         key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
     }
-    config = replace(config, split=Split("given", owners, seed=config.split.seed, **kept))
+    config = replace(config, split=SplitSettings("given", owners, seed=config.split.seed, **kept))
     check(config)
     return config
 
@@ -468,7 +468,7 @@ def _with_features(
 
 def _make_engine(
     config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device, kept: int
-) -> tuple[choice.Engine, Run]:
+) -> tuple[choice.Engine, RunSettings]:
     """The engine, and [run] with every choice made that depends on the machine; the state keeps
     some of its memory."""
     train, run, method = config.train, config.run, config.method

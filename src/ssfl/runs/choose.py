@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssfl.config import loading
-from ssfl.config.settings import Config, Data, Model
+from ssfl.config.settings import Config, DataSettings, ModelSettings
 from ssfl.core import progress
 from ssfl.core.fields import limits_of
 from ssfl.data import decoding, own, pictures
@@ -95,7 +95,7 @@ class Choice:
     why: list[str]
 
 
-def inspect(folder: Path, test_fraction: float = Data.test_fraction, broken: str = "skip") -> Facts:
+def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
     """Look at every file's name and header, not at its pixels."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
@@ -281,7 +281,9 @@ def _asked(pixels: int | None) -> str:
 
 def has_pretrained() -> bool:
     """Whether the pretrained network is installed."""
-    return "lite0" in limits_of(Model)["name"].choices and importlib.util.find_spec(PACKAGE) is not None
+    return (
+        "lite0" in limits_of(ModelSettings)["name"].choices and importlib.util.find_spec(PACKAGE) is not None
+    )
 
 
 def cores() -> int:
@@ -310,7 +312,7 @@ def load_config(
     said.setdefault("data", {})["path"] = path
     data = said["data"]
     broken = "stop" if data.get("broken") == "stop" else "silent"  # they are named when they are read
-    facts = inspect(Path(path), data.get("test_fraction", Data.test_fraction), broken)
+    facts = inspect(Path(path), data.get("test_fraction", DataSettings.test_fraction), broken)
     if facts.files.users and not sites:
         named = len(facts.files.users)
         assemble.require_users(said.get("split", {}).get("users", named), named, True)

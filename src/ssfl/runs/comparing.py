@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssfl import methods
-from ssfl.config.settings import Config, Privacy
+from ssfl.config.settings import Config, PrivacySettings
 from ssfl.core import plain_files, statistics
 from ssfl.data import folds, split
 from ssfl.data.hands import Hands, Index
@@ -88,8 +88,8 @@ def server_only(config: Config) -> Config:
     engine = "loop" if config.run.engine == "sites" else config.run.engine
     run = replace(_inside(config), engine=engine, users_at_once=1)
     return replace(
-        config, method=methods.find("server-only")(), federation=federation, privacy=Privacy(), run=run,
-        train=replace(config.train, momentum_policy=policy),
+        config, method=methods.find("server-only")(), federation=federation, privacy=PrivacySettings(),
+        run=run, train=replace(config.train, momentum_policy=policy),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import torch
 
-from ssfl.config.settings import Config, Federation, Split
+from ssfl.config.settings import Config, FederationSettings, SplitSettings
 from ssfl.core.statistics import FEW, wilson
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -82,12 +82,16 @@ def _unread(config: Config) -> list[str]:
     split, federation = config.split, config.federation
     scheme, attacked = split.scheme, federation.attackers > 0
     idle = [
-        ("split.skew", split.skew != Split.skew and scheme != "skew", "split.scheme=skew"),
-        ("split.alpha", split.alpha != Split.alpha and scheme != "dirichlet", "split.scheme=dirichlet"),
+        ("split.skew", split.skew != SplitSettings.skew and scheme != "skew", "split.scheme=skew"),
+        (
+            "split.alpha",
+            split.alpha != SplitSettings.alpha and scheme != "dirichlet",
+            "split.scheme=dirichlet",
+        ),
         ("split.capped", split.capped and scheme != "dirichlet", "split.scheme=dirichlet"),
         (
             "split.classes_per_user",
-            split.classes_per_user != Split.classes_per_user and scheme != "shards",
+            split.classes_per_user != SplitSettings.classes_per_user and scheme != "shards",
             "split.scheme=shards",
         ),
         ("split.mixtures", split.mixtures and scheme != "mixture", "split.scheme=mixture"),
@@ -98,12 +102,12 @@ def _unread(config: Config) -> list[str]:
         ),
         (
             "federation.attack",
-            federation.attack != Federation.attack and not attacked,
+            federation.attack != FederationSettings.attack and not attacked,
             "federation.attackers=0.1",
         ),
         (
             "federation.attack_scale",
-            federation.attack_scale != Federation.attack_scale and not attacked,
+            federation.attack_scale != FederationSettings.attack_scale and not attacked,
             "federation.attackers=0.1",
         ),
     ]

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ssfl.config.settings import Config
-from ssfl.config.settings import Data as DataSettings
+from ssfl.config.settings import Config, DataSettings
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.outside import IN_MEMORY

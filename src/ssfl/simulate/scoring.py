@@ -12,7 +12,7 @@ from ssfl.engines.work import Pool
 BATCH = 1000
 
 
-class Score(NamedTuple):
+class Evaluation(NamedTuple):
     """What a network's answers are worth."""
 
     accuracy: float
@@ -21,7 +21,7 @@ class Score(NamedTuple):
     """The accuracy on each class; None where the class has no image."""
 
 
-def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> Score:
+def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> Evaluation:
     """uint8 images on the pool's device, normalised as its own are; the device is waited for once."""
     found = logits(model, pool, images)
     loss = nn.functional.cross_entropy(found, labels)
@@ -29,7 +29,7 @@ def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes:
     hits = torch.bincount(labels[right], minlength=classes).tolist()
     totals = torch.bincount(labels, minlength=classes).tolist()
     per_class = [hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
-    return Score(float(right.double().mean()), float(loss), per_class)
+    return Evaluation(float(right.double().mean()), float(loss), per_class)
 
 
 def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class Simulation:
         whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
         return whole.state_dict() | trained
 
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Score:
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Evaluation:
         """How well a model does on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))

@@ -12,7 +12,7 @@ from ssfl.federation import Named, along
 
 
 @dataclass(frozen=True)
-class Place:
+class StepBuffers:
     """Where a step of n trainers finds and leaves its numbers: every tensor [n, ...]."""
 
     weights: Named
@@ -73,7 +73,7 @@ class Place:
             total.zero_()
 
 
-def make_place(
+def make_buffers(
     layout: Layout,
     pool: Pool,
     models: int,
@@ -83,7 +83,7 @@ def make_place(
     *,
     learns: bool = True,
     received: bool = False,
-) -> Place:
+) -> StepBuffers:
     """For so many models and this kind of work, not filled. Without `learns` there is no optimizer state, and
     without `received` no copy of the weights that the round began with."""
 
@@ -99,7 +99,7 @@ def make_place(
     trained, statistics = tensors[: layout.trained], tensors[layout.trained :]
     rounded = pool.dtype != rows.dtype
     weights = {name: empty(value) for name, value in trained} if learns or not rounded else {}
-    return Place(
+    return StepBuffers(
         weights,
         {name: empty(value) for name, value in trained} if learns else {},
         {name: empty(value) for name, value in trained} if received else {},
@@ -116,7 +116,7 @@ def make_place(
     )
 
 
-def sgd(place: Place, slopes: Named, moved: Named, metrics: Named, optimizer: Optimizer) -> None:
+def sgd(place: StepBuffers, slopes: Named, moved: Named, metrics: Named, optimizer: Optimizer) -> None:
     """SGD on all weights at once, and the rest that a step leaves behind. A weight without a slope stays, and
     so does a trainer that is done."""
     busy = None if place.taken is None else place.step < place.taken
