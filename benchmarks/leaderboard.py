@@ -34,7 +34,7 @@ Accuracy is of the test images after the last round, mean and standard deviation
 its own split, weights and draws, the same for every method. The interval is Student's t over the seeds:
 if it contains 0, these seeds cannot tell the two apart. A run has collapsed if it ended more than ten
 points below its own best validation accuracy, or broke down. Contests of the first release
-([Results](results.md#the-contest-on-letters)) are not on this page: two rivals had rules that were mended
+([Results](results-contest.md#letters)) are not on this page: two rivals had rules that were mended
 since, and no learning rate was chosen.
 """
 ADD = """
