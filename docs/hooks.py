@@ -69,7 +69,7 @@ def cli_page() -> str:
         lines += ["", f"## {title}"]
         for name in names:
             lines += _command(group.get_command(context, name), context, name)
-    lines += ["", "Exit codes and what a run folder holds: [Design](design.md#exit-codes)."]
+    lines += ["", "[Run folders and events](run-folder.md) describes what a run writes, and the exit codes."]
     return "\n".join(lines) + "\n"
 
 

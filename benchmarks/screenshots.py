@@ -1,0 +1,141 @@
+"""Trains four runs on the digits and takes the documentation's screenshots of the report and the board.
+
+python -m benchmarks.screenshots [--runs FOLDER] [--out FOLDER] [--json FILE]
+
+Needs Chromium, chromedriver and selenium. Finished runs in the folder are used again.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ssfl
+from ssfl.report import page
+from ssfl.runs.folder import read_events
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+RUNS = {
+    "anchored": ["run.diversity_every=5"],
+    "fedavg": ["run.diversity_every=5", "method.name=crl-gn", "method.threshold=0.95"],
+    "grouping": ["run.diversity_every=5", "method.name=grouping", "method.threshold=0.95"],
+    "server-only": ["method.name=server-only"],
+}
+"""The runs by name, and what each changes in the quickstart."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.screenshots", description="Takes screenshots."
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/screenshots"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--json", type=Path, default=Path("results/screenshots.json"))
+    options = parser.parse_args()
+    for name, settings in RUNS.items():
+        if not (options.runs / name / "summary.json").is_file():
+            ssfl.run(ssfl.load_config("quickstart", settings), options.runs / name)
+    with browser() as chrome:
+        report(chrome, options.runs, ["fedavg"], 1180, options.out / "report.png")
+        report(chrome, options.runs, list(RUNS), 1090, options.out / "report-compare.png")
+        with board(options.runs) as address:
+            run = "document.querySelector('input[aria-label=\"compare {}\"]')"
+            shot(chrome, address, 1200, 860, options.out / "board.png", clicked=[
+                run.format(name) for name in ("anchored", "fedavg")])  # fmt: skip
+    options.json.write_text(json.dumps(record(options.runs), indent=1) + "\n", "utf-8")
+
+
+def report(chrome: "Chrome", runs: Path, names: list[str], height: int, out: Path) -> None:
+    """Takes a picture of the top of a report on some runs."""
+    written = (runs / f"{out.stem}.html").resolve()
+    page.write([runs / name for name in names], written)
+    shot(chrome, written.as_uri(), 1000, height, out)
+
+
+def shot(
+    chrome: "Chrome", address: str, width: int, height: int, out: Path, clicked: list[str] | None = None
+) -> None:
+    """Opens a page, clicks where told, waits until charts are drawn and takes a picture."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    chrome.get(address)
+    wait = WebDriverWait(chrome, 60)
+    for element in clicked or []:
+        there = f"return {element} !== null"
+        wait.until(partial(_is_true, there))
+        chrome.execute_script(f"if (!{element}.checked) {element}.click()")
+    wait.until(partial(_is_true, "return document.querySelectorAll('svg.drawing').length > 1"))
+    chrome.save_screenshot(str(out))
+    print(out)
+
+
+def _is_true(script: str, chrome: "Chrome") -> bool:
+    return bool(chrome.execute_script(script))
+
+
+@contextmanager
+def browser() -> Iterator["Chrome"]:
+    """A headless Chromium."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        sys.exit("Chromium or chromedriver is missing: apt-get install chromium chromium-driver")
+    settings = webdriver.ChromeOptions()
+    settings.binary_location = program
+    for argument in ("--headless=new", "--disable-gpu", "--hide-scrollbars"):
+        settings.add_argument(argument)
+    if os.geteuid() == 0:
+        settings.add_argument("--no-sandbox")  # Chromium's sandbox does not work for root
+    chrome = webdriver.Chrome(options=settings, service=Service(driver))
+    try:
+        yield chrome
+    finally:
+        chrome.quit()
+
+
+@contextmanager
+def board(runs: Path) -> Iterator[str]:
+    """`ssfl board` on a free port; yields its address."""
+    command = [sys.executable, "-m", "ssfl", "board", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            yield line[line.index("http://") :].split()[0]
+        finally:
+            process.terminate()
+
+
+def record(runs: Path) -> dict[str, Any]:
+    """Returns how the runs were made, and their curves."""
+    made: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.screenshots", *sys.argv[1:]]),
+        "runs": {},
+    }
+    for name, settings in RUNS.items():
+        summary = json.loads((runs / name / "summary.json").read_text("utf-8"))
+        events = list(read_events(runs / name))
+        curves = {
+            key: [[event["round"], event[key]] for event in events if event["event"] == kind and key in event]
+            for kind, key in (("eval", "accuracy"), ("round", "mask_rate"), ("round", "pseudo_accuracy"))
+        }
+        kept = {key: summary.get(key) for key in ("accuracy", "device", "versions", "commit")}
+        made["runs"][name] = {"settings": settings, **kept, **curves}
+    return made
+
+
+if __name__ == "__main__":
+    main()
