@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Two processes of one thread each: most tests cannot use a second core by themselves.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all test-slow browser lint format docs sbom bench bench-venvs clean
 
@@ -10,12 +12,12 @@ demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture 
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/dev.stamp lint  ## ruff, mypy and the fast tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: test test-slow  ## the slow stories as well
 
 test-slow: $(VENV)/dev.stamp browser
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 browser:  ## Chromium and its driver for the tests of pages, where they are missing and may be installed
 	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
