@@ -25,7 +25,7 @@ from ssfl.engines.work import TrainedRows
 from ssfl.federation import Method, Named, State
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.rounds import Round
-from ssfl.simulate.scoring import Evaluation
+from ssfl.simulate.scoring import ModelScore
 from ssfl.simulate.simulation import Simulation
 
 Trainer = Callable[[Tensor, Tensor, slice], TrainedRows]
@@ -37,9 +37,9 @@ CPU = torch.device("cpu")
 class Experiment(Simulation):
     """An experiment without images or a network: `judged` says how good a row is."""
 
-    judged: Callable[[Tensor], Evaluation] = lambda row: Evaluation(0.0, 0.0, [])
+    judged: Callable[[Tensor], ModelScore] = lambda row: ModelScore(0.0, 0.0, [])
 
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> Evaluation:
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> ModelScore:
         return self.judged(row)
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class Workers:
     def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
         return cohort
 
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> Returned:
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
         return Returned(*self.users(rows, momentum, part))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
@@ -73,7 +73,7 @@ def make_round(
     at_once: int | None = None,
     keep: bool = False,
     weights: int = 1,
-    judged: Callable[[Tensor], Evaluation] | None = None,
+    judged: Callable[[Tensor], ModelScore] | None = None,
     norm_statistics: str = "average",
     **federation: Any,
 ) -> tuple[Experiment, Round]:

@@ -38,7 +38,7 @@ class Adding:
     server: Sequence[float] = ()
     weight: Sequence[float] | None = None
     report: Named = field(default_factory=dict)
-    given: list[Named] = field(default_factory=list)
+    tensors: list[Named] = field(default_factory=list)
     """What users were sent besides models."""
     served: list[list[float]] = field(default_factory=list)
     """What the server was given to train."""
@@ -46,8 +46,8 @@ class Adding:
     def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
         return cohort
 
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> Returned:
-        self.given.append(given)
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
+        self.tensors.append(tensors)
         metrics = dict.fromkeys(METRICS, rows.new_zeros(len(rows)))
         weight = None if self.weight is None else torch.tensor(self.weight).to(rows)[part]
         report = {name: tensor[part] for name, tensor in self.report.items()}

@@ -98,7 +98,8 @@ def rank_of(parent: int, rank: int) -> int:
 
 @pytest.mark.parametrize("method", ["easgd", "overlap-sgd", "fedmatch"])
 def test_methods_whose_state_is_the_users_own_are_refused(method: str) -> None:
-    with pytest.raises(ConfigError, match=f"method.name = '{method}'") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config("quickstart", [f"method.name={method}", "run.engine=dist"])
     assert (caught.value.key, caught.value.value) == ("run.engine", "dist")
     assert caught.value.fix == "run.engine=auto"
+    assert method in str(caught.value)

@@ -12,7 +12,7 @@ from ssfl.federation import Method, State
 from ssfl.methods.alternate import Alternate
 from ssfl.methods.anchored import Anchored
 from ssfl.methods.grouping import Grouping
-from ssfl.simulate.scoring import Evaluation
+from ssfl.simulate.scoring import ModelScore
 
 
 def state(streams: list[float], momentum: int = 0) -> State:
@@ -102,9 +102,9 @@ def test_a_guarded_server_goes_on_without_users_who_would_undo_its_labels(
     )
     new, fed = play(
         Anchored(momentum=0.5), start, PAIR, add([2, 4]), add([100]),
-        judged=lambda row: Evaluation(0.95, 0.0, [0.95, 0.95]),  # 0.45 above chance
+        judged=lambda row: ModelScore(0.95, 0.0, [0.95, 0.95]),  # 0.45 above chance
     )  # fmt: skip
-    assert bool(fed.log.told["alone"]) is alone
+    assert bool(fed.log.metrics["alone"]) is alone
     assert new.momentum.flatten().tolist() == (
         [0, 0, 1] if alone else [1, 1, 1]
     )  # nobody trained but the server

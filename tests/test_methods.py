@@ -23,7 +23,7 @@ from ssfl.engines.work import Work, make_batch
 from ssfl.errors import ConfigError
 from ssfl.federation import Labels, Look, State
 from ssfl.methods import METHODS, find, fl2, parts
-from ssfl.methods.anchored import paces
+from ssfl.methods.anchored import lr_scales
 from ssfl.methods.rscfed import RscFed
 from ssfl.runs import assemble
 from ssfl.simulate.simulation import Simulation
@@ -81,12 +81,18 @@ def look(said: torch.Tensor, images: torch.Tensor | None = None) -> Look:
 def test_given_labels_are_those_of_the_received_model() -> None:
     sure = parts.confident(look(SAID), torch.full((1, 3), 0.75, dtype=torch.float64))
     made = parts.labelled(look(SAID), sure)
-    assert made.given["labels"].tolist() == [[[0, 0], [1, 0]]]
-    assert made.given["mask"].tolist() == [[[1, 0], [0, 1]]]
+    assert made.tensors["labels"].tolist() == [[[0, 0], [1, 0]]]
+    assert made.tensors["mask"].tolist() == [[[1, 0], [0, 1]]]
     assert sure.tolist() == [[True, False, False, True]]
     assert torch.equal(sure, parts.confident(look(SAID), 0.75))
     assert made.images.tolist() == [[[100, 101], [102, 103]]]
-    assert (made.weight, made.pace, made.reach, made.report, made.metrics) == (None, None, None, {}, {})
+    assert (made.weight, made.lr_scale, made.update_scale, made.report, made.metrics) == (
+        None,
+        None,
+        None,
+        {},
+        {},
+    )
 
 
 def test_an_image_that_got_a_label_twice_counts_once() -> None:
@@ -101,10 +107,10 @@ def test_full_batches_hold_sure_images_alone_over_again() -> None:
     numbers = torch.arange(8).reshape(2, 4)
     made = parts.labelled(seen, sure, fill=True, number=numbers)
     assert made.images[0].tolist() == [[100, 103], [100, 103]]
-    assert made.given["labels"][0].tolist() == [[0, 0], [0, 0]]
-    assert made.given["mask"][0].tolist() == [[1, 1], [1, 1]]
-    assert made.given["number"][0].tolist() == [[0, 3], [0, 3]]  # what belongs to an image goes with it
-    assert not made.given["mask"][1].any()  # the other user is sure of nothing
+    assert made.tensors["labels"][0].tolist() == [[0, 0], [0, 0]]
+    assert made.tensors["mask"][0].tolist() == [[1, 1], [1, 1]]
+    assert made.tensors["number"][0].tolist() == [[0, 3], [0, 3]]  # what belongs to an image goes with it
+    assert not made.tensors["mask"][1].any()  # the other user is sure of nothing
     assert sure.any(1).tolist() == [True, False]
     assert made.weight is not None
     assert made.weight.tolist() == [1, 0]
@@ -119,12 +125,14 @@ def test_mixtures_take_any_image_with_its_own_label() -> None:
     label = dict(zip(batches.flatten().tolist(), many.argmax(-1).flatten().tolist(), strict=True))
     for user in range(3):
         for image, said in zip(
-            made.more["partner"][user].flatten(), made.given["partner_labels"][user].flatten(), strict=True
+            made.extra_images["partner"][user].flatten(),
+            made.tensors["partner_labels"][user].flatten(),
+            strict=True,
         ):
             assert 40 * user <= int(image) < 40 * (user + 1)
             assert label[int(image)] == int(said)
-    assert made.given["share"].shape == (3, 4)
-    assert len(set(made.given["share"].flatten().tolist())) > 8
+    assert made.tensors["share"].shape == (3, 4)
+    assert len(set(made.tensors["share"].flatten().tolist())) > 8
 
 
 def test_mixing_shares_are_of_the_beta_distribution() -> None:
@@ -168,9 +176,9 @@ def test_semifl_step(quick: Make) -> None:
     assert batch.weak is not None
     assert batch.strong is not None
     write_row(sim.model, sim.layout, start.average)
-    model, share = sim.model.train(), float(batch.given["share"][0])
-    label, other = batch.given["labels"][0], batch.given["partner_labels"][0]
-    mixed = model(share * batch.weak[0] + (1 - share) * batch.given["partner"][0])
+    model, share = sim.model.train(), float(batch.tensors["share"][0])
+    label, other = batch.tensors["labels"][0], batch.tensors["partner_labels"][0]
+    mixed = model(share * batch.weak[0] + (1 - share) * batch.tensors["partner"][0])
     loss = functional.cross_entropy(model(batch.strong[0]), label)
     loss = loss + share * functional.cross_entropy(mixed, label)
     loss = loss + (1 - share) * functional.cross_entropy(mixed, other)
@@ -182,12 +190,12 @@ def test_semifl_step(quick: Make) -> None:
 def test_fl2_step(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     name = ["method.name=fl2", "federation.period=1"]
     sim, start, _, looked = one_step(quick, *name)
-    said = sim.engine.answers(start.average[None], looked)
+    said = sim.engine.predict(start.average[None], looked)
     monkeypatch.setattr(fl2, "CERTAIN", said.amax(-1).median().item())
     sim, start, new, looked = one_step(quick, *name)
     batch = make_batch(sim.pool, looked, 0)
     assert batch.strong is not None
-    label, sure = batch.given["labels"][0], batch.given["certain"][0]
+    label, sure = batch.tensors["labels"][0], batch.tensors["certain"][0]
     assert 0 < sure.sum() < len(sure)
     write_row(sim.model, sim.layout, start.average)
     model = sim.model.train()
@@ -300,8 +308,8 @@ def test_who_has_few_classes_takes_short_steps() -> None:
     images = torch.tensor([50, 14, 9, 0, 4, 3])
     mixed = 4 / 3**0.75  # e to the entropy of (3/4, 1/4)
     expected = [1, 0.2**1.5, (1 / 9) ** 1.5, 1, (mixed / 4) ** 1.5, 1]  # four images could be of four classes
-    assert paces(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected, abs=1 / 8192)
-    one = paces(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
+    assert lr_scales(torch.tensor(rows).double(), images).tolist() == pytest.approx(expected, abs=1 / 8192)
+    one = lr_scales(torch.tensor([[60.0] + [0.0] * 9]), torch.tensor([60]))
     assert one.item() == pytest.approx(1 / 30, abs=1 / 8192)
 
 
@@ -323,11 +331,11 @@ def test_a_paced_step_is_a_part_of_a_full_one_and_counts_more(quick: Make) -> No
         start = sim.initial()
         moved[pace] = sim.play(start)[0].average - start.average
     looked = labels_of(sim, start.average[None], sim.plan.prepare(0)[1])
-    assert looked.pace is not None
-    assert looked.reach is not None
-    share = float(looked.pace)
+    assert looked.lr_scale is not None
+    assert looked.update_scale is not None
+    share = float(looked.lr_scale)
     assert 1 / 30 <= share < 0.5
-    reach = float(looked.reach)
+    reach = float(looked.update_scale)
     assert reach == pytest.approx(share ** (-2 / 3), abs=1 / 8192)
     assert float(moved["full"].norm()) > 0
     assert torch.allclose(moved["classes"], share * reach * moved["full"], rtol=1e-9, atol=1e-14)
@@ -339,21 +347,21 @@ def test_a_users_pace_does_not_depend_on_who_else_trains(quick: Make) -> None:
     rows = sim.initial().average.expand(20, -1)
     work = sim.plan.prepare(0)[1]
     together = labels_of(sim, rows, work)
-    assert together.pace is not None
-    assert together.reach is not None
-    assert len(together.pace.unique()) > 5
+    assert together.lr_scale is not None
+    assert together.update_scale is not None
+    assert len(together.lr_scale.unique()) > 5
     for user in range(20):
         own = slice(user, user + 1)
         alone = labels_of(sim, rows[own], work.of(own))
-        assert torch.equal(alone.pace, together.pace[own])  # type: ignore[arg-type]
-        assert torch.equal(alone.reach, together.reach[own])  # type: ignore[arg-type]
+        assert torch.equal(alone.lr_scale, together.lr_scale[own])  # type: ignore[arg-type]
+        assert torch.equal(alone.update_scale, together.update_scale[own])  # type: ignore[arg-type]
 
 
 def test_users_with_labels_of_their_own_keep_their_pace(quick: Make) -> None:
     sim = assemble.make(quick("split.labels_at=both", "split.user_labels=50", "method.threshold=0.11"))
     looked = labels_of(sim, sim.initial().average.expand(10, -1), sim.plan.prepare(0)[1])
-    assert looked.pace is None
-    assert looked.reach is None
+    assert looked.lr_scale is None
+    assert looked.update_scale is None
 
 
 @pytest.mark.parametrize("name", ["semifl", "fl2"])
@@ -373,7 +381,7 @@ def test_where_batches_are_filled_the_mask_rate_is_still_the_share_of_images(qui
     state = sim.initial()
     work = sim.plan.prepare(0)[1]
     rows = state.streams[:1].expand(len(work.batches), -1)
-    sure = sim.engine.answers(rows, work).amax(-1) >= 0.13
+    sure = sim.engine.predict(rows, work).amax(-1) >= 0.13
     event = sim.play(state)[1][0]
     assert event["user_mask_rate"] == pytest.approx(sure.to(rows.dtype).mean(1).tolist())
     assert 0 < event["mask_rate"] < 1
@@ -522,7 +530,7 @@ def test_the_thresholds_of_flexmatch_freematch_and_fl2_are_theirs() -> None:
         if name == "fl2":  # filled
             assert torch.equal(made.metrics["mask_rate"], sure.double().mean(1))
         else:
-            assert torch.equal(made.given["mask"].flatten(1) > 0, sure)
+            assert torch.equal(made.tensors["mask"].flatten(1) > 0, sure)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,13 @@ def test_a_row_goes_into_a_network_and_comes_out_again() -> None:
 
 
 def test_a_network_that_needs_larger_images_says_so() -> None:
-    with pytest.raises(ConfigError, match="at least 16 pixels"):
+    with pytest.raises(ConfigError) as caught:
         networks.build("vgg11", 10, DIGITS, "group")
+    assert (caught.value.key, caught.value.value, caught.value.fix) == (
+        "model.name",
+        "vgg11",
+        "model.name=small",
+    )
 
 
 @pytest.mark.parametrize(

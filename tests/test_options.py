@@ -62,7 +62,7 @@ def test_a_relative_threshold_follows_the_confidence_on_labelled_images(quick: M
     for confidence, mask in ((1.0, [0, 0]), (0.8, [0, 1]), (0.6, [1, 1])):
         given = {"confidence": torch.tensor([confidence]).double()}
         made = method.label(Look(answers, images, keys, given, False))
-        assert made.given["mask"].flatten().tolist() == mask
+        assert made.tensors["mask"].flatten().tolist() == mask
     settings = ["method.relative=true", "method.threshold=0.9", "run.engine=vmap"]
     sim = assemble.make(quick(*settings))
     state, (event, *_) = sim.play(sim.initial())

@@ -58,11 +58,11 @@ def test_labels_by_hand() -> None:
     images = torch.arange(2).expand(2, 1, 2)
     look = Look(answers, images, torch.zeros(2, dtype=torch.int64), {}, False)
     labels = method.label(look)
-    assert labels.given["labels"].tolist() == [[[0, 0]], [[0, 0]]]
-    assert labels.given["mask"].tolist() == [[[1, 0]], [[1, 1]]]  # at least 0.72, at least 0.495
+    assert labels.tensors["labels"].tolist() == [[[0, 0]], [[0, 0]]]
+    assert labels.tensors["mask"].tolist() == [[[1, 0]], [[1, 1]]]  # at least 0.72, at least 0.495
     aligned = replace(method, align=1.0).label(look)  # type: ignore[call-arg]
     # 0.7 / 0.8 against 0.3 / 0.2: the class that is predicted less often wins
-    assert aligned.given["labels"].tolist() == [[[0, 1]], [[0, 1]]]
+    assert aligned.tensors["labels"].tolist() == [[[0, 1]], [[0, 1]]]
 
 
 def test_engines_agree_in_float64(quick: Callable[..., Config]) -> None:

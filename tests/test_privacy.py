@@ -177,24 +177,24 @@ def test_the_noise_is_the_users_own_and_a_stopped_run_ends_in_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("sets", "key", "blamed"),
+    ("sets", "key", "value"),
     [
-        (["privacy.clip=1"], "privacy.clip", "go together"),
-        (["privacy.delta=1e-6"], "privacy.clip", "go together"),
-        ([*ON, "privacy.delta=0.1"], "privacy.delta", "below 1/K"),
-        ([*ON, "method.name=easgd", "split.server_labels=0"], "privacy.clip", "keep models"),
-        ([*ON, "method.name=rscfed"], "privacy.clip", "the single models"),
-        ([*ON, "method.name=fl2"], "privacy.clip", "users report"),
-        ([*ON, "method.name=fedmatch", "train.momentum_policy=reset"], "privacy.clip", "'fedmatch'"),
-        ([*ON, "method.name=server-only"], "privacy.clip", "does not train users"),
-        ([*ON, "train.momentum_policy=slot"], "privacy.clip", "hands momentum on"),
-        ([*ON, "privacy.noise=0"], "privacy.noise", "must lie between"),
+        (["privacy.clip=1"], "privacy.clip", 1),
+        (["privacy.delta=1e-6"], "privacy.clip", None),
+        ([*ON, "privacy.delta=0.1"], "privacy.delta", 0.1),
+        ([*ON, "method.name=easgd", "split.server_labels=0"], "method.name", "easgd"),
+        ([*ON, "method.name=rscfed"], "method.name", "rscfed"),
+        ([*ON, "method.name=fl2"], "method.name", "fl2"),
+        ([*ON, "method.name=fedmatch", "train.momentum_policy=reset"], "method.name", "fedmatch"),
+        ([*ON, "method.name=server-only"], "method.name", "server-only"),
+        ([*ON, "train.momentum_policy=slot"], "train.momentum_policy", "slot"),
+        ([*ON, "privacy.noise=0"], "privacy.noise", 0),
     ],
 )
-def test_what_would_not_hold_is_refused(quick: Make, sets: list[str], key: str, blamed: str) -> None:
-    with pytest.raises(ConfigError, match=blamed) as caught:
+def test_what_would_not_hold_is_refused(quick: Make, sets: list[str], key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
         quick(*sets)
-    assert caught.value.key == key
+    assert (caught.value.key, caught.value.value) == (key, value)
 
 
 def test_a_real_site_noises_with_what_nobody_knows_and_keeps_its_numbers_back(tmp_path: Path) -> None:
@@ -262,5 +262,6 @@ def test_a_run_whose_events_are_damaged_does_not_tell_too_small_an_epsilon(
 
 def test_without_the_accountant_it_says_what_to_install(quick: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp", None)
-    with pytest.raises(SsflError, match=r"pip install 'ssfl\[privacy\]'"):
+    with pytest.raises(SsflError) as caught:
         assemble.make(quick(*ON))
+    assert caught.value.fix == "pip install 'ssfl[privacy]'"

@@ -270,7 +270,7 @@ def test_one_confident_image_is_one_step_of_semifl(quick: Make, engine: str) -> 
     state = sim.initial()
     work = sim.plan.users_work(0, sim.plan.cohort(0))
     rows = state.average.repeat(10, 1)
-    confidence = sim.engine.answers(rows, work).amax(-1)
+    confidence = sim.engine.predict(rows, work).amax(-1)
     best = torch.stack([confidence.flatten().topk(2).values]).mean()  # between the surest and the next
     sim = assemble.make(quick(*settings, f"method.threshold={float(best)}"))
     new, (event, *_) = sim.play(state)

@@ -339,8 +339,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
 ) -> None:
     config = quick("train.lr=1000", "model.norm=none", "train.warmup=9", "train.cycles=0",
                    "run.checkpoint_every=1", "federation.rounds=30")  # fmt: skip
-    with pytest.raises(DivergedError, match=r"round \d+: the loss or update of .* lower train.lr"):
+    with pytest.raises(DivergedError) as caught:
         ssfl.run(config, tmp_path / "run")
+    assert (caught.value.key, caught.value.value) == ("train.lr", 1000)
     found = checkpoints.newest(tmp_path / "run", torch.device("cpu"))
     if found is not None:
         assert found.state.average.isfinite().all()
@@ -441,10 +442,10 @@ def test_an_npz_with_unlabelled_images_trains(tmp_path: Path, patterns: Path) ->
 
 
 def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no preset 'quickstrat'"):
-        ssfl.run("quickstrat", tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"no folder or preset 'own/scans'"):
-        ssfl.run("own/scans", tmp_path / "run")
+    for name, fix in (("quickstrat", "quickstart"), ("own/scans", None)):
+        with pytest.raises(ConfigError) as caught:
+            ssfl.run(name, tmp_path / "run")
+        assert (caught.value.value, caught.value.fix) == (name, fix)
     assert ssfl.load_config("quickstart", "federation.rounds=5").federation.rounds == 5
     config = quick("split.server_labels=7", "train.warmup=1000")
     with pytest.warns(SsflWarning) as told:

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from ssfl.core import draws
 from ssfl.core.losses import Losses
+from ssfl.core.step import evaluated, with_own_labels
+from ssfl.engines.vmap import run_without_kernels_if_they_fail
 from ssfl.engines.work import Pool, Work, each_batch, make_batch, positions, round_keys
-from ssfl.federation import Batch, Method, Named, Step, evaluated, with_own_labels
+from ssfl.errors import SsflWarning
+from ssfl.federation import Batch, Method, Named, Step
 from ssfl.methods import parts
 from ssfl.methods.self_training import SelfTraining
+from ssfl.models.kernels import convolution
 
 POOL = Pool(
     torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
@@ -91,14 +95,14 @@ def test_views_of_several_steps_at_once_are_the_same(at_once: int) -> None:
         "certain": (other % 3).double(),
     }
     sent = {"sent": other[:, 0, 0].double()}
-    for wanted in (some, replace(some, given=given, more={"partner": other}, sent=sent)):
+    for wanted in (some, replace(some, tensors=given, extra_images={"partner": other}, sent=sent)):
         batches = list(each_batch(POOL, wanted, at_once))
         assert len(batches) == wanted.steps
         for step, batch in enumerate(batches):
             again = make_batch(POOL, wanted, step)
-            assert list(batch.given) == list(again.given)
+            assert list(batch.tensors) == list(again.tensors)
             pairs = list(zip(tensors(batch), tensors(again), strict=True))
-            assert len(pairs) == (14 if wanted.given else 7)
+            assert len(pairs) == (14 if wanted.tensors else 7)
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -157,3 +161,21 @@ def test_labelled_images_of_users_add_their_own_loss() -> None:
 def test_the_server_has_a_name_of_its_own() -> None:
     keys = {draws.key(1, "weak", 0, user) for user in (draws.SERVER, *range(100))}
     assert len(keys) == 101
+
+
+def test_kernels_are_blamed_only_if_a_step_works_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_use", True)
+
+    def needs_plain_layers() -> None:
+        if convolution.usable():
+            raise RuntimeError("no C compiler")
+
+    def broken() -> None:
+        raise ZeroDivisionError("kernels" if convolution.usable() else "plain layers")
+
+    with pytest.raises(ZeroDivisionError, match="kernels"):  # the first error, not that of the second run
+        run_without_kernels_if_they_fail(broken)
+    assert convolution.usable()
+    with pytest.warns(SsflWarning):
+        run_without_kernels_if_they_fail(needs_plain_layers)
+    assert not convolution.usable()

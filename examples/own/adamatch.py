@@ -35,11 +35,11 @@ class AdaMatch(ssfl.Method):
 
     def label(self, look: ssfl.Look) -> ssfl.Labels:
         """Pseudo-labels of the round's images, from predictions [n, images, classes]."""
-        threshold = self.share * look.answers.amax(-1).mean(1, keepdim=True)
-        aligned = look.answers / look.answers.mean(1, keepdim=True).clamp(min=1e-6) ** self.align
+        threshold = self.share * look.probabilities.amax(-1).mean(1, keepdim=True)
+        aligned = look.probabilities / look.probabilities.mean(1, keepdim=True).clamp(min=1e-6) ** self.align
         aligned = aligned / aligned.sum(-1, keepdim=True)
         confident = aligned.amax(-1) >= threshold
-        return ssfl.parts.labelled(look._replace(answers=aligned), confident)
+        return ssfl.parts.labelled(look._replace(probabilities=aligned), confident)
 
     def user_loss(self, step: ssfl.Step) -> ssfl.Losses:
         """Cross-entropy of strong views with these labels."""

@@ -50,9 +50,9 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
     return rows.sort(0).values[cut : count - cut].mean(0)
 
 
-def checked(found: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """What was found of the rows, or their median where that has less loss on the server's labels."""
-    return min((found, combined("median", rows)), key=loss)
+def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
+    """Returns the aggregate of the rows, or their median if that has a smaller loss (federation.check)."""
+    return min((aggregate, combined("median", rows)), key=loss)
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Fixed places in memory where all trainers of a round step at once, and the step itself."""
+"""Fixed buffers in which all trainers of a round take their steps at once, and the SGD update on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,67 +7,69 @@ import torch
 from torch import Tensor
 
 from ssfl.core.rows import Layout, lengths, placed
+from ssfl.core.step import Named, along
 from ssfl.engines.work import Optimizer, Pool, Work
-from ssfl.federation import Named, along
 
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Where a step of n trainers finds and leaves its numbers: every tensor [n, ...]."""
+    """The tensors that a step of n trainers reads and writes, [n, ...] each."""
 
     weights: Named
     """float32 or wider."""
     velocity: Named
     received: Named
-    """The weights that the round began with, where they hold the others back; else nothing."""
+    """The weights at the start of the round, if the method uses them; else empty."""
     narrow: Named
-    """The weights as networks compute with them: copies in bfloat16 where `rounded`, else `weights`."""
+    """The weights that networks compute with: copies in bfloat16 if `rounded`, else `weights`."""
     rounded: bool
     statistics: Named
+    """The running statistics of normalisation layers."""
     work: Work
     rates: Tensor
     """[T, n]: the learning rate of each step."""
     step: Tensor
-    """[1]: which step is next."""
+    """[1]: the number of the next step."""
     metrics: Named
     """[n] each: sums over the steps so far."""
     taken: Tensor | None = None
-    """[n]: how many steps each trainer takes, where they differ; then its numbers stay as they are."""
+    """[n]: how many steps each trainer takes, after which its tensors do not change; None: all steps."""
 
     @property
     def models(self) -> int:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Put a round's rows and work into place; where there are fewer, the first trainers come twice."""
-        who = torch.arange(self.models, device=rows.device) % len(rows)
+        """Copies a round's rows and work into the buffers; free ones are filled with the first trainers
+        again."""
+        chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
-            rows, momentum = rows[who], momentum[who]
+            rows, momentum = rows[chosen], momentum[chosen]
         values = layout.unflatten(rows)
-        for places, given in (
+        for buffers, tensors in (
             (self.weights, values),
             (self.received, values),
             (self.narrow, values),
             (self.statistics, values),
             (self.velocity, layout.unflatten(momentum)),
         ):
-            for name, place in places.items():
-                place.copy_(given[name])
-        self.work.keys.copy_(work.keys[:, who])
-        self.work.batches.copy_(work.batches[who])
+            for name, buffer in buffers.items():
+                buffer.copy_(tensors[name])
+        self.work.keys.copy_(work.keys[:, chosen])
+        self.work.batches.copy_(work.batches[chosen])
         if self.work.labelled is not None and work.labelled is not None:
-            self.work.labelled.copy_(work.labelled[who])
-        for here, given in (
-            (self.work.given, work.given),
-            (self.work.more, work.more),
+            self.work.labelled.copy_(work.labelled[chosen])
+        for buffers, tensors in (
+            (self.work.tensors, work.tensors),
+            (self.work.extra_images, work.extra_images),
             (self.work.sent, work.sent),
         ):
-            for name, place in here.items():
-                place.copy_(given[name][who])
+            for name, buffer in buffers.items():
+                buffer.copy_(tensors[name][chosen])
         rates = placed(torch.tensor(work.rates, dtype=self.rates.dtype), rows.device)[:, None]
-        self.rates.copy_(rates if work.pace is None else rates * work.pace[who])
+        self.rates.copy_(rates if work.lr_scale is None else rates * work.lr_scale[chosen])
         if self.taken is not None and work.taken is not None:
-            self.taken.copy_(work.taken[who])
+            self.taken.copy_(work.taken[chosen])
         self.step.zero_()
         for total in self.metrics.values():
             total.zero_()
@@ -84,11 +86,11 @@ def make_buffers(
     learns: bool = True,
     received: bool = False,
 ) -> StepBuffers:
-    """For so many models and this kind of work, not filled. Without `learns` there is no optimizer state, and
-    without `received` no copy of the weights that the round began with."""
+    """Returns empty buffers for so many models and this kind of work. Buffers for inference only (`learns` is
+    false) hold no optimizer state; without `received` they hold no copy of the first weights."""
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[models, ...], filters in the order of images with channels last on a GPU."""
+        """Returns a tensor [models, ...]; on a GPU, filters have their channels last, as images do."""
         shape = (models, *like.shape[1:])
         if like.dim() == 5 and like.is_cuda:
             order = (shape[0], shape[1], shape[3], shape[4], shape[2])
@@ -106,7 +108,7 @@ def make_buffers(
         {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
         rounded,
         {name: empty(value) for name, value in statistics},
-        replace(work, pace=None, taken=None).map(
+        replace(work, lr_scale=None, taken=None).map(
             empty, keys=work.keys.new_zeros(len(work.keys), models), rates=()
         ),
         rows.new_zeros(len(work.rates), models),
@@ -116,37 +118,41 @@ def make_buffers(
     )
 
 
-def sgd(place: StepBuffers, slopes: Named, moved: Named, metrics: Named, optimizer: Optimizer) -> None:
-    """SGD on all weights at once, and the rest that a step leaves behind. A weight without a slope stays, and
-    so does a trainer that is done."""
-    busy = None if place.taken is None else place.step < place.taken
+def sgd(
+    buffers: StepBuffers, gradients: Named, statistics: Named, metrics: Named, optimizer: Optimizer
+) -> None:
+    """Updates all weights by SGD, the running statistics, and the sums of the metrics.
 
-    def put(there: Tensor, new: Tensor) -> None:
-        there.copy_(new if busy is None else torch.where(along(busy, there), new.to(there.dtype), there))
+    A weight without a gradient does not change, and neither does a trainer that has taken all its steps.
+    """
+    busy = None if buffers.taken is None else buffers.step < buffers.taken
 
-    rates = place.rates.index_select(0, place.step)[0]
-    slopes = {name: slope.to(place.weights[name].dtype) for name, slope in slopes.items()}
+    def write(buffer: Tensor, new: Tensor) -> None:
+        buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
+
+    rates = buffers.rates.index_select(0, buffers.step)[0]
+    gradients = {name: gradient.to(buffers.weights[name].dtype) for name, gradient in gradients.items()}
     if optimizer.clip:
-        slopes = _cut(slopes, optimizer.clip)
-    for name, slope in slopes.items():
-        weight = place.weights[name]
-        slope = slope + optimizer.weight_decay * weight
+        gradients = _cut(gradients, optimizer.clip)
+    for name, gradient in gradients.items():
+        weight = buffers.weights[name]
+        gradient = gradient + optimizer.weight_decay * weight
         if optimizer.momentum:
-            velocity = optimizer.momentum * place.velocity[name] + slope
-            slope = slope + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            put(place.velocity[name], velocity)
-        new = weight - along(rates, weight) * slope
-        put(weight, new)
-        if place.rounded:
-            put(place.narrow[name], new)
-    for name, value in place.statistics.items():
-        put(value, moved[name])
-    for name, total in place.metrics.items():
+            velocity = optimizer.momentum * buffers.velocity[name] + gradient
+            gradient = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
+            write(buffers.velocity[name], velocity)
+        new = weight - along(rates, weight) * gradient
+        write(weight, new)
+        if buffers.rounded:
+            write(buffers.narrow[name], new)
+    for name, value in buffers.statistics.items():
+        write(value, statistics[name])
+    for name, total in buffers.metrics.items():
         total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
-    place.step.add_(1)
+    buffers.step.add_(1)
 
 
-def _cut(slopes: Named, most: float) -> Named:
-    """Each model's gradient, at most so long."""
-    share = (most / (lengths(list(slopes.values())) + 1e-6)).clamp(max=1)
-    return {name: slope * along(share, slope) for name, slope in slopes.items()}
+def _cut(gradients: Named, most: float) -> Named:
+    """Scales each model's gradient down to a norm of at most `most`."""
+    share = (most / (lengths(list(gradients.values())) + 1e-6)).clamp(max=1)
+    return {name: gradient * along(share, gradient) for name, gradient in gradients.items()}

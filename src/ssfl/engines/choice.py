@@ -1,4 +1,4 @@
-"""Engines differ in speed alone: one contract, `train(rows, momentum, work)`, and a choice by name."""
+"""Chooses and makes an engine. All engines compute the same and differ only in speed."""
 
 import warnings
 
@@ -27,26 +27,26 @@ __all__ = [
 ]
 
 CACHED = 20 * 2**20
-"""A user's step is short when it touches no more bytes than this: then, on a CPU, what users have in common
-(calls, draws, views) counts more than the arithmetic. Measured: results/engines-cpu.json."""
+"""A user's step is short if it touches no more bytes than this. Then, on a CPU, what users can share (calls,
+draws, views) takes longer than the arithmetic. Measured: results/engines-cpu.json."""
 MOST = 16_383
-"""Users that a GPU's kernels take at once."""
+"""The most users that the GPU kernels take at once."""
 LONG = 2000
-"""So many steps take longer than compiling them."""
+"""Runs with at least so many steps take longer than compiling a step does."""
 
 
 def choose(device: torch.device, needed: int) -> str:
-    """The engine when nobody chose one; `needed` is what "vmap" needs for one more user, in bytes."""
+    """Returns the default engine; `needed` is how many bytes "vmap" needs for one more user."""
     return "vmap" if device.type != "cpu" or needed <= CACHED else "loop"
 
 
 def can_compile(name: str, device: torch.device) -> bool:
-    """Whether steps can be compiled."""
+    """Returns whether an engine can compile its steps."""
     return name == "vmap" and device.type == "cuda"
 
 
 def threads(needed: int, most: int) -> int:
-    """How many threads share one step: short ones are not worth sharing."""
+    """Returns how many threads share one step; a short step is not worth sharing."""
     return 1 if needed <= CACHED else most
 
 
@@ -59,18 +59,23 @@ def make(
     method: Method,
     compiled: bool,
 ) -> Engine:
-    """An engine over one network and one pool of images."""
+    """Makes an engine for one network and one pool of images."""
     if name == "loop":
         return loop.Loop(model, layout, pool, optimizer, method)
     return vmap.Vmap(model, layout, pool, optimizer, method, compiled)
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
-    """The same engine, with a CPU's cores put to use."""
+    """Returns the same engine, with its users spread over processes if that makes it faster on a CPU."""
     if not spread.possible(device, cores, trainers):
         return engine
     try:
         return spread.Spread(engine, min(cores, trainers))
     except (OSError, ImportError, RuntimeError) as error:  # no room for a process, or none allowed
-        warnings.warn(f"users are not spread over processes: {error}", SsflWarning, stacklevel=2)
+        warnings.warn(
+            f"training uses one process instead of {min(cores, trainers)}, which is slower: others cannot be "
+            f"started ({error}). Set run.threads=1 to skip the attempt.",
+            SsflWarning,
+            stacklevel=2,
+        )
         return engine

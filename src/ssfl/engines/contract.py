@@ -1,4 +1,4 @@
-"""What every engine does."""
+"""The interface of every engine."""
 
 from typing import Protocol
 
@@ -8,29 +8,29 @@ from ssfl.engines.work import TrainedRows, Work
 
 
 class Engine(Protocol):
-    """How the local work of a round is done."""
+    """Trains the models of a round, a row each."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """T steps of SGD of each of n trainers: rows [n, P + Q], momentum [n, P]."""
+        """Takes T steps of SGD with each of n trainers: rows [n, P + Q], momentum [n, P]."""
 
-    def answers(self, rows: Tensor, work: Work) -> Tensor:
-        """What each of n rows predicts for one weak view of every image of its batches: probabilities
-        [n, T · B, classes], in eval mode."""
+    def predict(self, rows: Tensor, work: Work) -> Tensor:
+        """Returns the probabilities [n, T · B, classes] that each of n rows predicts, in eval mode, for one
+        weak view of every image of its batches."""
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Each trainer's gradient over all its data, [n, P].
+        """Returns each trainer's gradient over all its data, [n, P].
 
-        `work.batches` [n, steps, B] goes once through each trainer's `sizes` images and then repeats
-        some; of its own images each weighs 1/N and the repeated ones nothing.
+        `work.batches` [n, steps, B] goes once through each trainer's N images (`sizes`) and then repeats
+        some. Each image weighs 1/N; repeated ones weigh nothing.
         """
 
     def close(self) -> None:
-        """Give back what is held beyond memory."""
+        """Releases what is held besides memory, such as processes."""
 
     def memory(self, batch_size: int) -> int:
-        """About how many bytes one more trainer takes while it trains."""
+        """Returns about how many bytes one more trainer takes while it trains."""
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """`work.positions`."""
+        """Returns what `work.positions` returns."""

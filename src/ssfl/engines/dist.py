@@ -1,8 +1,9 @@
-"""Users spread over the processes of torchrun, on one machine or many: one exchange of weights a round.
+"""Users spread over the processes (ranks) of torchrun, on one machine or many: one exchange of weights a
+round.
 
-Every rank plays the same rounds and holds the same state. It trains its share of the users and adds them to
-the average as they come; the ranks then gather their partial sums and add them up in the order of the
-ranks, so that all hold the same bits. The server trains on every rank alike, which costs no time.
+Every rank plays the same rounds and holds the same state. It trains its share of the users and adds each to a
+partial sum. The ranks then gather all partial sums and add them up in the order of the ranks, so that all
+hold the same bits. Every rank trains the server too, which costs no time.
 """
 
 import os
@@ -18,38 +19,42 @@ from ssfl.errors import ConfigError, RunError
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""
-_LOST = "another rank was lost"
+_LOST = "another process of torchrun ended or cannot be reached: see its output, then resume the run"
 
 
 def rank() -> int:
-    """Which of torchrun's processes this is; 0 without it."""
+    """Returns the number of this process among torchrun's; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def ranks() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Returns how many processes torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Each process of a machine takes a GPU of its own."""
+    """Returns the GPU of this process: each process of a machine takes one of its own."""
     if device.type != "cuda":
         return device
     place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if place >= count:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
         raise ConfigError(
-            f"torchrun started more processes than the {count} GPUs here: lower --nproc-per-node"
+            f"torchrun --nproc-per-node={processes}: there are only {count} GPUs here. Use at most {count}.",
+            key="--nproc-per-node",
+            value=processes,
+            fix=f"--nproc-per-node={count}",
         )
     return torch.device("cuda", place)
 
 
 def local_cores(cores: int) -> int:
-    """The cores of a machine, shared by its processes."""
+    """Returns this process's share of a machine's cores."""
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Dist:
-    """Another engine, on every rank, for its share of the users."""
+    """Wraps another engine: every rank trains its share of the users with it."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.rank, self.size = engine, rank(), ranks()
@@ -58,43 +63,44 @@ class Dist:
             distributed.init_process_group(backend, timeout=PATIENCE)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """As the engine does, here."""
+        """Trains these rows on this rank."""
         return self.engine.train(rows, momentum, work)
 
-    def answers(self, rows: Tensor, work: Work) -> Tensor:
-        """As the engine does, here."""
-        return self.engine.answers(rows, work)
+    def predict(self, rows: Tensor, work: Work) -> Tensor:
+        """Predicts with these rows on this rank."""
+        return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """As the engine does, here."""
+        """Returns these trainers' gradients over all their data, computed on this rank."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
-        """As of the engine."""
+        """Returns about how many bytes one more trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """`work.positions`."""
+        """Returns what `work.positions` returns."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leaves the group of processes."""
         self.engine.close()
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
     def share(self, count: int, which: int | None = None) -> slice:
-        """The places of a cohort that a rank trains, this one by itself: even, in order."""
+        """Returns the positions in a cohort that a rank trains (default: this one): even shares, in order."""
         which = self.rank if which is None else which
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """The sum of everybody's `streams`, and the rows of `each` of all `count` users in their order.
+        """Returns the sum of all ranks' `streams`, and for each tensor of `each` the rows of all `count`
+        users.
 
-        One message carries all of it, and a sum of the bits that the round started from: ranks that
-        differ would train different models without a word.
+        One message carries everything, and a checksum of the model that the round started from: ranks that do
+        not hold the same model would otherwise go unnoticed.
         """
         if self.size == 1:
             return [streams, *each]
@@ -104,39 +110,41 @@ class Dist:
         packed = torch.cat([bits[None], streams.flatten(), *(part.flatten() for part in each)])
         room = packed.new_zeros(1 + streams.numel() + most * sum(widths))
         room[: len(packed)] = packed
-        told = [torch.empty_like(room) for _ in range(self.size)]
+        messages = [torch.empty_like(room) for _ in range(self.size)]
         try:
-            distributed.all_gather(told, room)
+            distributed.all_gather(messages, room)
         except RuntimeError as error:
             raise RunError(_LOST) from error
-        if any(bool(message[0] != bits) for message in told):
-            raise RunError("the ranks do not hold the same weights: start them on machines of one kind")
-        total = torch.stack([message[1 : 1 + streams.numel()] for message in told])
-        found: list[list[Tensor]] = [[] for _ in each]
-        for which, message in enumerate(told):
-            place, own = 1 + streams.numel(), self.share(count, which)
-            for part, width, pieces in zip(each, widths, found, strict=True):
-                size = (own.stop - own.start) * width
+        if any(bool(message[0] != bits) for message in messages):
+            raise RunError(
+                "the processes of torchrun do not hold the same weights: start them on machines of one kind"
+            )
+        partial_sums = torch.stack([message[1 : 1 + streams.numel()] for message in messages])
+        gathered: list[list[Tensor]] = [[] for _ in each]
+        for which, message in enumerate(messages):
+            place, share = 1 + streams.numel(), self.share(count, which)
+            for part, width, pieces in zip(each, widths, gathered, strict=True):
+                size = (share.stop - share.start) * width
                 pieces.append(message[place : place + size].reshape(-1, *part.shape[1:]))
                 place += size
-        summed = total[0]
-        for one in total[1:]:
-            summed = summed + one
-        return [summed.reshape(streams.shape), *(torch.cat(pieces) for pieces in found)]
+        total = partial_sums[0]
+        for partial_sum in partial_sums[1:]:
+            total = total + partial_sum
+        return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Everybody's rows of a cohort, in its order."""
+        """Returns the rows of a whole cohort, in its order."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:
         """Returns the signal by which any rank was asked to stop, or 0."""
         if self.size == 1:
             return stop
-        asked = torch.tensor(float(stop))
+        signal = torch.tensor(float(stop))
         if distributed.get_backend() == "nccl":
-            asked = asked.cuda()
+            signal = signal.cuda()
         try:
-            distributed.all_reduce(asked, distributed.ReduceOp.MAX)
+            distributed.all_reduce(signal, distributed.ReduceOp.MAX)
         except RuntimeError as error:
             raise RunError(_LOST) from error
-        return int(asked)
+        return int(signal)

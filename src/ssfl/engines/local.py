@@ -12,22 +12,22 @@ from ssfl.federation import NEEDS, Labels, Look, Method, Named
 
 
 class Returned(NamedTuple):
-    """What n users give back."""
+    """The results that n users return."""
 
     rows: Tensor
     momentum: Tensor
     metrics: Named
     """[n] each."""
     weight: Tensor | None = None
-    """[n]: each user's weight in the average, if they differ."""
+    """[n]: each user's weight in the average; None: all the same."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: what `label` reported."""
+    """[n, ...] each: `Labels.report`."""
 
 
 def train(
     engine: Engine, method: Method, weights: int, rows: Tensor, momentum: Tensor, work: Work
 ) -> Returned:
-    """One round of n users that received these rows, of which the first `weights` numbers are trained."""
+    """Plays one round of n users that received these rows, each of `weights` weights and its statistics."""
     labels = None
     if method.label is not None:
         labels = made_labels(engine, method, rows, work)
@@ -35,28 +35,30 @@ def train(
     trained = engine.train(rows, momentum, work)
     if labels is None:
         return Returned(trained.rows, trained.momentum, trained.metrics)
-    moved = scaled(rows, trained.rows, weights, labels.reach)
+    moved = scaled(rows, trained.rows, weights, labels.update_scale)
     return Returned(moved, trained.momentum, trained.metrics | labels.metrics, labels.weight, labels.report)
 
 
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
-    """What the method decides from the received models' predictions."""
-    answers = engine.answers(rows, work)
-    if work.taken is not None:  # of images that belong to no step nothing is known, on every engine
-        missing = work.steps * work.batches.shape[2] - answers.shape[1]
-        answers = torch.nn.functional.pad(answers, (0, 0, 0, missing))
-    look = Look(answers, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
+    """Returns the method's pseudo-labels, made from the received models' predictions."""
+    probabilities = engine.predict(rows, work)
+    if work.taken is not None:  # zeros for images that belong to no step, the same on every engine
+        missing = work.steps * work.batches.shape[2] - probabilities.shape[1]
+        probabilities = torch.nn.functional.pad(probabilities, (0, 0, 0, missing))
+    look = Look(probabilities, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
     if work.taken is not None:
-        look = look._replace(answers=torch.where(look.drawn[:, :, None], answers, 0.0))
+        look = look._replace(probabilities=torch.where(look.drawn[:, :, None], probabilities, 0.0))
     labels: Labels = method.label(look)
     if (labels.weight is not None or labels.report) and "reports" not in method.needs():
-        raise MethodError(f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns")
+        raise MethodError(
+            f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns", key="reports"
+        )
     return labels
 
 
-def scaled(sent: Tensor, rows: Tensor, weights: int, reach: Tensor | None) -> Tensor:
-    """Rows whose weights moved `reach` times as far, [n]; running statistics stay as they are."""
-    if reach is None:
+def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:
+    """Scales each user's update of its weights by `update_scale` [n]; running statistics stay as they are."""
+    if update_scale is None:
         return rows
-    moved = sent[:, :weights] + reach[:, None] * (rows[:, :weights] - sent[:, :weights])
+    moved = sent[:, :weights] + update_scale[:, None] * (rows[:, :weights] - sent[:, :weights])
     return torch.cat([moved, rows[:, weights:]], 1)

@@ -7,17 +7,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ssfl.core.rows import Layout
-from ssfl.engines.work import Optimizer, Pool, TrainedRows, Work, each_batch, looking, make_batch, positions
-from ssfl.federation import (
-    METRICS,
-    Batch,
-    Loss,
-    Method,
-    Named,
-    Step,
-    evaluated,
-    with_own_labels,
+from ssfl.core.step import METRICS, Batch, Loss, Named, Step, evaluated, with_own_labels
+from ssfl.engines.work import (
+    Optimizer,
+    Pool,
+    TrainedRows,
+    Work,
+    each_batch,
+    for_prediction,
+    make_batch,
+    positions,
 )
+from ssfl.federation import Method
 
 
 class Loop:
@@ -36,7 +37,7 @@ class Loop:
         return TrainedRows(
             torch.cat(new_rows),
             torch.cat(new_momentum),
-            {name: torch.cat([one[name] for one in metrics]) for name in metrics[0]},
+            {name: torch.cat([of_trainer[name] for of_trainer in metrics]) for name in metrics[0]},
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
@@ -51,19 +52,20 @@ class Loop:
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         for name, weight in weights.items():
             sgd.state[weight]["momentum_buffer"] = velocity[name]
-        kept = "received" in self.method.uses()
-        received = {name: weight.clone() for name, weight in weights.items()} if kept else None
-        pace = 1.0 if work.pace is None else float(work.pace)
+        received = None
+        if "received" in self.method.uses():
+            received = {name: weight.clone() for name, weight in weights.items()}
+        lr_scale = 1.0 if work.lr_scale is None else float(work.lr_scale)
         measured: list[Named] = []
         if work.taken is not None:
             work = replace(work, longest=int(work.taken))
         rates = work.rates[: work.played]
         for rate, batch in zip(rates, each_batch(self.pool, work), strict=True):
-            sgd.param_groups[0]["lr"] = rate * pace
-            step = self._step(batch, weights, buffers, work.role, received, rate * pace)
-            slopes, metrics = self.method.gradient(step, self._loss(work.role))
+            sgd.param_groups[0]["lr"] = rate * lr_scale
+            step = self._step(batch, weights, buffers, work.role, received, rate * lr_scale)
+            gradients, metrics = self.method.gradient(step, self._loss(work.role))
             for name, weight in weights.items():
-                weight.grad = slopes[name].to(weight.dtype) if name in slopes else None
+                weight.grad = gradients[name].to(weight.dtype) if name in gradients else None
             if self.optimizer.clip:
                 nn.utils.clip_grad_norm_(list(weights.values()), self.optimizer.clip)
             sgd.step()
@@ -79,38 +81,38 @@ class Loop:
             means["steps"] = work.taken.to(row)
         return self.layout.flatten(weights | buffers, lead=1), self.layout.flatten(velocity, lead=1), means
 
-    def answers(self, rows: Tensor, work: Work) -> Tensor:
-        """What each row predicts for weak views of its batches' images, in probabilities."""
-        found = []
+    def predict(self, rows: Tensor, work: Work) -> Tensor:
+        """Returns the probabilities that each row predicts for weak views of its batches' images."""
+        probabilities = []
         with torch.no_grad():
             for i, row in enumerate(rows):
                 weights, buffers = self._unpacked(row)
-                batches = each_batch(self.pool, looking(work.of(slice(i, i + 1))))
+                batches = each_batch(self.pool, for_prediction(work.of(slice(i, i + 1))))
                 steps = (self._step(batch, weights, buffers, work.role) for batch in batches)
-                found.append(torch.cat([predicted(step) for step in steps], 1))
-        return torch.cat(found)
+                probabilities.append(torch.cat([predicted(step) for step in steps], 1))
+        return torch.cat(probabilities)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """The gradient of each trainer's loss over all its data, [n, P]."""
-        found = []
+        """Returns the gradient of each trainer's loss over all its data, [n, P]."""
+        totals = []
         for i, row in enumerate(rows):
             weights, buffers = self._unpacked(row)
-            mine = work.of(slice(i, i + 1))
+            own_work = work.of(slice(i, i + 1))
             total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             for number in range(-(-int(sizes[i]) // work.batches.shape[2])):
-                batch = full_batch(self.pool, mine, number, sizes[i : i + 1])
+                batch = full_batch(self.pool, own_work, number, sizes[i : i + 1])
                 step = self._step(batch, weights, buffers, work.role)
-                slopes, _ = step.slopes(self._loss(work.role))
+                gradients, _ = step.gradient(self._loss(work.role))
                 buffers = step.buffers
-                total = {name: value + slopes[name] for name, value in total.items()}
-            found.append(self.layout.flatten(total, lead=1))
-        return torch.cat(found)
+                total = {name: value + gradients[name] for name, value in total.items()}
+            totals.append(self.layout.flatten(total, lead=1))
+        return torch.cat(totals)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def memory(self, batch_size: int) -> int:
-        """What a round keeps of a trainer: its row and momentum, as they go and as they come."""
+        """Returns the bytes of a trainer's row and momentum, before and after its training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(
@@ -120,7 +122,7 @@ class Loop:
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
-        """The weights and the buffers of one model, [1, ...] each, free to be changed."""
+        """Returns the weights and the buffers of one model, [1, ...] each; the weights are copies."""
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
@@ -165,7 +167,7 @@ class Loop:
     def _network(
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
-        """Of the one trainer: [1, B, ...] to [1, B, classes]."""
+        """Maps the images [1, B, ...] of the one trainer to logits [1, B, classes]."""
         self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
         logits = functional_call(self.model, state, (images[0], keys[0]))
@@ -174,12 +176,12 @@ class Loop:
 
 
 def predicted(step: Step) -> Tensor:
-    """The probabilities of every class for weak views, [n, B, classes], in eval mode."""
+    """Returns the probabilities of every class for weak views, [n, B, classes], in eval mode."""
     return step.forward(step.weak, grad=False, train=False, draw="teacher").softmax(-1)
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """The step's part of a pass over all data: each image weighs 1/N, repeated ones nothing."""
+    """Returns one batch of a pass over all N images of a trainer: each weighs 1/N, a repeated one 0."""
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

@@ -1,7 +1,7 @@
 """Trainers spread over processes of one thread each: on a CPU, two users at a time on two cores.
 
-Networks of a federation are too small for several threads to share one step of them well. A process
-takes its part of a round's trainers through the same engine; what goes there and back are rows.
+The networks of a federation are too small to share one step among several threads. So each process trains a
+part of a round's users with the same engine, and rows travel between the processes.
 """
 
 import ctypes
@@ -29,17 +29,17 @@ from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import RunError
 
 _engine: Engine | None = None
-"""A process's own copy, from the fork."""
+"""The copy of the engine in a forked process."""
 
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
-    """Whether there is something to spread, and a way to."""
+    """Returns whether there are several trainers and cores, and processes can be forked."""
     allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
     return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
 
 class Spread:
-    """Another engine, with its trainers dealt to processes."""
+    """Wraps another engine: its trainers are divided among processes."""
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
@@ -60,25 +60,25 @@ class Spread:
                 _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Each process trains a part; one trainer stays here."""
+        """Trains a part in each process; a single trainer is trained in this one."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
-        found: list[TrainedRows] = self._everywhere(
+        parts: list[TrainedRows] = self._everywhere(
             "train", [(rows[part], momentum[part], work.of(part)) for part in self._parts(len(rows))]
         )
         return TrainedRows(
-            torch.cat([part.rows for part in found]),
-            torch.cat([part.momentum for part in found]),
-            {name: torch.cat([part.metrics[name] for part in found]) for name in found[0].metrics},
+            torch.cat([part.rows for part in parts]),
+            torch.cat([part.momentum for part in parts]),
+            {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics},
         )
 
-    def answers(self, rows: Tensor, work: Work) -> Tensor:
-        """What each row says of its batches' images."""
+    def predict(self, rows: Tensor, work: Work) -> Tensor:
+        """Returns the probabilities that each row predicts for its batches' images."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
-        return torch.cat(self._everywhere("answers", parts))
+        return torch.cat(self._everywhere("predict", parts))
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Each trainer's gradient over all its data, [n, P]."""
+        """Returns each trainer's gradient over all its data, [n, P]."""
         return torch.cat(
             self._everywhere(
                 "gradients", [(rows[part], work.of(part), sizes[part]) for part in self._parts(len(rows))]
@@ -86,17 +86,17 @@ class Spread:
         )
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def memory(self, batch_size: int) -> int:
-        """As of the engine."""
+        """Returns about how many bytes one more trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """`work.positions`."""
+        """Returns what `work.positions` returns."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -109,16 +109,18 @@ class Spread:
             return [pickle.loads(waiting.pop(0).result()) for _ in parts]
         except BrokenProcessPool:
             raise RunError(
-                "one of its processes was ended from outside, perhaps for want of memory: lower run.threads "
-                "or run.users_at_once"
+                "one of the run's processes was killed, perhaps because memory ran out: lower run.threads or "
+                "run.users_at_once",
+                key="run.threads",
+                value=self.processes,
             ) from None
 
 
 def _begin(parent: int) -> None:
-    """A process begins: one thread, gone soon after its parent, or with the second Ctrl-C, as its parent.
+    """Prepares a new process: one thread, which ends soon after its parent, or with the second Ctrl-C.
 
-    A terminal, systemd or Slurm signals every process of a group. The parent answers by ending the round, for
-    which it needs this process; only what the parent sends ends it.
+    A terminal, systemd or Slurm signals every process of a group. The parent then finishes the round, for
+    which it needs this process; so a signal ends this process only if the parent sent it.
     """
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below takes them
@@ -127,9 +129,9 @@ def _begin(parent: int) -> None:
     def watch() -> None:
         pressed = 0
         while os.getppid() == parent:
-            told = signal.sigtimedwait(signals, 0.2)
-            pressed += told is not None and told.si_signo == signal.SIGINT
-            if pressed > 1 or (told is not None and told.si_pid == parent):
+            received = signal.sigtimedwait(signals, 0.2)
+            pressed += received is not None and received.si_signo == signal.SIGINT
+            if pressed > 1 or (received is not None and received.si_pid == parent):
                 break
         os._exit(1)
 
@@ -137,19 +139,19 @@ def _begin(parent: int) -> None:
 
 
 def _one_thread() -> None:
-    """For every library: on Arm some keep the count of threads they had before the fork, which are gone."""
+    """Limits every library to one thread: on Arm some still count the threads from before the fork."""
     torch.set_num_threads(1)
     with suppress(OSError), open("/proc/self/maps") as maps:
         for library in {line.split(maxsplit=5)[-1].strip() for line in maps}:
             if re.search(r"/lib(g|i|)omp[^/]*$", library):
-                with suppress(OSError, AttributeError):  # one of another kind, or gone from the disk
+                with suppress(OSError, AttributeError):  # another kind of library, or deleted from the disk
                     ctypes.CDLL(library).omp_set_max_active_levels(0)
 
 
 def _probe() -> None:
-    """A gradient: torch refuses it in a process forked after its parent has computed some on a GPU."""
+    """Computes a gradient, which torch refuses in a process forked after a gradient on a GPU."""
     torch.ones(1, requires_grad=True).sum().backward()
-    time.sleep(0.01)  # so that each process gets one
+    time.sleep(0.01)  # so that each process gets one of these calls
 
 
 def _do(verb: str, packed: bytes) -> bytes:
@@ -157,7 +159,7 @@ def _do(verb: str, packed: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes; torch's own way needs shared memory, of which containers have little."""
+    """Pickles tensors as bytes; torch's own way needs shared memory, of which containers have little."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """The methods, one file each; `grouping.py` is the paper's own, `anchored.py` the recommended one.
 
-Pieces that several methods share are functions in `parts.py`. This file finds a method by its name or by an
-import path that a person typed. Names can be checked without importing torch.
+Pieces that several methods share are functions in `parts.py`. This file finds a method by its name or import
+path. Names can be checked without importing torch.
 """
 
 import ast
@@ -45,13 +45,13 @@ DEFAULT = "anchored"
 
 
 def check_name(name: str) -> None:
-    """Raise if there is no such method; an import path is checked when it is loaded."""
+    """Raises if there is no such method; an import path is checked when it is loaded."""
     if name in METHODS or outside.is_outside(name):
         return
     close = closest(name, METHODS)
-    hint = f"did you mean {close}?" if close else f"there are {', '.join(METHODS)}"
+    hint = f"Did you mean {close}?" if close else f"Choose one of {', '.join(METHODS)}."
     raise ConfigError(
-        f"method.name = {name!r}: no such method; {hint}",
+        f"method.name = {name!r}: there is no such method. {hint}",
         key="method.name",
         value=name,
         fix=f"method.name={close}" if close else None,
@@ -59,25 +59,28 @@ def check_name(name: str) -> None:
 
 
 def find(name: str) -> "type[Method]":
-    """The class of a method, by its name or by the import path of one outside the package."""
+    """Returns the class of a method, by its name or by the import path of one outside the package."""
     check_name(name)
     if name not in METHODS:
         return _outside(name)
-    file, _, kind = METHODS[name].partition(":")
-    found: type[Method] = getattr(import_module(f"ssfl.methods.{file}"), kind)
-    found.called = name
-    return found
+    file, _, class_name = METHODS[name].partition(":")
+    method: type[Method] = getattr(import_module(f"ssfl.methods.{file}"), class_name)
+    method.called = name
+    return method
 
 
 @cache
 def settings_of(name: str) -> type | None:
-    """A dataclass with the settings of a built-in method, read from its file without importing torch, which
-    takes seconds; None for methods from outside. Mistakes in settings are found with it at once."""
+    """Returns a dataclass with the settings of a built-in method; None for methods from outside.
+
+    It is read from the method's file without importing torch, which takes seconds, so that mistakes in
+    settings show at once.
+    """
     if name not in METHODS:
         return None
-    file, _, called = METHODS[name].partition(":")
+    file, _, class_name = METHODS[name].partition(":")
     tree = ast.parse((Path(__file__).parent / f"{file}.py").read_text("utf-8"))
-    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == called)
+    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     kind.bases, kind.decorator_list = [], []
     kind.body = [
         node
@@ -86,38 +89,38 @@ def settings_of(name: str) -> type | None:
     ] or [ast.Pass()]
     names: dict[str, Any] = {"setting": setting, "field": field, "__name__": __name__}
     exec(compile(ast.fix_missing_locations(ast.Module([kind], [])), file, "exec"), names)
-    return dataclass(frozen=True)(names[called])
+    return dataclass(frozen=True)(names[class_name])
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":
-    """A stand-in for a method from outside that was not supplied: its recorded settings can be read, and it
-    cannot train."""
+    """Returns a stand-in for a method from outside whose file was not supplied: its recorded settings can be
+    read, but it cannot train."""
     from ssfl.federation import Method
 
     fields = [(key, type(value), field(default=value)) for key, value in values.items()]
     kind = make_dataclass("Recorded", fields, bases=(Method,), frozen=True, namespace={"called": name})
     kind.__doc__ = "A method from outside the package."
-    made: Method = kind()
-    return made
+    method: Method = kind()
+    return method
 
 
 def flag(method: "Method") -> str:
-    """What a table of results must say about a method: its note, or that users know their labels."""
-    known = "labels" in method.needs()
-    return method.note or ("users know the labels of their images" if known else "")
+    """Returns the remark that tables of results show: the method's note, or that users know their labels."""
+    knows_labels = "labels" in method.needs()
+    return method.note or ("users know the labels of their images" if knows_labels else "")
 
 
 def _outside(name: str) -> "type[Method]":
-    """A method of somebody else's file or package."""
+    """Returns the class of a method from a file or package outside this one."""
     from ssfl.federation import Method
 
-    found = outside.load(name, "method.name")
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    method = outside.load(name, "method.name")
+    if not (isinstance(method, type) and issubclass(method, Method)):
         raise ConfigError(
-            f"method.name = {name!r} is not a class of ssfl.Method: write `class {name.rpartition(':')[2]}"
-            "(ssfl.Method)`",
+            f"method.name = {name!r} is not a subclass of ssfl.Method: write `class "
+            f"{name.rpartition(':')[2]}(ssfl.Method)`",
             key="method.name",
             value=name,
         )
-    found.called = name
-    return found
+    method.called = name
+    return method

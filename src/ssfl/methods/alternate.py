@@ -1,4 +1,4 @@
-"""Users train, their mean replaces the model, and the server then trains that mean on its labels."""
+"""Users train, their average replaces the model, and the server then trains that average on its labels."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class Alternate(Method):
-    """The simplest method in which the labels have the last word in every round."""
+    """The simplest method in which every round ends with the server's training on true labels."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""

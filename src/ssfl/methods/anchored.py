@@ -1,4 +1,4 @@
-"""The recommended method: SemiFL's skeleton, made steadier."""
+"""The recommended method: SemiFL's rounds, with safeguards against collapse."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,31 +13,32 @@ from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step, Users
 from ssfl.methods import parts
 
 SLOWEST = 1 / 30
-"""The smallest part of the learning rate that a user with few classes takes."""
+"""The smallest factor on the learning rate of a user with few classes."""
 IMAGES = 1000
-"""About how many of the server's images its guard looks at."""
+"""About how many of the server's images the guard and the relative threshold use."""
 
 
 @dataclass(frozen=True)
 class Anchored(Method):
-    """Users label once a round, their mean moves with momentum, and the server trains last. These three are
-    SemiFL's. Besides, users with few classes take shorter steps, a guard discards rounds that undo what the
-    labels taught, and the model that is evaluated is a slow average over rounds."""
+    """As in SemiFL, users make pseudo-labels once a round, their average moves with momentum, and the server
+    trains last. In addition, users with few classes take smaller steps, a guard discards user updates that
+    make the model much worse on the server's labels, and a slow average over rounds is evaluated."""
 
     threshold: float = setting(0.8, least=0, most=1, what="a probability")
-    """τ: an image gets a pseudo-label when the received model is at least this sure."""
+    """τ: an image gets a pseudo-label if the received model's confidence is at least this."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β: how much of the last round's movement is added to this one's."""
+    """β, the server's momentum: this much of the last round's movement is added to this round's."""
     guard: bool = True
     """Discard this round's user updates if the server model's margin over chance, on its own labels, falls
     below half of its best so far."""
     pace: str = setting("classes", choices=("full", "classes"))
     """By "classes": lower a user's learning rate, and scale up its update, when its pseudo-labels cover few
-    classes. "full": the same steps for all users."""
+    classes. "full": the same learning rate for all users."""
 
     relative: bool = False
     """AdaMatch's relative threshold: τ times the received model's mean confidence on the server's labelled
-    images, which users are told. With train.server_held_out by images that it has not learned by heart."""
+    images. Users are sent that confidence. With train.server_held_out it is measured on images that the
+    server does not train on."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -53,16 +54,18 @@ class Anchored(Method):
 
     def label(self, look: Look) -> Labels:
         threshold: float | Tensor = self.threshold
-        if "confidence" in look.given:
-            threshold = self.threshold * look.given["confidence"][:, None].expand(-1, look.answers.shape[2])
+        if "confidence" in look.tensors:
+            threshold = self.threshold * look.tensors["confidence"][:, None].expand(
+                -1, look.probabilities.shape[2]
+            )
         sure = parts.confident(look, threshold)
         labels = parts.labelled(look, sure)
         if self.pace == "full" or look.has_labels:
             return labels
         counts = parts.class_counts(look, sure)
-        pace = paces(counts, parts.distinct(look.images.flatten(1), sure))
-        reach = _coarse(pace.double() ** (-2 / 3)).to(pace)
-        return labels._replace(pace=pace, reach=reach)
+        lr_scale = lr_scales(counts, parts.distinct(look.images.flatten(1), sure))
+        update_scale = _coarse(lr_scale.double() ** (-2 / 3)).to(lr_scale)
+        return labels._replace(lr_scale=lr_scale, update_scale=update_scale)
 
     def user_loss(self, step: Step) -> Losses:
         return parts.round_labels(step)
@@ -78,34 +81,35 @@ class Anchored(Method):
         if not self.guard or not fed.has_server:
             return new
         margin, best = fed.above_chance(new.average, most=IMAGES), state.memory["best"]
-        alone = users.counted and 2 * margin < float(best)
-        fed.tell(alone=int(alone))
-        if alone:
+        discarded = users.counted and 2 * margin < float(best)
+        fed.record(alone=int(discarded))
+        if discarded:
             server, velocity = fed.train_server(state.average), parts.still(state, self.momentum)
-            new = state.next(server.row.repeat(len(streams), 1), server.row, kept=[server], **velocity)
+            new = state.next(server.row.repeat(len(streams), 1), server.row, momentum_of=[server], **velocity)
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:
-        """The users' round; with a relative threshold they are told how sure the model is of labels."""
+        """Trains the users; for a relative threshold they are sent the model's confidence on labelled
+        images."""
         if not self.relative or not fed.has_server or not fed.cohort.users:
             return fed.train_users(state.streams)
-        sure = fed.confidence(state.average, most=IMAGES)
-        fed.tell(labelled_confidence=sure)
+        confidence = fed.confidence(state.average, most=IMAGES)
+        fed.record(labelled_confidence=confidence)
 
-        def give(users: Sequence[int]) -> Named:
-            return {"confidence": state.average.new_full((len(users),), sure)}
+        def send(users: Sequence[int]) -> Named:
+            return {"confidence": state.average.new_full((len(users),), confidence)}
 
-        return fed.train_users(state.streams, give=give)
+        return fed.train_users(state.streams, send=send)
 
 
-def paces(counts: Tensor, images: Tensor) -> Tensor:
-    """The part of the learning rate that each user takes, [n], by how many labels of each class it has,
-    [n, classes], and of how many images, [n].
+def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
+    """Returns a factor on each user's learning rate, [n], from its pseudo-labels per class, [n, classes], and
+    its number of labelled images, [n].
 
-    The fewer the classes, the sooner long steps lead to a model that knows these alone, and the mean of such
-    models knows nothing. Near the model that all received, what they learn adds up. Labels as mixed as m even
-    classes (m is e to their entropy) give (m / M)^1.5, where M is how many classes they could be of: all, or
-    as many as there are images.
+    With large steps, a user with few classes forgets the others, and the average of such models is useless.
+    Near the model that all received, their updates add up. The factor is (m / M)^1.5. Here m is the effective
+    number of classes, e to the entropy of the labels, and M is the most it could be: all classes, or one for
+    each image.
     """
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     classes = torch.special.entr(shares).sum(1).exp()

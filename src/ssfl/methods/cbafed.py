@@ -1,7 +1,7 @@
 """CBAFed (Li, Li and Wang 2023): class-balanced adaptive thresholds, weights by images, residual connection.
 
-Published with rare second classes of unsure images: not here. Users report how many images of each class they
-labelled, and everybody is told the sums.
+Left out: the published method also trains on the second most likely class of unsure images, if it is rare.
+Users report how many images of each class they labelled, and everybody is sent the sums.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CbaFed(Method):
-    """A class that was trained on often needs more confidence. Users and server weigh by their labelled
-    images."""
+    """Classes that were trained on often have higher thresholds. The weights of users and server in the
+    average are their numbers of labelled images."""
 
     threshold: float = setting(0.84, least=0, most=1, what="a probability")
     """τ: the threshold of a class with an average share."""
     highest: float = setting(0.95, least=0, most=1, what="a probability")
     """The highest threshold of a class."""
     residual: int = setting(5, least=0, most=10**6, what="rounds; 0 is never")
-    """Every so many rounds the model becomes its mean with the one stored the last time."""
+    """Every so many rounds the model is averaged with the one stored the last time."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
         "train": {"weight_decay": 5e-4, "clip": 5.0},
         "federation": {"head_start": 0.1},
     }
-    note: ClassVar = "users tell everybody how many images of each class they label"
+    note: ClassVar = "everybody is sent how many images of each class users label"
 
     def needs(self) -> tuple[str, ...]:
         return ("reports", "sends")
@@ -44,12 +44,14 @@ class CbaFed(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        threshold = thresholds.fixed(look.answers, self.threshold)
-        if "counts" in look.given:
-            threshold = thresholds.balanced(look.answers, self.threshold, look.given["counts"], self.highest)
+        threshold = thresholds.fixed(look.probabilities, self.threshold)
+        if "counts" in look.tensors:
+            threshold = thresholds.balanced(
+                look.probabilities, self.threshold, look.tensors["counts"], self.highest
+            )
         sure = parts.confident(look, threshold)
         labels = parts.labelled(look, sure, fill=True)
-        images = parts.distinct(look.images.flatten(1), sure).to(look.answers.dtype)
+        images = parts.distinct(look.images.flatten(1), sure).to(look.probabilities.dtype)
         report = {"counts": parts.class_counts(look, sure), "images": images}
         return labels._replace(weight=images, report=report)
 
@@ -60,10 +62,10 @@ class CbaFed(Method):
         return {"counts": fed.server_counts, "stored": state.average[:0].clone()}
 
     def round(self, state: State, fed: Fed) -> State:
-        def give(users: Sequence[int]) -> Named:
+        def send(users: Sequence[int]) -> Named:
             return {"counts": state.memory["counts"].expand(len(users), -1)}
 
-        users = fed.train_users(state.streams, give=give)
+        users = fed.train_users(state.streams, send=send)
         counts = fed.server_counts
         if users.counted:
             counts = counts + users.report["counts"].sum(0)
@@ -76,15 +78,20 @@ class CbaFed(Method):
         return replace(new, streams=streams, average=average, memory=new.memory | {"stored": average.clone()})
 
     def averaged(self, state: State, fed: Fed, users: Users, **memory: Tensor) -> State:
-        """The mean of users and server by their numbers of labelled images: the server is the published
-        method's labelled client, which trains at the same time. Alone, it is the mean."""
+        """Returns the state with the average of users and server, weighted by their labelled images.
+
+        The server takes the part of the published method's labelled client, which trains at the same time. If
+        no user counted, its model is the average.
+        """
         if not fed.has_server:
-            return state.next(users.means, users.average, kept=[users], **memory)
+            return state.next(users.means, users.average, momentum_of=[users], **memory)
         server = fed.train_server(state.average)
         if not users.counted:
-            return state.next(server.row.repeat(len(state.streams), 1), server.row, kept=[server], **memory)
-        images, own = users.report["images"], fed.server_counts.sum()
+            return state.next(
+                server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server], **memory
+            )
+        images, server_images = users.report["images"], fed.server_counts.sum()
         groups = [list(group or range(len(images))) for group in users.groups]
-        theirs = torch.stack([images[group].sum() for group in groups]).to(users.means)[:, None]
-        streams = (theirs * users.means + own * server.row) / (theirs + own)
-        return state.next(streams, streams.mean(0), kept=[users, server], **memory)
+        group_images = torch.stack([images[group].sum() for group in groups]).to(users.means)[:, None]
+        streams = (group_images * users.means + server_images * server.row) / (group_images + server_images)
+        return state.next(streams, streams.mean(0), momentum_of=[users, server], **memory)

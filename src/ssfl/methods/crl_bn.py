@@ -11,7 +11,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CrlBn(Method):
-    """All users and the server are averaged; both views pass through the network together."""
+    """All users and the server are averaged; weak and strong views pass through the network in one batch."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""

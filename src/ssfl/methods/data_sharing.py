@@ -10,7 +10,7 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class DataSharing(Method):
-    """The server's labelled images are given to every user, and the users are averaged."""
+    """Every user gets the server's labelled images, and the users are averaged."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
     trains_server: ClassVar = False
@@ -27,4 +27,4 @@ class DataSharing(Method):
 
     def round(self, state: State, fed: Fed) -> State:
         users = fed.train_users(state.streams)
-        return state.next(users.means, users.average, kept=[users])
+        return state.next(users.means, users.average, momentum_of=[users])

@@ -1,4 +1,4 @@
-"""EASGD (Zhang, Choromanska and LeCun 2015): users keep models of their own, drawn to a common one."""
+"""EASGD (Zhang, Choromanska and LeCun 2015): users keep their own models, pulled towards a common one."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +11,13 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class Easgd(Method):
-    """Each user and the centre give way to each other by the same amount; users know their labels."""
+    """Each user's model and the common one move towards each other by the same amount; users know their
+    labels."""
 
     elasticity: float | None = setting(
         None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
     )
-    """α: how far models are drawn to each other; default: 0.9/C."""
+    """α: how far models are pulled towards each other; default: 0.9/C, for C participants."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
     trains_server: ClassVar = False
@@ -38,4 +39,4 @@ class Easgd(Method):
         alpha = 0.9 / len(fed.cohort.drawn) if self.elasticity is None else self.elasticity
         pulled = users.rows + alpha * (centre - users.rows)  # x_i -= α (x_i - z)
         average = centre + alpha * (users.rows - centre).sum(0)  # z += α Σ (x_i - z)
-        return state.next(state.streams.index_copy(0, users.who, pulled), average, kept=[users])
+        return state.next(state.streams.index_copy(0, users.indices, pulled), average, momentum_of=[users])

@@ -1,4 +1,5 @@
-"""FedProx (Li et al. 2020): users are held to the model they received, (μ / 2) · ‖w - w_received‖²."""
+"""FedProx (Li et al. 2020): users stay near the model they received, by the penalty (μ / 2) · ‖w -
+w_received‖²."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,7 @@ class FedProx(Method):
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""
     proximal: float = setting(0.01, least=0, most=1000, what="a weight")
-    """μ: how strongly weights are held to those received."""
+    """μ: the weight of the penalty."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 
@@ -27,11 +28,13 @@ class FedProx(Method):
         return parts.consistency(step, self.threshold)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        slopes, metrics = step.slopes(loss)
+        gradients, metrics = step.gradient(loss)
         if step.role == "server":
-            return slopes, metrics
-        pulls = {name: weight - step.received[name] for name, weight in step.weights.items()}
-        return {name: slope + self.proximal * pulls[name] for name, slope in slopes.items()}, metrics
+            return gradients, metrics
+        distances = {name: weight - step.received[name] for name, weight in step.weights.items()}
+        return {
+            name: gradient + self.proximal * distances[name] for name, gradient in gradients.items()
+        }, metrics
 
     def round(self, state: State, fed: Fed) -> State:
         return parts.server_last(state, fed, fed.train_users(state.streams))

@@ -1,4 +1,5 @@
-"""FixMatch (Sohn et al. 2020), centralised: one model sees everything, L_s + L_k in every step."""
+"""FixMatch (Sohn et al. 2020), centralised: one model sees all images, and its loss is L_s + L_k in every
+step."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FixMatch(Method):
-    """What gathering all images in one place would give: the one "user" holds them, labels included."""
+    """What one could reach with all images in one place: a single "user" holds them, with the labels."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""
@@ -33,7 +34,7 @@ class FixMatch(Method):
         users = config.split.users
         if users != 1:
             raise ConfigError(
-                f"method.name = 'fixmatch' trains one model: set split.users=1, not {users}",
+                f"split.users = {users}: method.name = 'fixmatch' trains a single model. Set split.users=1.",
                 key="split.users",
                 value=users,
                 fix="split.users=1",
@@ -44,4 +45,4 @@ class FixMatch(Method):
 
     def round(self, state: State, fed: Fed) -> State:
         users = fed.train_users(state.streams)
-        return state.next(users.means, users.average, kept=[users])
+        return state.next(users.means, users.average, momentum_of=[users])

@@ -1,7 +1,7 @@
 """(FL)² (Lee et al. 2024): class-aware thresholds, flat minima, and a larger weight for unsure users.
 
-Published on SemiFL's rounds, with BatchNorm statistics over every user's images: not here. Its server's
-training before the first round is a tenth of the rounds here.
+The published method uses SemiFL's BatchNorm statistics over every user's images, which are left out here. Its
+server trains before the first round; here it does so in the first tenth of the rounds.
 """
 
 from dataclasses import dataclass
@@ -14,30 +14,32 @@ from ssfl.core import thresholds
 from ssfl.core.fields import setting
 from ssfl.core.losses import Losses
 from ssfl.core.rows import lengths
-from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step, along
+from ssfl.core.step import along
+from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
 CERTAIN = 0.95
-"""How sure the model must be of an image to ask for the same answer around the weights."""
+"""The confidence above which an image takes part in the sharpness-aware loss."""
 LEAST = 0.01
-"""ASAM's η: how far a weight of zero may go."""
+"""ASAM's η: how far a weight of zero may be moved."""
 
 
 @dataclass(frozen=True)
 class Fl2(Method):
-    """Users ask for the same answers at weights moved uphill (sharpness-aware consistency)."""
+    """Users' predictions shall stay the same if weights move uphill in the loss (sharpness-aware
+    consistency)."""
 
     sharpness: float = setting(0.1, least=0, most=10, what="a distance")
     """ρ: how far weights are moved uphill."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β: the server's momentum, how much of the last round's movement is added to this one's."""
+    """β, the server's momentum: this much of the last round's movement is added to this round's."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
         "train": {"weight_decay": 5e-4, "clip": 1.0},
         "federation": {"head_start": 0.1},
     }
-    note: ClassVar = "published with BatchNorm statistics over every user's images; goes without"
+    note: ClassVar = "without the published BatchNorm statistics over every user's images"
 
     def needs(self) -> tuple[str, ...]:
         return ("reports",)
@@ -49,11 +51,11 @@ class Fl2(Method):
         return 1 + 2 * bool(self.sharpness)
 
     def label(self, look: Look) -> Labels:
-        sure = parts.confident(look, thresholds.free(look.answers))
-        certain = sure & (look.answers.amax(-1) >= CERTAIN)
+        sure = parts.confident(look, thresholds.free(look.probabilities))
+        certain = sure & (look.probabilities.amax(-1) >= CERTAIN)
         labels = parts.labelled(look, sure, fill=True, certain=certain)
         drawn = look.drawn
-        doubt = 1 - (look.answers.amax(-1) * drawn).sum(-1) / drawn.sum(-1).clamp(min=1)
+        doubt = 1 - (look.probabilities.amax(-1) * drawn).sum(-1) / drawn.sum(-1).clamp(min=1)
         assert labels.weight is not None
         return labels._replace(weight=doubt * labels.weight)
 
@@ -61,22 +63,22 @@ class Fl2(Method):
         return parts.round_labels(step)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        slopes, metrics = step.slopes(loss)
+        gradients, metrics = step.gradient(loss)
         if step.role == "server" or not self.sharpness:
-            return slopes, metrics
-        certain = step.given["certain"]
-        sure, _ = step.having(mask=certain).slopes(loss)
+            return gradients, metrics
+        certain = step.tensors["certain"]
+        ascent, _ = step.with_tensors(mask=certain).gradient(loss)
         with torch.no_grad():
-            moved = uphill(step.weights, sure, self.sharpness)
+            perturbed = uphill(step.weights, ascent, self.sharpness)
 
-        def disagreement(there: Step) -> Losses:
-            """KL( f(w) ‖ f(w + ε) ), as in the authors' code: it moves w + ε towards what w says."""
-            here = there.forward(there.strong, grad=False, weights=step.weights).log_softmax(-1)
-            apart = (here.exp() * (here - there.forward(there.strong).log_softmax(-1))).sum(-1)
-            return Losses(apart * certain, certain, there.given["labels"])
+        def disagreement(moved: Step) -> Losses:
+            """KL( f(w) ‖ f(w + ε) ), as in the authors' code: it moves w + ε towards the predictions of w."""
+            target = moved.forward(moved.strong, grad=False, weights=step.weights).log_softmax(-1)
+            divergence = (target.exp() * (target - moved.forward(moved.strong).log_softmax(-1))).sum(-1)
+            return Losses(divergence * certain, certain, moved.tensors["labels"])
 
-        around, _ = step.slopes(disagreement, at=moved)
-        return {name: slope + around[name] for name, slope in slopes.items()}, metrics
+        sharpness, _ = step.gradient(disagreement, at=perturbed)
+        return {name: gradient + sharpness[name] for name, gradient in gradients.items()}, metrics
 
     def initial(self, state: State, fed: Fed) -> Named:
         return parts.still(state, self.momentum)
@@ -87,9 +89,10 @@ class Fl2(Method):
         return parts.server_last(state, fed, users, streams, **velocity)
 
 
-def uphill(weights: Named, slopes: Named, distance: float) -> dict[str, Tensor]:
-    """ASAM's step of n models [n, ...]: weights moved so far uphill, larger ones further, biases alike."""
+def uphill(weights: Named, gradients: Named, distance: float) -> dict[str, Tensor]:
+    """Returns weights [n, ...] moved by `distance` uphill, as in ASAM: large weights further, biases
+    equally."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
-    steps = {name: size * slopes[name] for name, size in sizes.items()}
+    steps = {name: size * gradients[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)
     return {n: w + (sizes[n] * steps[n] * along(rate, w)).to(w.dtype) for n, w in weights.items()}

@@ -1,4 +1,4 @@
-"""The thresholds of FlexMatch (Zhang et al. 2021), once a round: lower for slowly learned classes."""
+"""The thresholds of FlexMatch (Zhang et al. 2021), set once a round: lower for slowly learned classes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FlexMatch(Method):
-    """Users label once a round, and the server trains last."""
+    """Users make pseudo-labels once a round, and the server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: the threshold of the commonest class."""
@@ -23,7 +23,7 @@ class FlexMatch(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        by_class = thresholds.flexible(look.answers, self.threshold)
+        by_class = thresholds.flexible(look.probabilities, self.threshold)
         return parts.labelled(look, parts.confident(look, by_class))
 
     def user_loss(self, step: Step) -> Losses:

@@ -1,4 +1,4 @@
-"""The thresholds of FreeMatch (Wang et al. 2023), once a round: the user's mean confidence, by class."""
+"""The thresholds of FreeMatch (Wang et al. 2023), set once a round: the user's mean confidence, by class."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FreeMatch(Method):
-    """Users label once a round, and the server trains last."""
+    """Users make pseudo-labels once a round, and the server trains last."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 
@@ -19,7 +19,7 @@ class FreeMatch(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        return parts.labelled(look, parts.confident(look, thresholds.free(look.answers)))
+        return parts.labelled(look, parts.confident(look, thresholds.free(look.probabilities)))
 
     def user_loss(self, step: Step) -> Losses:
         return parts.round_labels(step)

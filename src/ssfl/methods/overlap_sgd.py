@@ -11,11 +11,11 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class OverlapSgd(Method):
-    """Users are pulled to the mean of the round before, which travelled while they trained; they know their
-    labels."""
+    """Users' models are pulled towards the average of the round before, which is sent while they train; users
+    know their labels."""
 
     elasticity: float = setting(0.6, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
-    """α: how far models are pulled."""
+    """α: how far models are pulled towards the average."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
     trains_server: ClassVar = False
@@ -35,4 +35,6 @@ class OverlapSgd(Method):
         if not users.counted:
             return state.next(state.streams, state.average)
         pulled = users.rows + self.elasticity * (state.average - users.rows)
-        return state.next(state.streams.index_copy(0, users.who, pulled), pulled.mean(0), kept=[users])
+        return state.next(
+            state.streams.index_copy(0, users.indices, pulled), pulled.mean(0), momentum_of=[users]
+        )

@@ -1,7 +1,8 @@
-"""RSCFed (Liang et al. 2022): users far from the others weigh less, in three means of random halves.
+"""RSCFed (Liang et al. 2022): the model is the mean of three averages of random halves of the users, in which
+users far from the others have less weight.
 
-Published with a mean teacher and one labelled user that trains first. Here users learn by consistency, and
-the server has the labels.
+The published method has a mean teacher and one labelled user that trains first. Here users train with the
+consistency loss, and the server has the labels.
 """
 
 from collections.abc import Sequence
@@ -45,13 +46,15 @@ class RscFed(Method):
         users = fed.train_users(state.streams)
         if not users.counted:
             return parts.server_last(state, fed, users)
-        pieces, key, everybody = fed.layout.sizes, fed.key("consensus"), range(len(users.who))
+        pieces, key, everybody = fed.layout.sizes, fed.key("consensus"), range(len(users.indices))
         members = [list(group or everybody) for group in users.groups]
-        streams = [self.sub_consensus(users.rows[one], users.sizes[one], pieces, key) for one in members]
+        streams = [
+            self.sub_consensus(users.rows[group], users.sizes[group], pieces, key) for group in members
+        ]
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """The mean of several averages by distance, each over another random half of the users."""
+        """Returns the mean of several averages by distance, each over another random half of the users."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
@@ -62,14 +65,14 @@ class RscFed(Method):
         return torch.stack(averages).mean(0)
 
     def by_distance(self, rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
-        """The distance-reweighted average: who is far from the plain one weighs less.
+        """Returns the distance-reweighted average: users far from the plain average have less weight.
 
-        A weight is n_k · exp(-β · d_k / n_k), where n_k is how many images a user has (`counts`) and d_k the
-        sum over the pieces of a row (its layers) of how far the model lies from the average by n_k.
+        User k has weight n_k · exp(-β · d_k / n_k), where n_k is its number of images (`counts`) and d_k its
+        distance from the average weighted by n_k, summed over the layers (`pieces` of a row).
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows
-        parted = (rows - middle).split(list(pieces), 1)
-        apart = torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in parted])
-        strength = counts.log() - self.scale * apart.sum(0) / counts
-        return strength.softmax(0) @ rows
+        layers = (rows - middle).split(list(pieces), 1)
+        distances = torch.stack([torch.linalg.vector_norm(layer, dim=1) for layer in layers])
+        log_weights = counts.log() - self.scale * distances.sum(0) / counts
+        return log_weights.softmax(0) @ rows

@@ -1,4 +1,4 @@
-"""Self-training, equation (5): the weak view's confident prediction is that same view's label."""
+"""Self-training, equation (5): the confident prediction for a weak view is the label of that same view."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,8 @@ class SelfTraining(Method):
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label counts when the model is at least this sure."""
     views: str = setting("joint", choices=("separate", "joint"))
-    """Whether predictions come from the pass that is trained ("joint") or from one before ("separate")."""
+    """Whether predictions come from the forward pass that is trained ("joint") or from another
+    ("separate")."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether separate predictions are made in "eval" or in "train" mode."""
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")

@@ -1,7 +1,8 @@
-"""SemiFL (Diao, Ding and Tarokh 2022): labels once a round, fix and mix losses, the server trains last.
+"""SemiFL (Diao, Ding and Tarokh 2022): pseudo-labels once a round, fix and mix losses, the server trains
+last.
 
-Published with BatchNorm statistics over every user's images, which no real federation could compute, and with
-5 local epochs of batches of 10: not here.
+Left out of the published method: BatchNorm statistics over every user's images, which no real federation
+could compute, and 5 local epochs with batches of 10.
 """
 
 from dataclasses import dataclass
@@ -16,19 +17,20 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class SemiFL(Method):
-    """Batches hold confident images alone. Each is trained in a strong view, and mixed with another image."""
+    """Batches hold only confident images. Each is trained on in a strong view, and mixed with another
+    image."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: an image gets a pseudo-label when the received model is at least this sure."""
     mix: float = setting(1.0, least=0, most=100, what="a weight")
     """λ: the weight of the mix loss."""
     alpha: float = setting(0.75, least=1e-3, most=100, what="above 0")
-    """Both parameters of the Beta distribution that the shares of mixtures are drawn from."""
+    """Both parameters of the Beta distribution from which the mixing shares are drawn."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β: the server's momentum, how much of the last round's movement is added to this one's."""
+    """β, the server's momentum: this much of the last round's movement is added to this round's."""
 
     defaults: ClassVar = {"model": {"norm": "group"}, "train": {"weight_decay": 5e-4, "clip": 1.0}}
-    note: ClassVar = "published with BatchNorm statistics over every user's images; goes without"
+    note: ClassVar = "without the published BatchNorm statistics over every user's images"
 
     def needs(self) -> tuple[str, ...]:
         return ("reports",)
@@ -47,13 +49,13 @@ class SemiFL(Method):
         fix = parts.round_labels(step)
         if not self.mix:
             return fix
-        given = step.given
-        share = given["share"][:, None]
+        tensors = step.tensors
+        share = tensors["share"][:, None]
         part = share[..., None, None, None]
-        images = (part * step.weak + (1 - part) * given["partner"]).to(step.weak.dtype)
+        images = (part * step.weak + (1 - part) * tensors["partner"]).to(step.weak.dtype)
         logits = step.forward(images, draw="mix")
-        mix = losses.mixture(logits, given["labels"], given["partner_labels"], share)
-        return fix._replace(loss=fix.loss + self.mix * mix * given["mask"])
+        mix = losses.mixture(logits, tensors["labels"], tensors["partner_labels"], share)
+        return fix._replace(loss=fix.loss + self.mix * mix * tensors["mask"])
 
     def initial(self, state: State, fed: Fed) -> Named:
         return parts.still(state, self.momentum)

@@ -1,4 +1,4 @@
-"""No users at all: what the server can do alone with its labels. The baseline to beat."""
+"""The baseline to beat: the server trains on its labels, without any users."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,8 +17,9 @@ class ServerOnly(Method):
     def check(self, config: Any) -> None:
         if config.split.labels_at == "users" or config.split.server_labels == 0:
             raise ConfigError(
-                "method.name = 'server-only' needs labels at the server: use split.labels_at=server and "
-                "split.server_labels above 0",
+                f"split.labels_at = {config.split.labels_at!r} and split.server_labels = "
+                f"{config.split.server_labels}: method.name = 'server-only' needs labels at the server. Set "
+                "split.labels_at=server and split.server_labels above 0.",
                 key="split.labels_at",
                 value=config.split.labels_at,
                 fix="split.labels_at=server",
@@ -26,4 +27,4 @@ class ServerOnly(Method):
 
     def round(self, state: State, fed: Fed) -> State:
         server = fed.train_server(state.average)
-        return state.next(server.row.repeat(len(state.streams), 1), server.row, kept=[server])
+        return state.next(server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server])

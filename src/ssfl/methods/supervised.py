@@ -1,4 +1,4 @@
-"""Supervised training, equation (6): users know their labels. An oracle, what labels everywhere give."""
+"""Supervised training, equation (6): users know their labels. An upper bound for the methods without them."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,8 +1,8 @@
-"""The networks, built by name; normalisation is an argument, and dropout takes its draws.
+"""The networks, built by name, with a choice of normalisation.
 
-Every model is called as `model(images, key)`: images are normalised floats [B, C, H, W]; `key` names
-the dropout masks and is needed in training mode by the one network that drops (`cnn`). Layers with
-parameters come from `layers.py`, so that every network also runs as many models at once.
+Every network is called as `model(images, key)`: images are normalised floats [B, C, H, W], and `key` is the
+key of the dropout masks, which only `cnn` needs, in training mode. Layers with parameters come from
+`layers.py`, so that every network also runs as n models at once.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ssfl.models.layers import Conv2d, Linear, activate, dropout, normalisation
 
 
 class Small(nn.Module):
-    """A two-layer CNN for images of a few pixels, such as the 8×8 digits; strides instead of pools."""
+    """A two-layer CNN for images of a few pixels, such as the 8×8 digits; strides instead of pooling."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Cnn(nn.Module):
         x = F.max_pool2d(self.norm2(self.conv2(x)), 2)
         if self.training:
             if key is None:
-                raise ValueError("this network drops channels in training: call it with a key")
+                raise ValueError("cnn has dropout: in training mode, call it as model(images, key)")
             x = dropout(x, 0.25, key)
         x = F.relu(x).flatten(1)
         return self.fc2(F.relu(self.fc1(x)))  # type: ignore[no-any-return]
@@ -194,23 +194,26 @@ SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wid
 
 
 def suited(shape: tuple[int, int, int], gpu: bool) -> str:
-    """The network for images of this size when nobody chose one: without a GPU one that a CPU can train."""
+    """Returns the default network for images of this size; without a GPU one that a CPU can train."""
     pixels = min(shape[1:])
     if pixels < 16:
         return "small"
     if pixels <= 28 and shape[0] == 1:
         return "cnn"
-    if not gpu:  # the weights of cnn grow with the pixels, and its time
+    if not gpu:  # the weights of cnn, and its time, grow with the number of pixels
         return "cnn" if shape[1] * shape[2] <= 64 * 64 else "small"
     return "resnet18" if pixels <= 64 else "vgg11"
 
 
 def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
-    """A network with PyTorch's default initial weights, a function of the seed alone."""
+    """Returns a network with PyTorch's default initial weights, which depend only on the seed."""
     if min(shape[1:]) < SMALLEST[name]:
         raise ConfigError(
-            f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels and these have "
-            f"{shape[1]}×{shape[2]}: choose model.name = 'small'"
+            f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels a side, and these have "
+            f"{shape[1]}×{shape[2]}: set model.name=small",
+            key="model.name",
+            value=name,
+            fix="model.name=small",
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -406,16 +406,15 @@ def build(
     kept, policy, users = 0, train.momentum_policy, config.split.users
     if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
-        setting = f"train.momentum_policy = {policy!r}"
-        instead = "'slot' or 'reset'" if policy == "user" else "'reset'"
-        kept = memory.check_kept(setting, f"{policy}s", rows, layout.weights, pool.wide, device, instead)
+        key, fix = "train.momentum_policy", "train.momentum_policy=reset"
+        kept = memory.check_kept(key, policy, f"{policy}s", rows, layout.weights, pool.wide, device, fix)
     if config.method.start == "user" or "models" in config.method.needs():
-        setting = f"method.name = {config.method.name!r}"
         every = config.method.start == "user" or config.method.keeps_models
         rows = users if every else config.federation.participants or 1
         kept += memory.check_kept(
-            setting, "users", rows, layout.length, pool.wide, device, "another, or lower split.users"
-        )
+            "method.name", config.method.name, "users", rows, layout.length, pool.wide, device,
+            "a smaller split.users or another method.name",
+        )  # fmt: skip
     engine, run = _make_engine(config, model, layout, pool, device, kept)
     config = replace(config, run=run, train=replace(train, precision=precision))
     marked = Hands.of(parts.labelled or [])

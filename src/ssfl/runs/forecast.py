@@ -49,7 +49,7 @@ class Forecast:
 def measure(sim: Simulation, state: State) -> Forecast | None:
     """The forecast of the rounds after `state`; None where steps cannot be tried: they are compiled, spread
     over machines, or need something of a round."""
-    if sim.crowd is not None or sim.config.run.compile:
+    if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
         with _watched(sim.device) as memory:

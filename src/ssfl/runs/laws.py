@@ -182,7 +182,7 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
     work = sim.plan.users_work(round, cohort)
     if sim.method.label is not None:
         work = work.with_labels(local.made_labels(engine, sim.method, rows, work))
-    place = engine._place(len(rows), rows, work)
+    place = engine._buffers(len(rows), rows, work)
     place.load(sim.layout, rows, torch.zeros_like(rows[:, : sim.layout.weights]), work)
     batch = make_batch(sim.pool, place.work, 0)
     tensors, layout = torch.utils._pytree.tree_flatten(batch)
@@ -192,8 +192,8 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
         left = iter(given)
         whole = [next(left) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
         one = engine._step_of(place, torch.utils._pytree.tree_unflatten(whole, layout))
-        slopes, _ = sim.method.gradient(one, engine._losses["user"])
-        return torch.cat([slope.flatten() for slope in slopes.values()])
+        gradients, _ = sim.method.gradient(one, engine._losses["user"])
+        return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
     return step, known
 

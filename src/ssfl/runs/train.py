@@ -252,7 +252,7 @@ def _leads(config: Config) -> bool:
 def conditions(sim: Simulation) -> dict[str, str]:
     """What the last digits of a run depend on besides its config."""
     settings = {name: str(getattr(sim.config.run, name)) for name in folder.CONDITIONS}
-    ranks = {} if sim.crowd is None else {"ranks": str(sim.crowd.size)}
+    ranks = {} if sim.ranks is None else {"ranks": str(sim.ranks.size)}
     frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
     return {**folder.versions(), **settings, **ranks, **frozen, "device": device_name(sim.device)}
 
@@ -282,7 +282,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> str:
 
 def rounds(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     """Play what is left of the rounds, into the run folder."""
-    crowded = sim.crowd is not None and sim.crowd.size > 1
+    crowded = sim.ranks is not None and sim.ranks.size > 1
     with interruptible(report is not None, crowded) as interrupted:
         left = playing(sim, path, start, report, lambda: interrupted.by, sim.evaluate)
         while True:
@@ -377,7 +377,7 @@ def _playing(
                 for key in totals:
                     totals[key] += event.get(key, 0)
                 tell(event)
-            stop = interrupted() if sim.crowd is None else sim.crowd.agree(interrupted())
+            stop = interrupted() if sim.ranks is None else sim.ranks.agree(interrupted())
             late = time.monotonic() - saved >= SAVED
             if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
                 save()

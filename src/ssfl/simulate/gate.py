@@ -1,4 +1,7 @@
-"""The gate that every model passes before it is averaged: what is broken is refused, what is long is cut."""
+"""federation.gate: refuses broken models before they are averaged, and cuts updates that are too long.
+
+The length of an update is its norm. Its usual length in a round is the median over the users.
+"""
 
 from dataclasses import dataclass
 
@@ -6,42 +9,42 @@ import torch
 from torch import Tensor
 
 REACH = 1.0
-"""An update is cut to so many times the usual length. Honest lengths differ little, also with skew."""
+"""An update is cut to this multiple of the usual length. Honest lengths differ little, also with skew."""
 GROWTH = 2.0
-"""The usual length is at most so many times that of any of the last rounds."""
+"""The usual length is at most this multiple of the largest of the last rounds."""
 ROUNDS = 10
-"""How many rounds are the last ones."""
+"""The number of last rounds that are remembered."""
 LENGTH = 3.0
-"""An update is far outside when it is so many times as long as is usual."""
+"""An update is refused if it is longer than this multiple of the usual length."""
 SHARE = 0.3
-"""An update shorter than so much of the model is cut and not refused: early on, one user is sure of something
-and learns, while the others hardly move."""
+"""An update shorter than this share of the model's norm is cut, not refused: early on, a single user may be
+sure of its labels and learn while the others hardly move."""
 STRIKES = 3
-"""Who was refused so often is left out."""
+"""A user that was refused this often is left out."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the gate makes of a round's models."""
+class GateResult:
+    """What the gate decides about a round's models."""
 
     reasons: list[str]
-    """Why each model is refused, "" where it is not."""
+    """Why each model is refused, "" if it is not."""
     rows: Tensor
-    """The models, their updates cut to the length that is allowed."""
+    """The models, with long updates cut."""
     usual: Tensor
     """The usual length of an update in this round, a number."""
     times: list[float]
-    """How many times as long as is usual each update was."""
+    """Each update's length as a multiple of the usual one, before the cut."""
 
 
-def judge(sent: Tensor, rows: Tensor, strikes: Tensor, before: Tensor | None = None) -> Verdict:
-    """The verdict about models [n, P + Q]; `strikes` counts how often each was refused before, and `before`
-    has the lengths of earlier rounds, users' and the server's, 0 where nothing is known.
+def judge(sent: Tensor, rows: Tensor, strikes: Tensor, before: Tensor | None = None) -> GateResult:
+    """Decides about models [n, P + Q]; `strikes` counts how often each user was refused, and `before` holds
+    the usual lengths of earlier rounds (the larger of users' and server's), 0 where unknown.
 
-    One update among few must not outweigh the others, whatever its direction: its length is limited by the
-    others' median, and by earlier rounds, since in one round most may be bad by chance. How a single model
-    does on the server's labels is no reason: in the middle of training honest users with few classes return
-    models that are no better than chance, and their average is good.
+    A single update must not outweigh the others, whatever its direction. So its length is limited by the
+    median of the others, and by earlier rounds, since most users of one round may be bad by chance. The
+    accuracy of a single model on the server's labels is not used: in the middle of training, honest users
+    with few classes return models no better than chance, although their average is good.
     """
     reasons = ["left out after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
     finite = torch.isfinite(rows).all(1)
@@ -63,11 +66,11 @@ def judge(sent: Tensor, rows: Tensor, strikes: Tensor, before: Tensor | None = N
     if long:
         rows = rows.clone()
         rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
-    return Verdict(reasons, rows, usual, times)
+    return GateResult(reasons, rows, usual, times)
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """The median of lengths, as far as earlier rounds allow."""
+    """Returns the median length, limited by earlier rounds."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):
         usual = torch.minimum(usual, GROWTH * before.max().to(usual))
@@ -75,6 +78,6 @@ def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:
-    """The lengths of the last rounds with those of one more."""
+    """Returns the usual lengths of the last rounds, with this round's in place of the oldest."""
     longest = torch.maximum(usual.to(before), torch.as_tensor(server).to(before))
     return torch.cat([before[1:], longest.reshape(1)])

@@ -1,5 +1,4 @@
-"""What a round's events say: the users' metrics, and gradient diversity at the models that everybody started
-from."""
+"""The contents of a round's events: the users' metrics, and gradient diversity."""
 
 import math
 from collections.abc import Collection
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ssfl.core import diversity, draws
 from ssfl.core.cohort import Cohort
+from ssfl.core.events import Event
 from ssfl.engines.contract import Engine
 from ssfl.engines.dist import Dist
 from ssfl.engines.local import made_labels
@@ -19,13 +19,12 @@ from ssfl.federation import METRICS, Method, State
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.rounds import Log
 
-Event = dict[str, Any]
-
 
 def diversity_event(
-    engine: Engine, crowd: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
+    engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
-    """Definition 1 and its variants, at the weights that each trainer started the round from."""
+    """Returns the gradient diversity of Definition 1 and its variants, at the weights that each trainer
+    received."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
@@ -34,11 +33,11 @@ def diversity_event(
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
         batches = owners.at(who, places).reshape(len(who), steps, size)
-        # the unlabelled loss alone, over all data; labelled images of users are not part of it
+        # only the loss on unlabelled images; users' own labelled images are not part of it
         views = ("weak",) if role == "server" else plan.views
         work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
         return _in_parts(
-            engine, crowd if len(who) > 1 else None, method, plan.at_once, rows, work, sizes, weights
+            engine, ranks if len(who) > 1 else None, method, plan.at_once, rows, work, sizes, weights
         )
 
     assert log.users is not None
@@ -60,7 +59,7 @@ def diversity_event(
 
 def _in_parts(
     engine: Engine,
-    crowd: Dist | None,
+    ranks: Dist | None,
     method: Method,
     at_once: int,
     rows: Tensor,
@@ -68,30 +67,33 @@ def _in_parts(
     sizes: Tensor,
     weights: int,
 ) -> Tensor:
-    """Everybody's gradients over all data, so many trainers at a time, in all processes."""
+    """Returns all trainers' gradients over all their data, computed `at_once` trainers at a time, by all
+    processes."""
     count = len(rows)
-    share = slice(0, count) if crowd is None else crowd.share(count)
+    share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []
     for first in range(share.start, share.stop, at_once):
         part = slice(first, min(first + at_once, share.stop))
-        mine = work.of(part)
+        part_work = work.of(part)
         if work.role == "user" and method.label is not None:
-            labels = made_labels(engine, method, rows[part], mine)
-            if not torch.equal(labels.images, mine.batches):
+            labels = made_labels(engine, method, rows[part], part_work)
+            if not torch.equal(labels.images, part_work.batches):
                 raise ConfigError(
-                    f"run.diversity_every does not go with method.name = {method.name!r}, which fills its "
-                    "batches with the images that it has labelled: set run.diversity_every=0",
+                    "run.diversity_every: gradient diversity cannot be measured with method.name = "
+                    f"{method.name!r}, whose batches hold only images with a pseudo-label: "
+                    "set run.diversity_every=0",
                     key="run.diversity_every",
+                    value=method.name,
                     fix="run.diversity_every=0",
                 )
-            mine = mine.with_labels(labels._replace(pace=None))
-        gradients.append(engine.gradients(rows[part], mine, sizes[part]))
+            part_work = part_work.with_labels(labels._replace(lr_scale=None))
+        gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
     own = torch.cat(gradients) if gradients else rows[:0, :weights]
-    return own if crowd is None else crowd.gather(own, count)
+    return own if ranks is None else ranks.gather(own, count)
 
 
 def of_users(metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]) -> dict[str, Any]:
-    """What a round's event says of its users; means are over those that were not refused, if any."""
+    """Returns the users' part of a round's event; means are over the users that the gate did not refuse."""
 
     def total(values: list[float]) -> float:
         return sum(value for place, value in enumerate(values) if place not in refused)

@@ -1,4 +1,5 @@
-"""Who takes part in each round, and what everybody trains on: a function of the config and the split."""
+"""Who takes part in each round, and which images everyone trains on: a function of the config and the
+split."""
 
 import builtins
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ Positions = Callable[[int, Tensor, Tensor, int | Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Owners:
-    """Lists of image indices, one after another, so that any number of owners is two arrays."""
+    """The image indices of every user, one list after another in one tensor."""
 
     images: Tensor
     starts: Tensor
@@ -33,9 +34,9 @@ class Owners:
         return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
-        """The image at each place [n, m] of each owner [n]."""
+        """Returns the image at each place [n, m] of each owner [n]."""
         index = self.starts[owners][:, None] + places
-        return self.images[index.clamp(max=len(self.images) - 1)]  # an owner of nothing, at the end
+        return self.images[index.clamp(max=len(self.images) - 1)]  # the last owner may have no image
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,13 @@ class Plan:
     users: Owners
     labelled: Owners | None
     server: Owners
-    """The server's labelled images, as those of its one owner."""
+    """The server's labelled images; it is their one owner."""
     positions: Positions
     """The engine's way to compute `work.positions`."""
     device: torch.device
     judges: Tensor | None = None
-    """The server's labelled images that it does not train on, if any: what is judged is judged by them."""
+    """The server's labelled images that it does not train on (train.server_held_out), to evaluate models
+    on."""
 
     @property
     def participants(self) -> int:
@@ -64,7 +66,7 @@ class Plan:
 
     @property
     def own_streams(self) -> bool:
-        """Whether every user goes on from a model of its own."""
+        """Whether every user keeps a model of its own."""
         return self.config.method.start == "user"
 
     @property
@@ -82,7 +84,7 @@ class Plan:
         return tuple(view for view in ("weak", "strong") if view in self.config.method.uses())
 
     def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
-        """Who takes part in a round, and what they and the server train on."""
+        """Returns a round's cohort, and what the users and the server train on."""
         cohort = self.cohort(round)
         own = self.server_work(round) if len(self.server.images) else None
         return cohort, self.users_work(round, cohort), own
@@ -103,7 +105,7 @@ class Plan:
         )
 
     def steps_before(self, round: int) -> int:
-        """Steps of every trainer before a round."""
+        """Returns how many steps every trainer has taken before a round."""
         federation = self.config.federation
         steps = round * federation.period
         if not federation.extra_step:
@@ -112,13 +114,13 @@ class Plan:
         return steps + -(-round // epoch)
 
     def batch_size(self, role: str) -> int:
-        """Images per step of a user or of the server."""
+        """Returns the images per step of a user or of the server."""
         train = self.config.train
         return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
 
     @cached_property
     def local_steps(self) -> Tensor | None:
-        """[K]: the steps that each user takes in a round, where users differ."""
+        """[K]: the steps that each user takes in a round; None if all take the same number."""
         epochs = self.config.federation.local_epochs
         if epochs is None:
             return None
@@ -126,15 +128,16 @@ class Plan:
 
     @cached_property
     def most_steps(self) -> int:
-        """The most steps that any user takes in a round, where users differ."""
+        """The most steps that any user takes in a round; 0 if all take the same number."""
         return 0 if self.local_steps is None else int(self.local_steps.max())
 
     def own_steps(self, role: str) -> int | None:
-        """How many steps there are in a round if it is not T: the learning rate then stays as it is."""
+        """Returns the steps of a round if they are not T, else None. The learning rate is then constant in
+        it."""
         return (self.most_steps or None) if role == "user" else self.config.train.server_steps
 
     def rates(self, round: int, role: str = "user") -> tuple[float, ...]:
-        """The learning rate of each step of a round."""
+        """Returns the learning rate of each step of a round."""
         train = self.config.train
         rate = partial(
             learning_rate,
@@ -157,12 +160,12 @@ class Plan:
         first: int | Tensor = size * (self.steps_before(round) if own_steps is None else round * own_steps)
         if taken is not None:
             first = size * round * taken[:, None]
-        anew = self.config.train.batches == "restart"
+        restart = self.config.train.batches == "restart"
 
         def batches(owners: Owners, purpose: str) -> Tensor:
             sizes = owners.sizes[who]
-            base = draws.key(seed, purpose, round) if anew else draws.key(seed, purpose)
-            start, count = 0 if anew else first, size * len(rates)
+            base = draws.key(seed, purpose, round) if restart else draws.key(seed, purpose)
+            start, count = 0 if restart else first, size * len(rates)
             places = self.positions(base, trainers, sizes.clamp(min=1), start, count)
             chosen = owners.at(who, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)

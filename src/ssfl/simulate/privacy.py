@@ -1,10 +1,10 @@
-"""Differential privacy for a user as a whole: it cuts its update to a length and adds Gaussian noise itself.
+"""Differential privacy for whole users: each user clips its update and adds Gaussian noise itself.
 
-Neighbours are two federations in which one user's images are replaced by any others, so that what it sends
-in a round differs by at most twice the length. Two numbers follow, both upper bounds, at the same δ:
-`epsilon_sent` is about all that one user sends, as the centre sees it; `epsilon_model` is about the averaged
-models, for a reader who sees no single update, is no user, and knows neither the seed nor who took part.
-docs/security.md says what that means and what it does not cover.
+Neighbouring federations differ in one user, whose images are replaced by any others. What that user sends in
+a round then differs by at most twice the clipping norm. Two upper bounds follow, at the same δ.
+`epsilon_sent` bounds what all updates of one user reveal to the centre. `epsilon_model` bounds what the
+averaged models reveal to a reader who sees no single update, is no user, and knows neither the seed nor who
+took part. docs/security.md says what that means and what it does not cover.
 """
 
 import math
@@ -26,25 +26,25 @@ EPSILONS = ("epsilon_sent", "epsilon_model")
 
 
 def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tensor) -> Tensor:
-    """What users give away instead of their models [n, P + Q], statistics and all: an update of length
-    `clip` at most, with `noise` times `clip` times the normal draws [n, P + Q] on it.
+    """Returns what users send instead of their models [n, P + Q]: the update is clipped to norm `clip`, and
+    `noise` times `clip` times the normal draws [n, P + Q] are added, also to the running statistics.
 
-    An update that is not finite counts as none: nothing but noise may tell of the images.
+    An update that is not finite is replaced by zero, so that nothing but noise is sent.
     """
     updates = rows.double() - sent
     lengths = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
-    cut = torch.where(lengths.isfinite(), updates * (clip / lengths).clamp(max=1), 0.0)
-    return (sent + cut + noise * clip * normal).to(rows.dtype)
+    clipped = torch.where(lengths.isfinite(), updates * (clip / lengths).clamp(max=1), 0.0)
+    return (sent + clipped + noise * clip * normal).to(rows.dtype)
 
 
 def secret(count: int) -> Tensor:
-    """Normal draws from the operating system: a real site's noise must be known to nobody, and every other
-    draw is named by a seed that the centre knows."""
+    """Returns normal draws from the operating system's randomness. Nobody may know a real site's noise, and
+    all other draws depend on a seed that the centre knows."""
     return draws.normal(torch.frombuffer(bytearray(os.urandom(16 * count)), dtype=torch.int64))
 
 
 def planned(config: Config) -> Event:
-    """What all rounds will have cost if everybody drawn comes back; the config is resolved."""
+    """Returns the privacy event of a whole run without dropouts; the config is resolved."""
     federation = config.federation
     participants, groups = federation.participants or 1, federation.groups or 1
     least = participants // groups
@@ -57,7 +57,7 @@ def planned(config: Config) -> Event:
 
 
 def spent(config: Config, history: Iterable[Event]) -> Event:
-    """What the rounds of these events have cost."""
+    """Returns the privacy event of the rounds played so far, from their events."""
     parts: Counter[int] = Counter()
     least: Counter[int] = Counter()
     round = 0
@@ -65,26 +65,28 @@ def spent(config: Config, history: Iterable[Event]) -> Event:
         if event["event"] == "round":
             round = event["round"]
             parts.update(event["participants"])
-            parts.update(event.get("asked_again", []))  # each answer has fresh noise
+            parts.update(event.get("asked_again", []))  # a second answer has fresh noise, so it costs again
             least.update([min(len(group) for group in event["groups"] if group)] if event["returned"] else [])
     return {"event": "privacy", "round": round, **_cost(config, max(parts.values(), default=0), least)}
 
 
 def told(event: Event) -> str:
-    """A privacy event in one line."""
+    """Returns a privacy event as one line of text."""
     over = f"over {event['rounds']} rounds" if event["round"] == 0 else f"after {event['round']} rounds"
     sent, model = (f"{event[name]:.4g}" for name in EPSILONS)
     return (
         f"privacy {over}: ε = {sent} for what a user sends, {model} for the averaged models "
-        f"(δ = {event['delta']:.2g}; updates cut to {event['clip']:g}, noise {event['noise']:g} times that)"
+        f"(δ = {event['delta']:.2g}; updates clipped to {event['clip']:g}, noise {event['noise']:g} times "
+        "that)"
     )
 
 
 def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any]:
-    """Of a user that took part so often, in rounds counted by the size of their least group."""
-    wanted, federation = config.privacy, config.federation
-    noise, delta = wanted.noise or 0.0, wanted.delta or 0.0
-    # the mean of n users carries their n noises; of another average we only know that each model has its own
+    """Returns ε for a user that took part in `parts` rounds; `least` counts all rounds by their smallest
+    group."""
+    privacy, federation = config.privacy, config.federation
+    noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
+    # a mean of n users contains n draws of noise; for other averages we count only the one of each model
     linear = federation.combine == "mean" and not (federation.gate or federation.check)
     rounds = [(noise * math.sqrt(size if linear else 1), count) for size, count in least.items()]
     sent = epsilon([(noise, parts)], delta)
@@ -92,7 +94,7 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     model = min(sent, epsilon(rounds, delta), epsilon(rounds, delta, drawn))
     return {
         "rounds": federation.rounds,
-        "clip": wanted.clip,
+        "clip": privacy.clip,
         "noise": noise,
         "delta": delta,
         **dict(zip(EPSILONS, (sent, model), strict=True)),
@@ -102,15 +104,15 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
 def epsilon(
     releases: Iterable[tuple[float, int]], delta: float, drawn: tuple[int, int] | None = None
 ) -> float:
-    """ε at δ of releases whose noise is so many times the length of an update, each so often.
+    """Returns ε at δ of releases: pairs of the noise, as a multiple of the clipping norm, and their number.
 
-    With `drawn` (C, K), C of K users were drawn without replacement and in secret for each. Rényi accounting
-    by Google's dp-accounting; sampling after Wang, Balle and Kasiviswanathan (2019).
+    With `drawn` (C, K), C of K users were drawn for each release without replacement and in secret. Rényi
+    accounting by Google's dp-accounting; sampling after Wang, Balle and Kasiviswanathan (2019).
     """
     dp = library()
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     for noise, count in releases:
-        event = dp.GaussianDpEvent(noise / 2)  # replacing a user moves its update by twice its length
+        event = dp.GaussianDpEvent(noise / 2)  # replacing a user moves its update by twice the clipping norm
         if drawn is not None and drawn[0] < drawn[1]:
             event = dp.SampledWithoutReplacementDpEvent(drawn[1], drawn[0], event)
         accountant.compose(event, count)
@@ -118,9 +120,13 @@ def epsilon(
 
 
 def library() -> Any:
-    """Google's dp-accounting."""
+    """Returns Google's dp-accounting; raises if it is not installed."""
     try:
         import dp_accounting.rdp
     except ImportError as error:
-        raise SsflError("[privacy] needs an accountant: pip install 'ssfl[privacy]'") from error
+        raise SsflError(
+            "[privacy] needs the package dp-accounting, which is not installed: pip install 'ssfl[privacy]'",
+            key="privacy",
+            fix="pip install 'ssfl[privacy]'",
+        ) from error
     return dp_accounting

@@ -1,4 +1,4 @@
-"""How good a network is on labelled images."""
+"""Evaluates a network on labelled images."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,28 +12,28 @@ from ssfl.engines.work import Pool
 BATCH = 1000
 
 
-class Evaluation(NamedTuple):
-    """What a network's answers are worth."""
+class ModelScore(NamedTuple):
+    """A network's accuracy and loss on some images."""
 
     accuracy: float
     loss: float
     per_class: list[float | None]
-    """The accuracy on each class; None where the class has no image."""
+    """The accuracy on each class; None if the class has no image."""
 
 
-def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> Evaluation:
-    """uint8 images on the pool's device, normalised as its own are; the device is waited for once."""
-    found = logits(model, pool, images)
-    loss = nn.functional.cross_entropy(found, labels)
-    right = found.argmax(1) == labels
-    hits = torch.bincount(labels[right], minlength=classes).tolist()
+def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> ModelScore:
+    """Evaluates a network on uint8 images on the pool's device; waits for the device once."""
+    outputs = logits(model, pool, images)
+    loss = nn.functional.cross_entropy(outputs, labels)
+    correct = outputs.argmax(1) == labels
+    hits = torch.bincount(labels[correct], minlength=classes).tolist()
     totals = torch.bincount(labels, minlength=classes).tolist()
     per_class = [hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
-    return Evaluation(float(right.double().mean()), float(loss), per_class)
+    return ModelScore(float(correct.double().mean()), float(loss), per_class)
 
 
 def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
-    """What a network says of uint8 images on the pool's device, [B, classes] on the CPU."""
+    """Returns a network's logits [B, classes], on the CPU, for uint8 images on the pool's device."""
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
         parts = [model(pool.normalised(part, pool.wide)) for part in images.split(BATCH)]
@@ -42,7 +42,7 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
 
 @contextmanager
 def _tensor_cores(allowed: bool) -> Iterator[None]:
-    """Where training rounds to eight bits, products may round their float32 inputs to ten."""
+    """Allows TF32, which rounds float32 inputs to ten bits, if training rounds to eight bits anyway."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     if allowed:

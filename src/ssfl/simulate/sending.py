@@ -1,4 +1,4 @@
-"""What simulated users send back: their models, with noise where that is asked; attackers send garbage."""
+"""What simulated users send back: their models, clipped and with noise if [privacy] is set, or an attack."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,8 @@ def sent_back(
     sent: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """The rows [n, P + Q] that the server gets from users who were sent others and trained to these."""
+    """Returns the rows [n, P + Q] that the server gets from users that were `sent` rows and trained
+    `rows`."""
     federation, seed = config.federation, config.run.seed
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:
@@ -29,12 +30,17 @@ def sent_back(
     rows = rows.clone()
     for place, user in enumerate(users):  # one at a time: the draws of a row are wider than the row
         if clip is not None and noise is not None:
-            own = slice(place, place + 1)
+            one = slice(place, place + 1)
             key = torch.tensor(draws.key(seed, "privacy", round, user), device=rows.device)
             normal = draws.normal(draws.bits(key, 2 * layout.length))
-            rows[own] = privacy.released(sent[own], rows[own], clip, noise, normal)
+            rows[one] = privacy.released(sent[one], rows[one], clip, noise, normal)
         if user in attackers:
-            name = draws.key(seed, "attack", round, user)
-            garbage = federation.attack, sent[place], rows[place], layout, name, federation.attack_scale
-            rows[place] = attacks.corrupt(*garbage)
+            rows[place] = attacks.corrupt(
+                federation.attack,
+                sent[place],
+                rows[place],
+                layout,
+                draws.key(seed, "attack", round, user),
+                federation.attack_scale,
+            )
     return rows

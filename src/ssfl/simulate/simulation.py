@@ -1,4 +1,4 @@
-"""A federation on one machine: plays rounds, evaluates, and tells what happened as events.
+"""A federation on one machine: plays rounds, evaluates models, and returns events.
 
 `runs/assemble.py` makes one from a config; `runs/train.py` loops over its rounds. Nothing here writes a file.
 """
@@ -36,7 +36,7 @@ from ssfl.simulate.rounds import USUAL, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
-"""What the slow average over rounds is called in a state's memory."""
+"""The name of the slow average over rounds in a state's memory."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Simulation:
     plan: Plan
     device: torch.device
     make: external.Factory | None = None
-    """What makes the network, if it was passed as a Python object."""
+    """The function that makes the network, if it was passed as a Python object."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """How a network and a method from outside are known again: `assemble.brought`."""
+    """Digests that identify a network and a method from outside: `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
-    """What was prepared of the next round while the device was busy with the last."""
+    """The next round's cohort and work, prepared while the device was busy."""
 
     @property
     def config(self) -> Config:
-        """Resolved: nothing is left to be chosen."""
+        """The resolved config: every setting has a value."""
         return self.plan.config
 
     @property
@@ -69,8 +69,8 @@ class Simulation:
         return self.config.method
 
     @property
-    def crowd(self) -> Dist | None:
-        """The other processes, where users are spread over some."""
+    def ranks(self) -> Dist | None:
+        """The processes of torchrun, if users are spread over several."""
         return self.engine if isinstance(self.engine, Dist) else None
 
     @property
@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def holds_models(self) -> bool:
-        """Whether the users' models are needed together before they are averaged."""
+        """Whether all users' models are held in memory before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.check or federation.combine != "mean"
         robust = robust or federation.skip_unlabelled
@@ -92,12 +92,13 @@ class Simulation:
 
     @cached_property
     def server_counts(self) -> Tensor:
-        """How many labelled images of each class the server has, [classes]."""
+        """[classes]: how many labelled images of each class the server has."""
         labels = self.pool.labels[self.plan.server.images]
         return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
 
     def initial(self) -> State:
-        """Every stream and the server start from the same random weights (seed run.seed)."""
+        """Returns the state before round 0: all groups and the server start from the same weights
+        (run.seed)."""
         network = network_of(self.config, self.dataset, self.make)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
@@ -120,28 +121,29 @@ class Simulation:
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """The next round and what it tells; raises where a number is not finite."""
+        """Plays a round; returns the next state and the round's events. Raises if a number is not finite."""
         ready = self._ahead.get(state.round)
-        cohort, users, own = self.plan.prepare(state.round) if ready is None else ready
+        cohort, users_work, server_work = self.plan.prepare(state.round) if ready is None else ready
         every = self.config.run.diversity_every
-        last = state.round + 1 == self.rounds
-        diverse = bool(every and (state.round % every == 0 or last) and cohort.users)
+        is_last = state.round + 1 == self.rounds
+        measures_diversity = bool(every and (state.round % every == 0 or is_last) and cohort.users)
         phases = Phases(self.device)
-        fed = Round(self, state, cohort, _Simulated(self, state.round, cohort, users, own, phases), diverse)
+        workers = _Simulated(self, state.round, cohort, users_work, server_work, phases)
+        fed = Round(self, state, cohort, workers, measures_diversity)
         new = self.played(state, fed)
         self.prepare(new.round)
         events = [self.round_event(new.round, fed)]
-        if diverse:
+        if measures_diversity:
             with phases.during("diversity"):
                 event = measuring.diversity_event(
-                    self.engine, self.crowd, self.method, self.plan, state, fed.cohort, fed.log
+                    self.engine, self.ranks, self.method, self.plan, state, fed.cohort, fed.log
                 )
                 events.append(event)
         events[0]["phases"] = phases.seconds()
         return new, events
 
     def played(self, state: State, fed: Round) -> State:
-        """The method's round, and what the general settings add to every method's."""
+        """Plays the method's round, and applies the settings that every method has in common."""
         new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
@@ -149,8 +151,8 @@ class Simulation:
             new = replace(new, streams=streams, average=average)
         if federation.slow_average:
             # warm-up: the average starts with a short window, so that the first rounds fade quickly
-            stays = min(federation.slow_average, new.round / (new.round + 9))
-            slow = stays * new.memory[SLOW] + (1 - stays) * new.average
+            decay = min(federation.slow_average, new.round / (new.round + 9))
+            slow = decay * new.memory[SLOW] + (1 - decay) * new.average
             new = replace(new, memory=new.memory | {SLOW: slow})
         if USUAL in new.memory:
             usual = new.streams.new_zeros(()) if log.usual is None else log.usual
@@ -163,14 +165,14 @@ class Simulation:
         return new
 
     def prepare(self, round: int) -> None:
-        """What the next round needs of this machine, while its device works."""
+        """Prepares the next round on the CPU while a GPU works."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
 
     def evaluate(self, state: State) -> Event:
-        """The averaged model on the test images, if it is time for them, and on the validation images, if
-        there are any."""
+        """Returns the evaluation event: the averaged model on the test images, if run.test asks for them now,
+        and on the validation images, if there are any."""
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
@@ -186,58 +188,58 @@ class Simulation:
             if len(state.streams) > 1 and self.method.start == "group":
                 event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
-            held = torch.from_numpy(self.validation)
-            images = self.pool.images[held.to(self.device)]
-            accuracy, loss, _ = self.score(row, images, self.dataset.labels[held])
+            indices = torch.from_numpy(self.validation)
+            images = self.pool.images[indices.to(self.device)]
+            accuracy, loss, _ = self.score(row, images, self.dataset.labels[indices])
             self._require_finite(state.round, "the averaged model on the validation images", [loss])
             event["validation_accuracy"] = accuracy
-            event |= {"validation_correct": round(accuracy * len(held)), "validation_count": len(held)}
+            event |= {"validation_correct": round(accuracy * len(indices)), "validation_count": len(indices)}
         return event
 
     def final_row(self, state: State) -> Tensor:
-        """w_avg, or its slow average; statistics recomputed on the server's images where that was asked
-        for."""
+        """Returns the model to evaluate and save: w_avg, or its slow average. With model.norm_statistics =
+        "recompute" its running statistics are computed on the server's images."""
         row = evaluated_row(state)
         if self.config.model.norm_statistics != "recompute":
             return row
         write_row(self.model, self.layout, row)
         self.model.train()
-        moved = {name.rpartition(".")[0] for name in statistics(self.model)}
-        norms: list[Any] = [self.model.get_submodule(name) for name in sorted(moved)]
-        usual = [layer.momentum for layer in norms]
+        names = {name.rpartition(".")[0] for name in statistics(self.model)}
+        norms: list[Any] = [self.model.get_submodule(name) for name in sorted(names)]
+        momenta = [layer.momentum for layer in norms]
         with torch.no_grad():
             for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
-                for layer in norms:  # the plain mean over batches
+                for layer in norms:  # so that the statistics become the plain mean over batches
                     layer.momentum = 1 / (count + 1)
                 key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
                 self.model(
                     self.pool.normalised(self.pool.images[chosen], self.pool.wide), key.to(self.device)
                 )
-        for layer, momentum in zip(norms, usual, strict=True):
+        for layer, momentum in zip(norms, momenta, strict=True):
             layer.momentum = momentum
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """The averaged model by the names of its plain network; of a network that is saved whole, what is
-        frozen too."""
+        """Returns the averaged model's tensors by their names in the plain network, also the frozen ones if
+        the network is saved whole."""
         trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
         if not is_saved_whole(self.config):
             return trained
         whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
         return whole.state_dict() | trained
 
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.Evaluation:
-        """How well a model does on these images."""
+    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
+        """Evaluates a model on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def classified(self, row: Tensor, images: Tensor) -> Tensor:
-        """The class that a model predicts for each of these uint8 images, on the CPU."""
+        """Returns the class that a model predicts for each of these uint8 images, on the CPU."""
         write_row(self.model, self.layout, row)
         return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
-        """The probabilities [B, classes] that a model predicts for uint8 images."""
+        """Returns the probabilities [B, classes] that a model predicts for uint8 images."""
         write_row(self.model, self.layout, row)
         self.model.eval()
         with torch.no_grad():
@@ -245,8 +247,8 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The server's labelled images, or those that it does not train on, if any; about `most` of them,
-        some of every class, and their labels."""
+        """Returns images to evaluate models on, about `most`, some of every class, and their labels. They are
+        the server's labelled images, or with train.server_held_out only those that it does not train on."""
         if most not in self._server_images:
             images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
@@ -258,15 +260,15 @@ class Simulation:
 
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """What `server_images` has found."""
+        """What `server_images` has returned before, by `most`."""
         return {}
 
     def message_bytes(self) -> int:
-        """The size of one model on its way."""
+        """Returns the size of one model when it is sent."""
         return self.layout.length * self.pool.wide.itemsize
 
     def round_event(self, round: int, fed: Round) -> Event:
-        """What a round tells: who took part, their metrics and the bytes that travelled."""
+        """Returns a round's event: who took part, their metrics and the bytes that were sent."""
         size, cohort, log = self.message_bytes(), fed.cohort, fed.log
         event: Event = {
             "event": "round",
@@ -279,7 +281,7 @@ class Simulation:
             "bytes_up": size * len(cohort.users) + log.reported_bytes,
         }
         if self.config.federation.gate:
-            event["refused"] = {str(cohort.users[place]): why for place, why in log.refused.items()}
+            event["refused"] = {str(cohort.users[place]): reason for place, reason in log.refused.items()}
         if log.cut:
             event["cut"] = {
                 str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()
@@ -287,83 +289,90 @@ class Simulation:
         if log.users is not None:
             names = list(log.users.metrics)
             numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
-            *metrics, norms = numbers.tolist()  # the one wait for the device in a round, but for a guard's
+            # this and the guard of `anchored` are the only waits for the device in a round
+            *metrics, norms = numbers.tolist()
             measured = dict(zip(names, metrics, strict=True))
-            for place, (user, *one) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
+            for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
                 if place not in log.refused:
-                    self._require_finite(round, f"user {user}", one)
+                    self._require_finite(round, f"user {user}", values)
             event |= measuring.of_users(measured, norms, log.refused)
             steps = [len(self.plan.rates(round - 1))] * len(norms)
-            if "steps" in measured or self.plan.local_steps is None:  # real sites do not tell
+            if "steps" in measured or self.plan.local_steps is None:  # real sites do not report their steps
                 event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
         if log.server is not None:
-            both = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
-            event["server_loss"], event["server_update_norm"] = both
+            server_numbers = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
+            event["server_loss"], event["server_update_norm"] = server_numbers
             event["server_models"] = log.server_steps
             size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
             event["server_images"] = size * log.server_steps
-            self._require_finite(round, "the server", both)
-        return event | log.told
+            self._require_finite(round, "the server", server_numbers)
+        return event | log.metrics
 
-    def _require_finite(self, round: int, who: str, numbers: list[float]) -> None:
-        if not all(math.isfinite(number) for number in numbers):
-            federation = self.config.federation
-            attacked = f"lower federation.attack_scale (now {federation.attack_scale}), "
-            raise DivergedError(
-                f"training broke down in round {round}: the loss or update of {who} is not finite; "
-                f"in a new run {attacked if federation.attackers else ''}lower train.lr "
-                f"(now {self.config.train.lr}) or add train.warmup steps"
-            )
+    def _require_finite(self, round: int, whose: str, numbers: list[float]) -> None:
+        if all(math.isfinite(number) for number in numbers):
+            return
+        federation, rate = self.config.federation, self.config.train.lr
+        advice = f"lower train.lr (now {rate}) or add train.warmup steps"
+        key, value = "train.lr", rate
+        if federation.attackers:
+            advice = f"lower federation.attack_scale (now {federation.attack_scale}), {advice}"
+            key, value = "federation.attack_scale", federation.attack_scale
+        raise DivergedError(
+            f"training diverged in round {round}: the loss or update of {whose} is not finite. "
+            f"Start a new run: {advice}",
+            key=key,
+            value=value,
+        )
 
 
 @dataclass(frozen=True)
 class _Simulated:
-    """`Workers` of this process: the engine trains everybody."""
+    """The `Workers` of a simulation: the engine trains all users and the server in this process."""
 
     sim: Simulation
     round: int
     cohort: Cohort
-    users: Work
-    own: Work | None
+    users_work: Work
+    server_work: Work | None
     phases: Phases
 
     def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
-        """Nothing travels."""
+        """Sends nothing: dropouts were drawn with the cohort."""
         return cohort
 
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> local.Returned:
-        """Some of the cohort's users."""
-        sim, work = self.sim, replace(self.users.of(part), sent=given)
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
+        """Trains some of the cohort's users."""
+        sim, work = self.sim, replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
-            back = local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
-        who = self.cohort.users[part]
-        return back._replace(rows=sent_back(sim.config, sim.layout, self.round, who, rows, back.rows))
+            result = local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
+        users = self.cohort.users[part]
+        return result._replace(rows=sent_back(sim.config, sim.layout, self.round, users, rows, result.rows))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """The server, one model or several."""
-        assert self.own is not None
+        """Trains the server, one model or several."""
+        assert self.server_work is not None
         with self.phases.during("server"):
-            return self.sim.engine.train(rows, momentum, self.own)
+            return self.sim.engine.train(rows, momentum, self.server_work)
 
 
 def evaluated_row(state: State) -> Tensor:
-    """The row that is evaluated and saved: the slow average where there is one."""
+    """Returns the row that is evaluated and saved: the slow average if there is one."""
     return state.memory.get(SLOW, state.average)
 
 
 def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """The network that is trained, with its initial weights; `make` makes one that is in memory."""
+    """Returns the network that is trained, with its initial weights; `make` is for one passed from Python."""
     return config.method.network(plain_network_of(config, dataset, make))
 
 
 def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """The network itself, before a method wraps it."""
+    """Returns the network itself, before a method wraps it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
         network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
     elif name in backbones.NAMES:
-        own = config.model.weights is not None
-        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, not own)
+        pretrained = config.model.weights is None
+        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, pretrained)
     else:
         network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
     if config.model.weights is not None:
@@ -372,5 +381,5 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
 
 
 def is_saved_whole(config: Config) -> bool:
-    """Whether the saved model holds what is frozen too, so that it can be used without other files."""
+    """Returns whether the saved model includes frozen weights, so that it can be used without other files."""
     return config.model.name in backbones.NAMES or config.model.weights is not None

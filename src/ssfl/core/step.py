@@ -1,0 +1,292 @@
+"""What a method sees on the user side: the batch of a step, the loss, and pseudo-labels made once a round.
+
+`Step` is one SGD step, as `user_loss` and `gradient` see it. `Look` is what `label` sees before the first
+step, and `Labels` is what it returns. Tensors are [n, ...]: n users at once. T is the number of steps in a
+round and B the number of images in a step.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssfl.core import draws, losses
+from ssfl.core.losses import Losses
+from ssfl.errors import MethodError
+
+Named = dict[str, Tensor]
+"""Tensors by their names in the network."""
+Loss = Callable[["Step"], Losses]
+Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
+"""(weights, buffers, images [n, B, ...], training mode or not, dropout keys [n]) -> logits [n, B, classes]
+and the new buffers."""
+Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
+"""(loss, weights, buffers, batch, received) -> the loss of each model [n], its metrics, the new buffers."""
+METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
+"""The metrics of every step: the loss; the share of images that are trained on (mask rate); the share that is
+trained on and whose true label is known; the share whose pseudo-label is correct."""
+DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
+"""The numbers of the dropout masks that the package's own methods use."""
+
+
+class Batch(NamedTuple):
+    """The images of one step, [n, B, C, H, W] each, normalised."""
+
+    weak: Tensor | None
+    """Weakly augmented views; None unless the method uses them."""
+    strong: Tensor | None
+    """Strongly augmented views; None unless the method uses them."""
+    labels: Tensor
+    """[n, B]: the true labels, -1 where unknown."""
+    own: Tensor | None
+    """Weak views of the users' own labelled images; None if no user has any."""
+    own_labels: Tensor | None
+    """[n, B]: the labels of `own`; -1 for a user without labelled images."""
+    keys: Tensor
+    """[n]: the keys of the step's dropout masks, see `core/draws.py`."""
+    shares: Tensor
+    """[n, B]: each image's share of its model's loss."""
+    tensors: Named
+    """This step's part of the tensors that `label` and the round provided."""
+
+
+class Step:
+    """One SGD step of n users, or of the server, as a method's losses see it.
+
+    A loss may use only tensors: on a GPU a step is recorded once and replayed, and a Python number that
+    changes from round to round would keep its first value.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        weights: Named,
+        buffers: Named,
+        network: Network,
+        *,
+        role: str = "user",
+        sees_labels: bool = False,
+        narrow: Named | None = None,
+        received: Named | None = None,
+        rate: Tensor | None = None,
+        decay: float = 0.0,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self.batch, self.role = batch, role
+        self.weights, self.buffers = weights, buffers
+        """[n, ...] in float32 or wider."""
+        self.tensors = batch.tensors
+        self.own, self.own_labels = batch.own, batch.own_labels
+        self.rate, self.decay = rate, decay
+        self._sees_labels = sees_labels
+        self._network, self._narrow = network, weights if narrow is None else narrow
+        self._received, self._evaluate, self._moved = received, evaluate, False
+
+    @property
+    def weak(self) -> Tensor:
+        """Weakly augmented views of the batch's images."""
+        return _declared(self.batch.weak, "weak")  # type: ignore[no-any-return]
+
+    @property
+    def strong(self) -> Tensor:
+        """Strongly augmented views of the same images."""
+        return _declared(self.batch.strong, "strong")  # type: ignore[no-any-return]
+
+    @property
+    def labels(self) -> Tensor:
+        """[n, B]: the true labels if the method declares that it needs them, else -1."""
+        labels = self.batch.labels
+        return labels if self._sees_labels else torch.full_like(labels, -1)
+
+    @property
+    def received(self) -> Named:
+        """The weights that the users received at the start of the round."""
+        return _declared(self._received, "received")  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        grad: bool = True,
+        train: bool = True,
+        draw: str = "student",
+        weights: Named | None = None,
+    ) -> Tensor:
+        """Returns the logits [n, B, classes] of images [n, B, ...]; `draw` names the dropout mask."""
+        keys = draws.fold(self.batch.keys, _number(draw))
+        used = self._narrow if weights is None else self._as_narrow(weights)
+        if grad:
+            logits, self.buffers = self._network(used, self.buffers, images, train, keys)
+        else:
+            with torch.no_grad():
+                logits, self.buffers = self._network(used, self.buffers, images, train, keys)
+        return logits.to(self.batch.shares.dtype)
+
+    def gradient(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
+        """Returns the gradient of a loss by weight, at the current weights or `at` others, and its metrics.
+
+        Only the first gradient at the current weights updates the running statistics. The gradient has the
+        weights' own type. With wide=False it keeps the type of the forward pass (bfloat16, perhaps), which
+        saves a pass over memory if it is returned unchanged.
+        """
+        if self._evaluate is None:
+            raise MethodError("step.gradient() was called in a loss: call it in the method's gradient()")
+        used = self._narrow if at is None else self._as_narrow(at)
+        leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
+        total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch, self._received)
+        # the models are independent: the gradient of the sum holds the gradient of each
+        values = torch.autograd.grad(
+            total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+        if at is None and not self._moved:
+            self.buffers, self._moved = buffers, True
+        gradients = dict(zip(leaves, values, strict=True))
+        if wide:
+            gradients = {name: value.to(self.weights[name].dtype) for name, value in gradients.items()}
+        return gradients, metrics
+
+    def after(self, gradients: Named) -> "Step":
+        """Returns the same step after one update of plain SGD with weight decay, without side effects."""
+        if self.rate is None:
+            raise MethodError("step.after() was called in a loss: call it in the method's gradient()")
+        moved = dict(self.weights)
+        for name, gradient in gradients.items():
+            weight = self.weights[name]
+            moved[name] = weight - along(self.rate, weight) * (gradient + self.decay * weight)
+        later = copy.copy(self)
+        later.weights, later._narrow = moved, self._as_narrow(moved)
+        return later
+
+    def with_tensors(self, **tensors: Tensor) -> "Step":
+        """Returns the same step with some of its `tensors` replaced."""
+        changed = copy.copy(self)
+        changed.batch = self.batch._replace(tensors=self.tensors | tensors)
+        changed.tensors = changed.batch.tensors
+        return changed
+
+    def _as_narrow(self, weights: Named) -> Named:
+        """Returns weights in the type that the network computes in."""
+        return {name: weight.to(self._narrow[name].dtype) for name, weight in weights.items()}
+
+
+def _declared(value: Any, name: str) -> Any:
+    if value is None:
+        raise MethodError(
+            f"the method reads step.{name} but uses() does not return {name!r}: add it there", key=name
+        )
+    return value
+
+
+def _number(draw: str) -> int:
+    """Returns the number of a dropout mask by its name."""
+    if draw in DRAWS:
+        return DRAWS[draw]
+    number = 0
+    for letter in draw:
+        number = (131 * number + ord(letter)) % 2**31
+    return 16 + number
+
+
+def along(numbers: Tensor, models: Tensor) -> Tensor:
+    """Reshapes one number per model, [n], so that it multiplies tensors [n, ...]."""
+    return numbers.view(-1, *[1] * (models.dim() - 1))
+
+
+def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor, Named, Named]:
+    """Returns the loss of each model [n], its metrics and the buffers afterwards, as every engine computes
+    them.
+
+    `extra` names the further metrics that the method declares.
+    """
+    result = loss(step)
+    total = of_models(result, step.batch)
+    mask, labels = result.mask, step.batch.labels
+    correct = (result.label == labels).to(mask.dtype) * mask
+    known = mask * (labels >= 0)
+    metrics = {
+        "loss": total.detach(),
+        "mask_rate": mask.mean(1),
+        "known_rate": known.mean(1),
+        "correct_rate": correct.mean(1),
+    }
+    for name in extra:
+        if name not in result.metrics:
+            raise MethodError(
+                f"the method declares the metric {name!r}, but its loss does not return it: add it to "
+                "Losses.metrics",
+                key=name,
+            )
+        metrics[name] = result.metrics[name].detach().reshape(len(mask), -1).mean(1).to(total.dtype)
+    return total, metrics, {name: buffer.detach() for name, buffer in step.buffers.items()}
+
+
+def of_models(result: Losses, batch: Batch) -> Tensor:
+    """Returns the loss of each model, [n]: the mean over its images, unless the loss is one number per
+    model."""
+    return result.loss if result.loss.dim() == 1 else (result.loss * batch.shares).sum(1)
+
+
+def with_own_labels(loss: Loss) -> Loss:
+    """Returns the loss plus the cross-entropy on users' own labelled images, for users that have some."""
+
+    def both(step: Step) -> Losses:
+        result = loss(step)
+        if step.own is None or step.own_labels is None:
+            return result
+        logits = step.forward(step.own, draw="labelled")
+        labelled = losses.cross_entropy(logits, step.own_labels.clamp(min=0))
+        total = of_models(result, step.batch) + (labelled * (step.own_labels >= 0)).mean(1)
+        return result._replace(loss=total)
+
+    return both
+
+
+class Look(NamedTuple):
+    """What `label` sees before the first step: the received model's predictions for the round's images."""
+
+    probabilities: Tensor
+    """[n, T · B, classes]: predicted probabilities of weak views, in eval mode."""
+    images: Tensor
+    """[n, T, B]: which images, as indices that only mean something to their owner."""
+    keys: Tensor
+    """[n]: the keys of the draws that `label` may need, see `core/draws.py`."""
+    tensors: Named
+    """What the round sent besides the model, [n, ...]."""
+    has_labels: bool
+    """Whether users hold labelled images of their own."""
+    taken: Tensor | None = None
+    """[n]: how many of the T steps each user takes; None if all take T. Images of later steps are not
+    used."""
+
+    @property
+    def drawn(self) -> Tensor:
+        """[n, T · B]: whether each image belongs to a step that its user takes."""
+        users, steps, size = self.images.shape
+        if self.taken is None:
+            return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
+        return torch.arange(steps * size, device=self.images.device) < size * self.taken[:, None]
+
+
+class Labels(NamedTuple):
+    """What `label` returns for a round of n users: pseudo-labels, and how each user trains."""
+
+    images: Tensor
+    """[n, T, B]: the images of every step; they may differ from `Look.images`."""
+    tensors: Named
+    """[n, T, ...] each: what a step finds in `step.tensors`, such as labels and a mask."""
+    extra_images: Named = {}  # noqa: RUF012 (never changed)
+    """[n, T, B] each: further images, of which a step finds weak views in `step.tensors`."""
+    weight: Tensor | None = None
+    """[n]: a user's weight in the average. A user with weight 0 is treated as a dropout."""
+    lr_scale: Tensor | None = None
+    """[n]: a factor on each user's learning rate."""
+    steps: Tensor | None = None
+    """[n]: how many steps each user takes, at most T. Default: T."""
+    update_scale: Tensor | None = None
+    """[n]: the factor by which a user's update is scaled before it is sent."""
+    report: Named = {}  # noqa: RUF012 (never changed)
+    """[n, ...] each: numbers for the round, `Users.report`."""
+    metrics: Named = {}  # noqa: RUF012 (never changed)
+    """[n] each: metrics that replace those of the steps."""
