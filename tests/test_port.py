@@ -206,7 +206,10 @@ def signed(made: Scene, name: str) -> internals.Caller:
     """Requests that a site's key signs, whatever they are."""
     key = keys.read_site(made.folder / "keys" / f"{name}.site")
     http = httpx.Client(verify=False, timeout=60)
-    return internals.Caller(http, f"https://{made.host}:{made.port}", lambda: internals.signed(key.private))
+    clock = internals.CentreClock()
+    return internals.Caller(
+        http, f"https://{made.host}:{made.port}", lambda: internals.signed(key.private, clock.now())
+    )
 
 
 def statuses(call: internals.Caller, path: str, content: bytes, times: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -187,10 +188,11 @@ def join(
 
 
 def tell(line: str) -> None:
-    """A line at once, also into a file."""
+    """A line at once, also into a file; if that is on a full disk the work goes on without the line."""
     from ssfl.runs.text import printable
 
-    print(printable(line), flush=True)
+    with suppress(OSError):
+        print(printable(line), flush=True)
 
 
 def _site_name(data: str) -> str:

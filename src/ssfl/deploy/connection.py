@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -35,6 +36,7 @@ class Connection:
 
     call: internals.Caller
     node: internals.Node
+    clock: internals.CentreClock
 
     def receive(self) -> Message | None:
         """The next message, if there is one."""
@@ -46,6 +48,7 @@ class Connection:
 
     def send(self, reply: Message, seconds: float) -> None:
         """An answer, after so many seconds of work."""
+        self.clock.stamp(reply)
         internals.send(self.call, "fleet", self.node, reply, clientapp_runtime_list=[seconds])
 
 
@@ -57,10 +60,11 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
     if key is not None:
         trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         trust.load_verify_locations(cadata=key.authority.decode("ascii"))
-    limits = httpx.Limits(max_connections=4, keepalive_expiry=IDLE)
-    with httpx.Client(verify=trust, timeout=30.0, limits=limits) as http:
+    limits, clock = httpx.Limits(max_connections=4, keepalive_expiry=IDLE), internals.CentreClock()
+    hooks = {"response": [clock.learn]}
+    with httpx.Client(verify=trust, timeout=30.0, limits=limits, event_hooks=hooks) as http:
         base = f"{'http' if key is None else 'https'}://{address}"
-        call = internals.Caller(http, base, lambda: internals.signed(private))
+        call = internals.Caller(http, base, lambda: internals.signed(private, clock.now()))
         began = time.monotonic()
         node = None
         while node is None:
@@ -72,7 +76,14 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
             except httpx.TransportError as error:
                 if "certificate has expired" in str(error):
                     raise SsflError(
-                        f"the certificate of {address} has expired: ask the centre's keeper for new keys"
+                        f"the certificate of {address} has expired by this machine's clock "
+                        f"({datetime.now():%Y-%m-%d %H:%M}): set the clock, or ask the centre's keeper for "
+                        "new keys"
+                    ) from error
+                if "certificate is not yet valid" in str(error):
+                    raise SsflError(
+                        f"the certificate of {address} is not valid yet by this machine's clock "
+                        f"({datetime.now():%Y-%m-%d %H:%M}): set the clock"
                     ) from error
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise SsflError(
@@ -90,7 +101,7 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
         heart = threading.Thread(target=_beat, args=(call, node, gone), daemon=True)
         heart.start()
         try:
-            yield Connection(call, node)
+            yield Connection(call, node, clock)
         finally:
             gone.set()
             heart.join()

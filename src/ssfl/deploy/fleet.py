@@ -137,13 +137,16 @@ class Fleet:
         with suppress(Empty):
             while True:
                 note = self.notes.get_nowait()
-                if "reason" not in note:
+                if "up" in note:
                     self._traffic = note
                     continue
                 name = self._nodes.get(note["node"])
-                self.refuse(name, note["reason"], None if name else note["from"])
                 if note["lost"]:
                     lost.add(note["node"])
+                if name and note.get("broken"):
+                    self.tell(f"the connection of {name} broke: {post.short(note['reason'])}")
+                else:
+                    self.refuse(name, note["reason"], None if name else note["from"])
         return lost
 
     def connected(self) -> dict[int, int]:

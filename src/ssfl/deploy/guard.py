@@ -68,6 +68,10 @@ class Refused(Exception):
     """A request that goes no further."""
 
 
+class BrokenOff(Refused):
+    """A request whose connection ended or stalled: networks do that, and it is not held against a site."""
+
+
 class Guard:
     """An ASGI application around Flower's."""
 
@@ -186,6 +190,10 @@ class Guard:
                 self._check_object(node or 0, body)
             elif path.endswith("/send-node-heartbeat") and await self._beat(node, body, send):
                 return
+        except BrokenOff as broken:
+            self.notes.add(node, host, str(broken), lost=True, broken=True)
+            await _answer(send, 400, str(broken).encode())
+            return
         except Refused as refused:
             self._note(node, host, str(refused), lost=not str(refused).startswith("a second"))
             await _answer(send, 400, str(refused).encode())
@@ -296,9 +304,9 @@ class Guard:
             try:
                 message = await asyncio.wait_for(receive(), STALLED)
             except TimeoutError:
-                raise Refused(f"a body that stopped: {len(body)} of {size} bytes") from None
+                raise BrokenOff(f"a body that stopped: {len(body)} of {size} bytes") from None
             if message["type"] == "http.disconnect":
-                raise Refused(f"a truncated body: {len(body)} of {size} bytes")
+                raise BrokenOff(f"a truncated body: {len(body)} of {size} bytes")
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)

@@ -10,7 +10,8 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,8 @@ except ImportError as error:
         f"this Flower is not the one that ssfl knows ({error}): `pip install 'ssfl[flower]'` installs that"
     ) from error
 
+CLOCKS_AGREE = 2.0
+"""Seconds of difference between two clocks that mean nothing."""
 Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
@@ -163,9 +166,40 @@ class Caller:
             pause = min(2 * pause, 2.0)
 
 
-def signed(private: ec.EllipticCurvePrivateKey) -> dict[str, str]:
+class CentreClock:
+    """The centre's time, as a site knows it: the clocks of two machines may differ by hours.
+
+    A request is signed with the time, and a message expires. Both are checked by the centre's clock, so a
+    site uses that one: every response has a `Date` header, and TLS shows that it comes from the centre.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        """Seconds that the centre's clock is ahead of this machine's."""
+
+    def learn(self, response: httpx.Response) -> None:
+        """Compare the clocks; `Date` has whole seconds, so that small differences mean nothing."""
+        try:
+            ahead = (parsedate_to_datetime(response.headers["date"]) - now()).total_seconds()
+        except (KeyError, ValueError, TypeError):  # no date, or none that can be read
+            return
+        if abs(ahead - self.ahead) > CLOCKS_AGREE:
+            self.ahead = ahead
+
+    def now(self) -> datetime:
+        """The time at the centre."""
+        return now() + timedelta(seconds=self.ahead)
+
+    def stamp(self, reply: Message) -> None:
+        """Date a reply by the centre's clock; it expires when the message does that it answers."""
+        created, facts = self.now().timestamp(), reply.metadata
+        facts.ttl = facts.created_at + facts.ttl - created
+        facts.created_at = created
+
+
+def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
     """The headers by which the port knows a site: its public key, the time, and the time signed."""
-    time = now().isoformat()
+    time = at.isoformat()
     signature = sign_message(private, time.encode())
     return {
         FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public_key_to_bytes(private.public_key())).decode(),

@@ -32,8 +32,9 @@ class Notes:
         self.began = time.monotonic()
         self.senders: dict[tuple[int | None, str], Budget] = {}
 
-    def add(self, node: int | None, host: str, why: str, lost: bool) -> None:
-        """Somebody was refused something; without a node a stranger."""
+    def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
+        """Somebody was refused something; without a node a stranger. `lost` is whether its answer cannot come
+        any more, `broken` whether its connection is to blame."""
         self.flush()
         why = why[:300]
         sender = (node, "") if node is not None else (None, host)
@@ -44,7 +45,7 @@ class Notes:
         if told and sender[1] != OTHERS:
             budget.told += 1
             budget.kinds.add(why)
-            self.tell({"node": node, "from": host, "reason": why, "lost": lost})
+            self.tell({"node": node, "from": host, "reason": why, "lost": lost, "broken": broken})
         else:
             budget.counted += 1
             budget.last = why

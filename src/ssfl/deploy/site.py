@@ -52,6 +52,8 @@ class Site:
     """Where to write the final model, if the centre gives it."""
     done: bool = False
     """Whether the centre has said that all rounds are played."""
+    not_kept: SsflError | None = None
+    """Why the final model could not be written."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
     """The simulation of the last terms, so that images are read once."""
 
@@ -108,8 +110,11 @@ class Site:
         if wire.MODEL not in content:
             self.tell("the centre does not share its model: nothing to keep")
             return
-        for file in keep_model(self.keep, str(asked["card"]), content):
-            self.tell(f"wrote {file}")
+        try:
+            for file in keep_model(self.keep, str(asked["card"]), content):
+                self.tell(f"wrote {file}")
+        except SsflError as error:  # such as a full disk; the centre need not hear of it
+            self.not_kept = error
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
@@ -187,6 +192,8 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:
                     site.tell(f"the connection to {address} was lost ({error}): trying again")
+    if site.not_kept is not None:
+        raise site.not_kept
 
 
 def _attend(connection: Connection, app: ClientApp, site: Site) -> None:

@@ -1,5 +1,6 @@
 """What the centre shows: on a terminal a live table of the sites, elsewhere a line for whatever happens."""
 
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -46,9 +47,13 @@ class View:
         self.live.stop()
 
     def tell(self, line: str) -> None:
-        """A line at once; whatever a stranger put into it, the terminal obeys nobody."""
-        self.console.print(Text(printable(line)), soft_wrap=True)
-        self.console.file.flush()
+        """A line at once; whatever a stranger put into it, the terminal obeys nobody.
+
+        A log on a full disk loses lines, and the federation goes on.
+        """
+        with suppress(OSError):
+            self.console.print(Text(printable(line)), soft_wrap=True)
+            self.console.file.flush()
 
     def watch(self, sites: Sites, rounds: int) -> None:
         """Show these sites from now on."""
