@@ -24,34 +24,38 @@ HEAD = ("method", "test accuracy, %", "first minus this, 95 % interval", "seeds"
         "user images, million", "passes, million", "server images, million", "chosen", "file")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
-Methods side by side under one protocol, best first. This page is written by `python -m
-benchmarks.leaderboard` from the files in `results/leaderboard/`, which `ssfl
-contest` made: each has the resolved configs, versions, device, date and commit of its runs, and what
-every try scored. [Contest](contest.md) says what is the same for all methods and how each chose its
-learning rate and threshold.
+This page compares methods under one protocol, best first, and shows how to add your own. It is for
+readers who choose a method and for authors of methods. [Contest](contest.md) says what is the same for all
+methods, and how each chose its learning rate and threshold.
 
-Accuracy is of the test images after the last round, mean and standard deviation over seeds; a seed has
-its own split, weights and draws, the same for every method. The interval is Student's t over the seeds:
-if it contains 0, these seeds cannot tell the two apart. A run has collapsed if it ended more than ten
-points below its own best validation accuracy, or broke down. Contests of the first release
-([Results](results-contest.md#letters)) are not on this page: two rivals had rules that were mended
-since, and no learning rate was chosen.
+- **Accuracy** is that on the test images after the last round: mean and standard deviation over seeds. A
+  seed has its own split, weights and draws, the same for every method.
+- **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the two methods
+  apart.
+- **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
+  training diverged.
+
+Older contests are on [another page](results-contest.md). Two rivals had rules there that have been
+corrected since, and no learning rate was chosen.
+
+`python -m benchmarks.leaderboard` writes this page from the files in `results/leaderboard/`, which `ssfl
+contest` made. Each file has the resolved configs, versions, device, date and commit of its runs, and the
+score of every try.
 """
 ADD = """
 ## Add a row
 
-1. Play your method under the protocol of a table, beside one that is in it: the command stands below the
-   table. Your own method is `FILE.py:Name` ([Add a method](add-a-method.md)). For example `ssfl contest
-   quickstart --methods my.py:Mine,anchored --seeds 3 --out runs/mine`, with the `--set`s of the table. Do
-   not leave out the choice of the learning rate, and change nothing else.
-2. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`. Commit your code first: runs of
-   uncommitted changes are refused.
-3. `python -m benchmarks.leaderboard` writes this page anew. Open a pull request with the file, the page
+1. Commit your code: runs of uncommitted changes are refused.
+2. Run your method under the protocol of a table, beside a method that is in it. The command is below the
+   table. Your own method is `FILE.py:Name` ([Add a method](add-a-method.md)). For example: `ssfl contest
+   quickstart --methods my.py:Mine,anchored --seeds 3 --out runs/mine`, with the `--set`s of the table. Let
+   the contest choose the learning rate, and change nothing else.
+3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
+4. Write this page again with `python -m benchmarks.leaderboard`. Open a pull request with the file, the page
    and your method's file.
 
-Test images choose nothing: a contest looks at them once, after the last round. A table of another data
-set or split is a new protocol; play `anchored`, `semifl` and `server-only` in it at least, with three
-seeds.
+Test images choose nothing: a contest uses them once, after the last round. A table of another data set or
+split is a new protocol. Run at least `anchored`, `semifl` and `server-only` in it, with three seeds.
 """
 
 
