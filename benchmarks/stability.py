@@ -19,7 +19,7 @@ import ssfl
 from benchmarks import report
 from ssfl.errors import DivergedError
 from ssfl.report.several import spread
-from ssfl.runs import assemble, text
+from ssfl.runs import assemble, resolve, text
 from ssfl.runs.folder import versions
 from ssfl.runs.surroundings import reproducible
 from ssfl.simulate.simulation import Simulation
@@ -46,9 +46,9 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
     """One run, and how it ended."""
     names = [f"method.name={method}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
     wanted = ssfl.load_config(config, [*CASES[case], *names, *sets])
-    data = assemble.load_data(wanted)
-    resolved = assemble.resolve(wanted, data)
-    parts, held = assemble.make_parts(resolved, data)
+    data = resolve.load_data(wanted)
+    resolved = resolve.resolve(wanted, data)
+    parts, held = resolve.make_parts(resolved, data)
     for user in range(NEGATIVE.get(case, 0)):
         data.images[parts.users[user]] = 255 - data.images[parts.users[user]]
     sim = assemble.build(resolved, data, parts, held, assemble.choose_device(wanted.run.device))

@@ -21,8 +21,8 @@ from benchmarks import report
 from benchmarks.jobs import Job, draw_images
 from ssfl.config.loading import load_config
 from ssfl.runs import assemble
+from ssfl.runs.result import device_name
 from ssfl.runs.surroundings import reproducible
-from ssfl.runs.train import device_name
 from ssfl.simulate.simulation import Simulation, network_of
 
 

@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 import ssfl
 from ssfl.report import plots
+from ssfl.runs.display import Reporter
 from ssfl.runs.folder import next_free, read_summary
-from ssfl.runs.progress import Reporter
 
 METHODS = {
     "server alone": ["method.name=server-only"],

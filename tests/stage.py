@@ -17,7 +17,7 @@ from ssfl.config.settings import Config
 from ssfl.core.cohort import only
 from ssfl.data import sources, split
 from ssfl.federation import State
-from ssfl.runs import assemble, checkpoints, folder
+from ssfl.runs import assemble, checkpoints, folder, resolve
 from ssfl.runs.surroundings import reproducible
 from waiting import wait_until
 
@@ -48,7 +48,7 @@ def simulated(
 ) -> State:
     """What the engine "loop" makes of the same images, all of them in one process; `arrivals` says for each
     round which users were sent a model and which came back."""
-    data = assemble.load_data(config)
+    data = resolve.load_data(config)
     labels = data.labels.numpy()
     parts = [data.images, *(sources.read_image_files(files(folders, name), *data.shape) for name in NAMES)]
     edges = np.cumsum([0, *map(len, parts)])
@@ -56,7 +56,7 @@ def simulated(
     unknown = torch.full((int(edges[-1] - edges[1]),), -1)
     everything = replace(data, images=torch.cat(parts), labels=torch.cat([data.labels, unknown]))
     config = replace(config, split=replace(config.split, server_labels=len(labels)))
-    config = assemble.resolve(config, data)
+    config = resolve.resolve(config, data)
     config = replace(config, run=replace(config.run, engine="loop"))
     with reproducible():
         sim = assemble.build(

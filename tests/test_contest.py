@@ -17,7 +17,7 @@ from ssfl.errors import ConfigError, RunError
 from ssfl.federation import State
 from ssfl.methods import DEFAULT, METHODS, alternate, find
 from ssfl.models import networks
-from ssfl.runs import checkpoints, train
+from ssfl.runs import checkpoints, round_loop, train
 from ssfl.runs import folder as runs
 from ssfl.simulate.simulation import Simulation
 
@@ -65,7 +65,7 @@ def test_the_configs_own_method_does_not_count() -> None:
     alone = entry("fixmatch", "split.users=1", "split.labels_at=users", "federation.participants=1")
     assert alone.config.split.labels_at == "users"
     assert entry("crl-gn", "federation.groups=3").config.federation.groups == 3
-    with pytest.raises(ConfigError, match=r"easgd cannot be played under this protocol: federation.groups"):
+    with pytest.raises(ConfigError, match=r"^easgd .*federation.groups"):
         entry("easgd", "federation.groups=3")
     with pytest.raises(ConfigError) as caught:
         entry("grouping", "split.user=3")
@@ -111,7 +111,7 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     mean, half = sum(apart) / 2, 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t of one degree
     assert f"| {mean:.2f} [{mean - half:.2f}, {mean + half:.2f}] " in told
     assert told.count("\n") == 4
-    assert told.endswith("\naccuracy is of 360 test images; 70 training images set aside draw the curves")
+    assert told.endswith("\naccuracy on 360 test images; the curves use 70 validation images")
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]
@@ -150,7 +150,7 @@ def test_choices_are_made_by_validation_images_of_another_seed(tmp_path: Path) -
     assert (tmp_path / "alternate-lr0.000001-seed0").is_dir()
     assert (tmp_path / "alternate-lr0.05-seed1").is_dir()
     assert not (tmp_path / "alternate-lr0.000001-seed1").exists()
-    assert "by validation images " in (tmp_path / "told.txt").read_text()
+    assert "validation accuracy " in (tmp_path / "told.txt").read_text()
     assert [try_["options"] for try_ in one.tries] == [("train.lr=0.000001",), ("train.lr=0.05",)]
     assert one.tries[1]["validation_accuracy"] > one.tries[0]["validation_accuracy"]
     chosen, played_then = (runs.read_events(tmp_path / f"alternate-lr0.05-seed{seed}") for seed in (0, 1))
@@ -169,7 +169,7 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     before = (tmp_path / "alternate-seed1" / "summary.json").stat().st_mtime_ns
     assert played(tmp_path, "alternate", seeds=1) == first
     assert (tmp_path / "alternate-seed1" / "summary.json").stat().st_mtime_ns == before
-    assert "done before" in (tmp_path / "told.txt").read_text()
+    assert "already finished" in (tmp_path / "told.txt").read_text()
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -185,10 +185,9 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_contests
         threshold: float = 0.5
 
     monkeypatch.setattr(alternate, "Alternate", Changed)
-    with pytest.raises(
-        ConfigError, match=r"alternate-seed1 was played with method\.threshold = .*, which is 0\.5 now"
-    ):
+    with pytest.raises(ConfigError, match="alternate-seed1") as caught:
         played(tmp_path, "alternate", seeds=1)
+    assert (caught.value.key, caught.value.value) == ("method.threshold", 0.5)
 
 
 def test_who_broke_down_is_never_first() -> None:
@@ -208,27 +207,31 @@ def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) 
             "quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=told.append, quiet=True
         )
         assert (one.diverged, one.accuracies) == (1, [])
-    assert "done before: training broke down in round" in told[0]
+    assert "already finished: " in told[0]
     draw([one], tmp_path)
 
 
 def test_another_protocol_needs_another_folder(tmp_path: Path) -> None:
     played(tmp_path, "server-only", seeds=1)
-    with pytest.raises(ConfigError, match=r"holds a contest with federation.period = 2, now 16: choose"):
+    with pytest.raises(ConfigError) as caught:
         play.play("quickstart", ["server-only"], 1, out=tmp_path, tell=print)
-    with pytest.raises(ConfigError, match=r"with model.norm = left open, now group: choose another"):
+    assert (caught.value.key, caught.value.value) == ("federation.period", 16)
+    with pytest.raises(ConfigError) as caught:
         play.play(
             "quickstart", ["server-only"], 1, sets=[*SHORT, "model.norm=group"], out=tmp_path, tell=print
         )
+    assert (caught.value.key, caught.value.value) == ("model.norm", "group")
     how = ["run.threads=1", "run.eval_every=3", "data.root=elsewhere"]  # how it is carried out is none of it
     sets = [*SHORT, *how]
     (found,) = play.play("quickstart", ["server-only"], 2, sets=sets, out=tmp_path, tell=print, quiet=True)
     assert len(found.curve) == 1  # evaluations that both seeds have
-    with pytest.raises(ConfigError, match="the folder of a run"):
+    with pytest.raises(ConfigError) as caught:
         play.play("quickstart", ["server-only"], 1, out=tmp_path / "server-only-seed1", tell=print)
+    assert caught.value.key == "--out"
     (tmp_path / "protocol.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError) as caught:
         played(tmp_path, "server-only", seeds=1)
+    assert (caught.value.key, caught.value.value) == ("--out", str(tmp_path))
 
 
 def test_a_machine_that_would_choose_another_network_needs_another_folder(
@@ -236,31 +239,33 @@ def test_a_machine_that_would_choose_another_network_needs_another_folder(
 ) -> None:
     played(tmp_path, "server-only", seeds=1)
     monkeypatch.setattr(networks, "suited", lambda shape, gpu: "cnn")
-    with pytest.raises(ConfigError, match=r"holds a contest with model.name = small, now cnn: choose"):
+    with pytest.raises(ConfigError) as caught:
         played(tmp_path, "alternate", seeds=1)
+    assert (caught.value.key, caught.value.value) == ("model.name", "cnn")
     sets = [*SHORT, "model.name=small"]
     play.play("quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=print, quiet=True)
 
 
 def test_a_stopped_contest_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
-        raise train.Interrupted(tmp_path, 3, "ssfl resume")
+        raise round_loop.Interrupted(tmp_path, 3, "ssfl resume")
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "begin_or_resume", stop)
-        with pytest.raises(train.SweepInterrupted, match="the same command goes on"):
+        with pytest.raises(round_loop.SweepInterrupted, match="the same command"):
             played(tmp_path, "server-only", seeds=1)
     played(tmp_path, "server-only", "server-only", seeds=1)
     folder = tmp_path / "server-only-seed1"
     (folder / "summary.json").unlink()
-    with runs.locked(folder), pytest.raises(RunError, match="by another process; when it is done, the same"):
+    with runs.locked(folder), pytest.raises(RunError, match=r"another process.*the same command"):
         played(tmp_path, "server-only", seeds=1)
 
 
 def test_a_seed_whose_split_cannot_be_dealt_is_found_before_anything_runs(tmp_path: Path) -> None:
     sets = [*SHORT, "split.scheme=dirichlet", "split.alpha=0.05", "split.users=40"]
-    with pytest.raises(ConfigError, match=r"the split of seed 6: split.alpha = 0.05 leaves some of the 40"):
+    with pytest.raises(ConfigError, match="seed 6") as caught:
         play.play("quickstart", ["server-only"], 6, sets=sets, out=tmp_path, tell=print, quiet=True)
+    assert (caught.value.key, caught.value.value) == ("split.alpha", 0.05)
     assert not list(tmp_path.iterdir())
 
 
@@ -285,7 +290,7 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
             patch.setattr(Simulation, "play", stopped)
         else:
             patch.setattr(checkpoints, "write", cut)
-        with pytest.raises(train.SweepInterrupted, match="stopped after round 6 and saved; the same"):
+        with pytest.raises(round_loop.SweepInterrupted, match="after round 6 "):
             played(tmp_path, "server-only", seeds=2)
     assert runs.read_summary(tmp_path / "server-only-seed1") is not None
     assert not (tmp_path / "server-only-seed2").exists()
@@ -297,37 +302,37 @@ def test_ctrl_c_in_the_last_round_of_a_run_stops_the_contest_too(
     ("methods", "sets", "choose", "says"),
     [
         (["semifi"], [], [], "'semifi': no such method; did you mean semifl"),
-        (["semifl"], ["method.threshold=0.5"], [], "try values with --choose"),
-        (["semifl"], ["run.test=every"], [], "test images in the last round alone"),
+        (["semifl"], ["method.threshold=0.5"], [], "use --choose"),
+        (["semifl"], ["run.test=every"], [], "--set run.test: "),
         (["semifl"], [], ["threshold"], "write section.key=one,two"),
         (["semifl"], [], ["method.name=grouping,semifl"], "part of the protocol"),
         (["semifl"], [], ["run.seed=7,8"], "part of the protocol"),
         (["semifl"], [], ["federation.rounds=2,8"], "part of the protocol"),
         (["semifl"], [], ["method.name =grouping,semifl"], "part of the protocol"),
         (["semifl"], ["split.seed=9223372036854775807"], [], "split.seed"),
-        (["semifl"], ["data.validation=0.0001"], [], "of so few labelled images is none: raise it"),
-        (["fixmatch"], [], [], "fixmatch cannot be played under this protocol: .* one model"),
-        (["semifl"], ["run.seed=3"], [], "--seeds says how many"),
-        (["semifl"], ["run.seed = 3"], [], "--seeds says how many"),
-        (["semifl"], ["run.test = every"], [], "test images in the last round alone"),
+        (["semifl"], ["data.validation=0.0001"], [], "data.validation = "),
+        (["fixmatch"], [], [], "fixmatch .* one model"),
+        (["semifl"], ["run.seed=3"], [], "--seeds"),
+        (["semifl"], ["run.seed = 3"], [], "--seeds"),
+        (["semifl"], ["run.test = every"], [], "--set run.test: "),
         (
             ["crl-bn", "data-sharing"],
             ["model.norm_statistics=server"],
             [],
-            "data-sharing cannot be played under this protocol: .* needs a server that trains",
+            "data-sharing .*model.norm_statistics",
         ),
         (
             ["supervised", "server-only"],
             ["split.server_labels=0"],
             [],
-            "server-only cannot be played under this protocol: .* needs labels at the server",
+            "server-only .*labels",
         ),
-        (["semifl"], [], ["method.treshold=0.5,0.9"], "--choose method.treshold: no method has this setting"),
+        (["semifl"], [], ["method.treshold=0.5,0.9"], "--choose method.treshold: "),
         (
             ["semifl"],
             [],
             ["method.server=none,parallel"],
-            "--choose method.server: no method has this setting",
+            "--choose method.server: ",
         ),
     ],
 )
@@ -366,8 +371,9 @@ def test_costs_are_means_over_seeds_where_users_drop_out(tmp_path: Path) -> None
 
 
 def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fl2 does 3 times .* play a multiple of 3, or at least 15"):
+    with pytest.raises(ConfigError, match=r"fl2 .*\b3\b.*\b15\b") as caught:
         play.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path, equal="passes")
+    assert (caught.value.key, caught.value.value) == ("federation.rounds", 4)
 
 
 def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(tmp_path: Path) -> None:
@@ -407,8 +413,9 @@ def test_a_run_that_ends_far_below_its_best_has_collapsed(tmp_path: Path) -> Non
 
 
 def test_one_setting_is_chosen_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--choose method\.threshold is there twice"):
+    with pytest.raises(ConfigError) as caught:
         played(tmp_path, "alternate", seeds=1, choose=("method.threshold=0.5", "method.threshold=0.7,0.8"))
+    assert (caught.value.key, caught.value.value) == ("--choose", "method.threshold")
 
 
 @pytest.mark.parametrize("whole", [15, 30, 31, 640])

@@ -89,7 +89,7 @@ def test_broken_files_leave_no_gap(tmp_path: Path) -> None:
     found = decoding.decoded(files, (8, 8), white=4095)
     assert sorted(found.broken) == [0, 4, 7]
     assert torch.equal(found.images, whole[[1, 2, 3, 5, 6, 8]])
-    line = decoding.told(found.broken, 9)
+    line = decoding.describe_broken(found.broken, 9)
     assert "\n" not in line
     assert "3 of 9" in line
     assert all(str(files[n]) in line for n in (0, 4, 7))

@@ -261,10 +261,10 @@ def test_new_sites_get_the_next_numbers_and_a_wrong_keys_folder_is_refused(
     assert (more.split.users, more.federation.participants) == (4, 4)
     some = replace(config, federation=replace(config.federation, participants=2))
     assert roster.joined(some, 4).federation.participants == 2
-    with pytest.raises(RunError, match=r"begun with other sites \(bonn, calais, dover\)"):
+    with pytest.raises(RunError, match="bonn, calais, dover"):
         roster.going_on(tmp_path / "run", config, ["essen", "fulda", "gent"], 3)
     private = replace(config, privacy=replace(config.privacy, clip=1.0, noise=1.0))
-    with pytest.raises(RunError, match="counts privacy for 3 sites: take the key of aachen out"):
+    with pytest.raises(RunError, match=r"3 sites.*aachen"):
         roster.going_on(tmp_path / "run", private, ["aachen", "bonn"], 2)
 
 
@@ -576,10 +576,10 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
 
 def test_insecure_is_for_this_machine_alone(folders: Path) -> None:
     asked = ["join", "127.0.0.1:8443", "--insecure", "--data", str(folders / "Klinik Ä")]
-    with pytest.raises(ConfigError, match=r"'Klinik Ä' cannot be a site's name: give one .* with --name"):
+    with pytest.raises(ConfigError, match=r"'Klinik Ä'.*--name"):
         main.app(asked, standalone_mode=False)
     asked = ["join", "10.0.0.1:8443", "--insecure", "--data", str(folders / "bonn")]
-    with pytest.raises(ConfigError, match="for this machine alone"):
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*--key"):
         main.app(asked, standalone_mode=False)
     with pytest.raises(ConfigError, match="--insecure"):
         main.app(["serve", "--data", str(folders / "labelled")], standalone_mode=False)

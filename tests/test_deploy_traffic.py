@@ -12,7 +12,7 @@ import torch
 
 from ssfl.data import sources
 from ssfl.deploy import centre
-from ssfl.runs import assemble, folder
+from ssfl.runs import folder, resolve
 from ssfl.simulate.simulation import evaluated_row
 from stage import NAMES, Stage, checkpoint, config_of, files, free_port, same, sets, simulated
 
@@ -80,7 +80,7 @@ def test_no_image_label_or_path_ever_travels(folders: Path, stage: Stage) -> Non
         models, wire = (sum(event[f"{kind}_{way}"] for event in events) for kind in ("bytes", "wire"))
         assert models == 3 * 3 * sim.message_bytes() <= wire <= len(bodies)
     # no image, in no shape
-    data = assemble.load_data(config)
+    data = resolve.load_data(config)
     mean, std = (np.array(part, np.float32) for part in (data.mean, data.std))
     for name in (*NAMES, "labelled"):
         for file in files(folders, name):

@@ -22,7 +22,7 @@ from ssfl.core.events import Event
 from ssfl.core.fields import limits_of
 from ssfl.data.own import Files
 from ssfl.errors import ConfigError, SsflWarning
-from ssfl.runs import choose, forecast, predict, train
+from ssfl.runs import choose, forecast, predict, round_loop, train
 from ssfl.runs.choose import Facts
 
 SHORT = ("--set", "federation.rounds=2", "--set", "run.threads=1", "--set", "model.name=small")
@@ -108,11 +108,11 @@ def test_a_folder_runs_and_says_what_was_chosen(ssfl: Call) -> None:
     assert (code, Path("runs/scans/model.safetensors").is_file()) == (0, True)
     assert "accuracy" in out
     words = ("1 of 39 images cannot be read", "left/broken.png", "pixels", "2 rounds", "GB of memory",
-             "views are not mirrored: 38 of 38", "left")  # fmt: skip
+             "38 of 38", "data.flip", "left")  # fmt: skip
     assert [word for word in words if word not in err] == []
     assert json.loads(Path("runs/scans/split.json").read_text())["broken"] == 1
     code, out, err = ssfl("split", "scans")
-    assert (code, "2 users as the data say" in out) == (0, True)
+    assert (code, "2 users as named by the data" in out) == (0, True)
     code, out, err = ssfl("run", "scans", *SHORT, "--no-baseline", "--quiet")
     assert (code, out, err.count("cannot be read")) == (0, "", 1)
     assert all(line.startswith("ssfl: warning: ") for line in err.splitlines())
@@ -187,7 +187,7 @@ def stopped(path: Path, config: package.Config, after: int) -> None:
         if event["event"] == "round" and event["round"] == after:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(train.Interrupted):
+    with pytest.raises(round_loop.Interrupted):
         train.run(config, path, report)
 
 

@@ -20,7 +20,7 @@ from ssfl.core.cohort import draw_cohort
 from ssfl.data import apportion, inventory, split
 from ssfl.data.hands import Hands, gather
 from ssfl.errors import ConfigError
-from ssfl.runs import assemble, text
+from ssfl.runs import assemble, resolve, text
 
 LISTS = st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=8)
 MANY = 20_000
@@ -183,9 +183,9 @@ def test_a_simulation_of_many_users_holds_the_plain_split(many: Callable[..., Co
 
 def test_split_json_lists_some_users_and_tells_of_all(many: Callable[..., Config]) -> None:
     config = many("split.labels_at=both", "split.user_labels=200")
-    dataset = assemble.load_data(config)
-    config = assemble.resolve(config, dataset)
-    parts, held = assemble.make_parts(config, dataset)
+    dataset = resolve.load_data(config)
+    config = resolve.resolve(config, dataset)
+    parts, held = resolve.make_parts(config, dataset)
     told = inventory.describe_split(dataset, parts, held)
     counts = split.class_counts(dataset.labels.numpy(), parts.users)
     assert told["users"] == MANY
@@ -200,7 +200,7 @@ def test_split_json_lists_some_users_and_tells_of_all(many: Callable[..., Config
     shown = text.split(config, told)
     assert shown.startswith(f"{MANY} users by skew R = 0.4")
     assert f"and {MANY - text.MOST_USERS} more users" in shown
-    assert "labels at the users: 200 images in all" in shown
+    assert "users have 200 labelled images" in shown
 
 
 @pytest.mark.slow

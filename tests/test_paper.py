@@ -21,7 +21,7 @@ from ssfl.methods.anchored import Anchored
 from ssfl.paper import results, rows, sweep, tables
 from ssfl.paper.fidelity import FIDELITIES, actual, settings
 from ssfl.paper.rows import Row
-from ssfl.runs import train
+from ssfl.runs import round_loop
 from ssfl.simulate.simulation import Simulation
 from waiting import wait_until
 
@@ -97,8 +97,9 @@ def test_a_scale_shortens_training_and_schedule_together() -> None:
     assert whole.federation.rounds == 40 * 64
     assert tenth.federation.rounds == 256
     assert tenth.train.warmup == whole.train.warmup // 10
-    with pytest.raises(ConfigError, match=r"scale = 2 must be above 0"):
+    with pytest.raises(ConfigError) as caught:
         settings(rows.row("13").runs[0], scale=2)
+    assert (caught.value.key, caught.value.value) == ("--scale", 2)
 
 
 def test_rows_that_share_a_setting_share_the_run() -> None:
@@ -150,7 +151,7 @@ def test_a_run_that_breaks_down_is_told_and_the_others_go_on(tmp_path: Path) -> 
     assert tables.markdown(lines).count("diverged") == 2
     again: list[str] = []
     sweep.play([rows.row("21")], options, again.append, quiet=True)
-    assert sum("done before" in line for line in again) == 2
+    assert sum("already finished" in line for line in again) == 2
 
 
 def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_one(
@@ -160,9 +161,9 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_one(
     sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
     changed = Anchored.defaults | {"federation": {"slow_average": 0.5}}
     monkeypatch.setattr(Anchored, "defaults", changed)
-    told = r"was played with federation\.slow_average = .*, which is 0\.5 now: remove it"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError) as caught:
         sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
+    assert (caught.value.key, caught.value.value) == ("federation.slow_average", 0.5)
 
 
 def test_a_stopped_run_goes_on_with_the_images_that_are_asked_for(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_stopped_run_goes_on_with_the_images_that_are_asked_for(tmp_path: Path
     for name in ("result.json", "summary.json", "model.safetensors"):
         (path / name).unlink()
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(RunError, match=r"are not those that .* was started with"):
+    with pytest.raises(RunError, match="have changed since"):
         sweep.play([rows.row("16")], options("b"), lambda line: None, quiet=True)
     sweep.play([rows.row("16")], options("c"), lambda line: None, quiet=True)  # moved, and the same
     assert (path / "model.safetensors").read_bytes() == done
@@ -207,8 +208,9 @@ def test_what_is_broken_or_missing_does_not_stop_the_rest(tmp_path: Path) -> Non
 
 
 def test_a_scale_that_leaves_no_round_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scale = 1e-09 leaves no round .* is one, so raise it"):
+    with pytest.raises(ConfigError) as caught:
         settings(rows.row("10").runs[0], scale=1e-9)
+    assert (caught.value.key, caught.value.value) == ("--scale", 1e-9)
 
 
 def test_a_table_of_everything_shows_each_run_once() -> None:
@@ -229,7 +231,7 @@ def test_ctrl_c_says_how_to_go_on(last: int, monkeypatch: pytest.MonkeyPatch, tm
         return played(self, state)
 
     monkeypatch.setattr(Simulation, "play", stopped)
-    with pytest.raises(train.SweepInterrupted, match=f"after round {last} and saved; the same command"):
+    with pytest.raises(round_loop.SweepInterrupted, match=f"after round {last} "):
         sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
     monkeypatch.setattr(Simulation, "play", played)
     (path,) = sweep.play([rows.row("21")], options, lambda line: None, quiet=True)
@@ -256,7 +258,7 @@ def test_from_the_command_line(
     assert capsys.readouterr().out.count(", at scale 1\n") == 2
     written = {path: path.stat().st_mtime_ns for path in Path("runs/paper").rglob("*")}
     assert ssfl(monkeypatch, *call) == 0
-    assert capsys.readouterr().out.count("done before") == 2
+    assert capsys.readouterr().out.count("already finished") == 2
     assert {path: path.stat().st_mtime_ns for path in Path("runs/paper").rglob("*")} == written
     assert ssfl(monkeypatch, "paper", "table", "2", "--json") == 0
     told = [line for line in json.loads(capsys.readouterr().out) if line["accuracy"] is not None]
@@ -266,11 +268,11 @@ def test_from_the_command_line(
     assert ssfl(monkeypatch, "paper", "table", "2") == 0
     assert capsys.readouterr().out.count("not run") == 5
     for words, message in (
-        (["paper", "show", "51"], "the paper has no row '51': rows are 1 to 50, and 'methods'"),
-        (["paper", "table", "9"], "the paper has no table '9' of accuracies"),
-        (["paper", "run", "21", "--only", "C99"], "no run of these rows has 'C99' in its name"),
-        (["paper", "run", "21", "--fidelity", "exact"], "fidelity 'exact' is not one of paper, reference"),
-        (["paper", "run", "1", "2", "--data", "a.npz"], "these rows are of cifar10 and svhn"),
+        (["paper", "show", "51"], "there is no row '51'"),
+        (["paper", "table", "9"], "there is no table '9'"),
+        (["paper", "run", "21", "--only", "C99"], "--only C99: "),
+        (["paper", "run", "21", "--fidelity", "exact"], "--fidelity exact: use one of paper, reference"),
+        (["paper", "run", "1", "2", "--data", "a.npz"], "these rows use cifar10 and svhn"),
         (["paper", "run", "21", "--set", "run.seed=4"], "use --seeds"),
         (["paper", "figure", "2"], "no finished run for figure 2"),
         (["paper", "table", "2", "--from", "nowhere"], "nowhere is not a folder"),
@@ -312,7 +314,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> Non
     process.wait()
     assert not list(broken.glob("*-grouping-*/result.json"))
     again = subprocess.run([*words, "--out", str(broken)], check=True, capture_output=True, text=True)
-    assert again.stdout.count("done before") == 1
+    assert again.stdout.count("already finished") == 1
     for one, two in zip(
         sorted(whole.glob("*/result.json")), sorted(broken.glob("*/result.json")), strict=True
     ):

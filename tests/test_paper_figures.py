@@ -82,10 +82,10 @@ def test_what_is_compared_in_a_figure_is_of_one_scale(tmp_path: Path) -> None:
         (tmp_path / f"{place}.json").write_text(json.dumps(fake(run, 1, scale=scale)))
     chosen = Drawing(results.read([tmp_path]), "paper")
     most = chosen.of((first, second, third))
-    assert {line.run: [one.scale for one in line.found] for line in most} == {
+    assert {line.run: [one.scale for one in line.results] for line in most} == {
         first: [0.2], second: [0.2], third: [0.2]
     }  # fmt: skip
-    assert [one.scale for one in chosen.of((second, third))[0].found] == [1.0]
+    assert [one.scale for one in chosen.of((second, third))[0].results] == [1.0]
 
 
 def test_a_method_has_one_colour_in_every_panel_whatever_was_not_measured() -> None:
@@ -115,9 +115,9 @@ def test_a_figure_may_be_named_in_any_case_and_by_its_letter_alone(ssfl: Call, n
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("2", "--fidelity", "xyz"), "fidelity 'xyz' is not one of paper, reference, recommended"),
-        (("lr", "--fidelity", "xyz"), "fidelity 'xyz' is not one of paper, reference, recommended"),
-        (("7",), "there is no figure '7' to draw: choose from 2, 3, 4, 5, 6, B.1, C.1"),
+        (("2", "--fidelity", "xyz"), "--fidelity xyz: use one of paper, reference, recommended"),
+        (("lr", "--fidelity", "xyz"), "--fidelity xyz: use one of paper, reference, recommended"),
+        (("7",), "there is no figure '7': use one of 2, 3, 4, 5, 6, B.1, C.1"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_the_choices(
@@ -230,4 +230,4 @@ def test_every_figure_takes_changed_runs(
 def test_a_run_that_lies_in_two_places_is_drawn_as_one(tmp_path: Path) -> None:
     runs = rows.row("21").runs
     given = found(tmp_path / "one", runs) + found(tmp_path / "two", runs)
-    assert [len(line.found) for line in Drawing(given, "paper").of(runs)] == [1, 1]
+    assert [len(line.results) for line in Drawing(given, "paper").of(runs)] == [1, 1]

@@ -21,7 +21,7 @@ from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
 from ssfl.report import collapse, costs, gather, page, several
 from ssfl.runs import folder as runs
-from ssfl.runs.train import Interrupted
+from ssfl.runs.round_loop import Interrupted
 
 Block = dict[str, Any]
 CLOCKS = ("phases", "memory", "seconds")

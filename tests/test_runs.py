@@ -15,7 +15,7 @@ import ssfl
 from ssfl.config.settings import Config
 from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
 from ssfl.methods.anchored import Anchored
-from ssfl.runs import assemble, checkpoints, compare, train
+from ssfl.runs import assemble, checkpoints, compare, resolve, round_loop, train
 from ssfl.runs import folder as runs
 
 Make = Callable[..., Config]
@@ -95,7 +95,7 @@ def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> N
     with folder.opened(done.parent, done.name) as handle:
         assert describe.run(handle, done.name)["method"] == "anchored"
     undone(done)
-    with pytest.raises(RunError, match=r"begun with ssfl 0\.1") as caught:
+    with pytest.raises(RunError, match=r"ssfl 0\.1") as caught:
         ssfl.resume(done)
     assert "\n" not in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> N
 def test_a_setting_that_no_version_knows_is_refused(done: Path) -> None:
     config = done / "config.toml"
     config.write_text(config.read_text().replace("[method]\n", "[method]\nbygone = 1.0\n"))
-    with pytest.raises(RunError, match=r"unknown key method\.bygone.*the version of ssfl that wrote it"):
+    with pytest.raises(RunError, match=r"method\.bygone"):
         runs.read_config(done)
 
 
@@ -264,8 +264,9 @@ def test_users_without_any_label_train_beside_those_with(quick: Make, tmp_path: 
 
 def test_a_folder_that_exists_is_never_overwritten(quick: Make, done: Path) -> None:
     before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
-    with pytest.raises(RunError, match="exists already and is not overwritten"):
+    with pytest.raises(RunError) as caught:
         ssfl.run(quick(), done)
+    assert (caught.value.key, caught.value.value) == ("--out", str(done))
     assert {p: p.read_bytes() for p in done.rglob("*") if p.is_file()} == before
 
 
@@ -273,12 +274,13 @@ def test_another_config_another_format_and_other_images_are_refused(done: Path, 
     undone(done)
     config = (done / "config.toml").read_text()
     (done / "config.toml").write_text(config.replace("lr = 0.03", "lr = 0.06"))
-    with pytest.raises(RunError, match="belongs to another config"):
+    with pytest.raises(RunError) as caught:
         ssfl.resume(done)
+    assert caught.value.key == "config.toml"
     (done / "config.toml").write_text(config)
     parts = json.loads((done / "split.json").read_text())
     (done / "split.json").write_text(json.dumps(parts | {"fingerprint": "0"}))
-    with pytest.raises(RunError, match="are not those"):
+    with pytest.raises(RunError, match="have changed since"):
         ssfl.resume(done)
     (done / "split.json").write_text(json.dumps(parts))
     newest = sorted((done / "checkpoints").iterdir())[-1]
@@ -298,7 +300,7 @@ def test_other_versions_are_told(done: Path, monkeypatch: pytest.MonkeyPatch) ->
     told: list[str] = []
     ssfl.resume(done, warn=told.append)
     assert "is now 99" in told[0]
-    assert "users_at_once 10 is now 4" in told[0]
+    assert "users_at_once was 10 and is now 4" in told[0]
 
 
 def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
@@ -312,7 +314,7 @@ def test_a_run_from_a_machine_with_another_device_goes_on_and_that_is_told(
         file.unlink()
     told: list[str] = []
     ssfl.resume(path, warn=told.append)
-    assert "no cuda:77" in told[0]
+    assert "cuda:77" in told[0]
     assert checkpoints.newest(path, torch.device("cpu")) is not None
 
 
@@ -329,7 +331,7 @@ def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
 def test_bad_input_leaves_no_folder_behind(quick: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lower it to at most"):
         ssfl.run(quick("split.server_labels=100000"), tmp_path / "new")
-    with pytest.raises(ConfigError, match="not available on this machine"):
+    with pytest.raises(ConfigError, match=r"run\.device = "):
         ssfl.run(quick("run.device=cuda:99"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -375,7 +377,7 @@ def test_batch_norm_statistics_are_a_choice(quick: Make, tmp_path: Path, statist
 
 
 def test_test_images_come_last_only_where_there_are_others(quick: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of so few labelled images is none"):
+    with pytest.raises(ConfigError, match=r"data\.validation = "):
         ssfl.run(quick("run.test=last", "data.validation=0.0001"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -386,7 +388,7 @@ def test_test_images_that_are_never_looked_at(quick: Make, tmp_path: Path) -> No
     result = ssfl.run(quick(*settings), tmp_path / "run")
     assert math.isnan(result.accuracy)
     *_, last = (event for event in result.history if event["event"] == "eval")
-    assert f"{last['validation_correct']} of {last['validation_count']}" in result.told
+    assert f"{last['validation_correct']} of {last['validation_count']}" in result.score_text
     summary = runs.read_summary(tmp_path / "run")
     assert summary is not None
     assert summary["validation_accuracy"] == last["validation_accuracy"]
@@ -395,9 +397,9 @@ def test_test_images_that_are_never_looked_at(quick: Make, tmp_path: Path) -> No
     assert train.finished(tmp_path / "run")
     assert math.isnan(ssfl.resume(tmp_path / "run").accuracy)
     (tmp_path / "run" / "events.jsonl").write_text("")
-    assert ssfl.resume(tmp_path / "run").told == result.told
+    assert ssfl.resume(tmp_path / "run").score_text == result.score_text
     every = ssfl.run(quick(*settings[1:]), tmp_path / "every")  # and training does not notice
-    assert f"{every.summary['correct']} of {every.summary['count']}" in every.told
+    assert f"{every.summary['correct']} of {every.summary['count']}" in every.score_text
     assert every.accuracy == every.summary["correct"] / every.summary["count"]
     mine, others = (runs.read_model(tmp_path / name / "model.safetensors")[0] for name in ("run", "every"))
     assert all(torch.equal(value, others[name]) for name, value in mine.items())
@@ -451,7 +453,7 @@ def test_a_preset_will_do_for_a_config_and_what_is_hardly_meant_is_told(quick: M
     with pytest.warns(SsflWarning) as told:
         assemble.make(config)
     first, second = (str(warning.message) for warning in told)
-    assert first.startswith("the server has no label of 3 of 10 classes (7, 8, 9): nobody can learn them")
+    assert "3 of 10 classes (7, 8, 9)" in first
     assert second.startswith("train.warmup = 1000 is longer than the run")
 
 
@@ -471,7 +473,9 @@ def test_a_setting_that_nothing_reads_is_told_with_what_would_read_it(
     with pytest.warns(SsflWarning) as told:
         assemble.make(quick(given))
     key = given.partition("=")[0]
-    assert [str(warning.message) for warning in told] == [f"{key} does nothing here: it needs {more}"]
+    (line,) = (str(warning.message) for warning in told)
+    assert line.startswith(f"{key} ")
+    assert line.endswith(f" {more}")
     with warnings.catch_warnings():
         warnings.simplefilter("error", SsflWarning)
         assemble.make(quick(given, more))
@@ -483,15 +487,15 @@ def test_without_a_gpu_the_network_is_small_told_and_kept(tmp_path: Path) -> Non
     np.savez(tmp_path / "a.npz", x_train=pixels[8:], y_train=labels[8:], x_test=pixels[:8], y_test=labels[:8])
     short = [f"data.path={tmp_path / 'a.npz'}", "split.users=2", "federation.rounds=8", "train.warmup=0"]
     cpu = ssfl.load_config(None, [*short, "run.device=cpu"])
-    with pytest.warns(SsflWarning, match="no GPU, so the network is cnn, .* and not resnet18: --set") as told:
+    with pytest.warns(SsflWarning, match=r"cnn .*resnet18.*--set model\.name=NAME") as told:
         sim = assemble.make(cpu)
     assert sum("GPU" in str(one.message) for one in told) == 1
     assert sim.config.model.name == "cnn"
     gpu = ssfl.load_config(None, [*short, "run.device=cuda"])
-    assert assemble.resolve(gpu, sim.dataset).model.name == "resnet18"
-    for before, device in ((sim.config, "cuda"), (assemble.resolve(gpu, sim.dataset), "cpu")):
+    assert resolve.resolve(gpu, sim.dataset).model.name == "resnet18"
+    for before, device in ((sim.config, "cuda"), (resolve.resolve(gpu, sim.dataset), "cpu")):
         moved = replace(before, run=replace(before.run, device=device))
-        assert assemble.resolve(moved, sim.dataset).model == before.model
+        assert resolve.resolve(moved, sim.dataset).model == before.model
     with warnings.catch_warnings(action="error"):  # nothing to tell where somebody chose
         warnings.filterwarnings("ignore", "8 test images are few")
         chosen = assemble.make(ssfl.load_config(None, [*short, "run.device=cpu", "model.name=small"]))
@@ -501,7 +505,7 @@ def test_without_a_gpu_the_network_is_small_told_and_kept(tmp_path: Path) -> Non
 def test_a_long_round_is_saved_whatever_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "SAVED", 0.0)
+    monkeypatch.setattr(round_loop, "SAVED", 0.0)
     short = ["federation.rounds=3", "federation.period=1", "run.checkpoint_every=50"]
     ssfl.run(ssfl.load_config("quickstart", short), tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "round-0000002.safetensors").is_file()

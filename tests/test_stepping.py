@@ -101,23 +101,24 @@ def constant(value: Any, model: torch.nn.Module) -> Any:
 
 
 def test_bad_metrics_are_one_line(quick: Quick, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'accuracy' is in every evaluation already"):
+    with pytest.raises(ConfigError) as caught:
         ssfl.Federation(quick(), out=tmp_path / "run", metrics={"accuracy": lambda model: 1.0})
+    assert (caught.value.key, caught.value.value) == ("metrics", "accuracy")
     values: list[Any] = [float("nan"), "high"]
     for value in values:
         metrics = {"mine": partial(constant, value)}
         broken = ssfl.Federation(quick("run.eval_every=1"), out=tmp_path / f"{value}", metrics=metrics)
-        with pytest.raises(ConfigError, match=r"'mine' gave .* finite number"):
+        with pytest.raises(ConfigError, match=r"'mine' .*finite number"):
             next(broken)
 
 
 def test_a_folder_is_one_federations_and_of_one_config(quick: Quick, tmp_path: Path) -> None:
     federation = ssfl.Federation(quick(), out=tmp_path / "run")
     next(federation)
-    with pytest.raises(RunError, match="being trained by another process"):
+    with pytest.raises(RunError, match="another process"):
         ssfl.Federation(quick(), out=tmp_path / "run")
     federation.stop()
-    with pytest.raises(ConfigError, match=r"was played with split\.users = 10, which is 5 now"):
+    with pytest.raises(ConfigError, match=r"split\.users = 10.* 5"):
         ssfl.Federation(quick("split.users=5"), out=tmp_path / "run")
     with pytest.raises(RunError, match="is not overwritten"):
         ssfl.run(quick(), tmp_path / "run")

@@ -21,9 +21,9 @@ from ssfl.config.loading import Config, load_config, to_toml
 from ssfl.core.statistics import Paired
 from ssfl.data import folds
 from ssfl.errors import ConfigError
-from ssfl.runs import assemble, comparing, folder, verdict
+from ssfl.runs import assemble, baseline, folder, resolve, verdict
 from ssfl.runs.predict import load_model
-from ssfl.runs.train import Result
+from ssfl.runs.result import Result
 from waiting import ended, wait_until
 
 Quick = Callable[..., Config]
@@ -116,7 +116,7 @@ def test_a_comparison_counts_pairs_and_classes() -> None:
     assert one.balanced[0] == pytest.approx((2 / 3 + 1) / 2)
     assert one.balanced[1] == pytest.approx((2 / 3) / 2)
     assert one.uneven
-    assert "Balanced" in verdict.sentence(one)
+    assert "balanced accuracy" in verdict.sentence(one)
 
 
 # Runs with a server-only model beside
@@ -160,7 +160,7 @@ def test_the_comparison_changes_nothing_and_can_be_left_out(
     assert without.verdict is None
     assert not (tmp_path / "without" / "baseline").exists()
     assert same_tensors(tmp_path / "with", tmp_path / "without")
-    known = assemble.resolve(quick(), assemble.load_data(quick()))
+    known = resolve.resolve(quick(), resolve.load_data(quick()))
     assert known.run.baseline is False  # a known data set
 
 
@@ -248,7 +248,7 @@ def test_with_folds_every_label_trains_and_tests(images: Path, tmp_path: Path) -
     assert split["test"] == 0
     assert result.summary["judged_by"] == "folds"
     assert result.summary["count"] == len(held["images"]) == 60
-    truth = assemble.load_data(own(images, "run.folds=3")).labels.numpy()[held["images"]]
+    truth = resolve.load_data(own(images, "run.folds=3")).labels.numpy()[held["images"]]
     assert result.summary["correct"] == int((np.array(held["federated"]) == truth).sum())
     assert result.summary["folds"]["groups"] == 30
     for first, second in zip(held["fold"][::2], held["fold"][1::2], strict=True):
@@ -269,7 +269,7 @@ def test_a_fold_never_trains_on_what_it_holds_out(images: Path, tmp_path: Path) 
         return made.initial()
 
     (tmp_path / "run").mkdir()
-    comparing.cross_validate(sim, tmp_path / "run", play)
+    baseline.cross_validate(sim, tmp_path / "run", play)
     sim.engine.close()
     everything = set(sim.parts.server)
     assert len(seen) == 6

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ssfl.runs.choose import load_config
     from ssfl.runs.laws import check
     from ssfl.runs.predict import load_model
+    from ssfl.runs.result import Result
     from ssfl.runs.stepping import Federation
-    from ssfl.runs.train import Result, resume, run
+    from ssfl.runs.train import resume, run
 
 __version__ = VERSION
 __all__ = [
@@ -37,7 +38,7 @@ _HOMES = {
     "Look": "federation",
     "Losses": "core.losses",
     "Method": "federation",
-    "Result": "runs.train",
+    "Result": "runs.result",
     "SsflError": "errors",
     "State": "federation",
     "Step": "federation",

@@ -1,4 +1,4 @@
-"""`ssfl check`: test a method, and a network, against the laws that every engine relies on."""
+"""`ssfl check`: test a method, and a network, against the rules that every engine relies on."""
 
 import json
 from typing import Annotated
@@ -10,13 +10,14 @@ from ssfl.errors import SsflError
 
 
 def check(
-    method: Annotated[str, typer.Argument(help="A method's name, or FILE.py:NAME.")],
+    method: Annotated[str, typer.Argument(help="The name of a method, or FILE.py:NAME for your own.")],
     model: Annotated[
-        str | None, typer.Option(help="A network of your own: FILE.py:NAME, a function that makes it.")
+        str | None,
+        typer.Option(help="Your own network: FILE.py:NAME, where NAME is a function that builds it."),
     ] = None,
     json_only: Json = False,
 ) -> None:
-    """Test a method, and a network, against the laws that every engine relies on.
+    """Test a method, and a network, against the rules that every engine relies on.
 
     Example: ssfl check mine.py:Mine --model mine.py:make"""
     from ssfl.config.loading import check_overrides
@@ -24,10 +25,10 @@ def check(
     check_overrides([f"method.name={method}"])  # before torch is imported
     from ssfl.runs import laws
 
-    found = laws.check(method, model)
+    outcomes = laws.check(method, model)
     if json_only:
-        print(json.dumps([law._asdict() for law in found]))
+        print(json.dumps([law._asdict() for law in outcomes]))
     else:
-        print("\n".join(f"{'ok  ' if law.holds else 'FAIL'}  {law.name} ({law.told})" for law in found))
-    if not all(law.holds for law in found):
+        print("\n".join(f"{'ok  ' if law.holds else 'FAIL'}  {law.name} ({law.detail})" for law in outcomes))
+    if not all(law.holds for law in outcomes):
         raise typer.Exit(SsflError.exit_code)

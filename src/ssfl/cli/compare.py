@@ -1,4 +1,4 @@
-"""`ssfl compare`: name the first round, user and quantity in which two runs differ."""
+"""`ssfl compare`: find the first round, user and quantity in which two runs differ."""
 
 import typer
 
@@ -7,7 +7,7 @@ from ssfl.runs.text import printable
 
 
 def compare(first: RunFolder, second: RunFolder) -> None:
-    """Name the first round, user and quantity in which two runs differ. Exit code 1 if they do.
+    """Find the first round, user and quantity in which two runs differ. The exit code is 1 if they differ.
 
     Example: ssfl compare runs/a runs/b"""
     from ssfl.runs import compare as comparison
@@ -18,4 +18,4 @@ def compare(first: RunFolder, second: RunFolder) -> None:
     if difference is not None:
         print(f"first difference  {printable(difference)}"[:LINE])
         raise typer.Exit(1)
-    print("the same events in every round")
+    print("no difference: both runs have the same events in every round")

@@ -1,4 +1,4 @@
-"""`ssfl contest`: methods side by side under one protocol."""
+"""`ssfl contest`: compare methods under one protocol."""
 
 import shlex
 import sys
@@ -13,7 +13,7 @@ from ssfl.cli.options import Quiet
 
 
 class Equal(StrEnum):
-    """What is the same for all methods."""
+    """The amount of user work that is the same for all methods."""
 
     images = "images"
     passes = "passes"
@@ -21,34 +21,45 @@ class Equal(StrEnum):
 
 def contest(
     config: Annotated[
-        str, typer.Argument(help="A preset's name or a TOML file: the protocol.")
+        str, typer.Argument(help="The protocol: the name of a preset, or a TOML file.")
     ] = "quickstart",
     methods: Annotated[
-        list[str], typer.Option(help="Names of methods, or FILE.py:Name, with commas; repeatable.")
+        list[str],
+        typer.Option(help="Methods, separated by commas; FILE.py:NAME for your own. Repeatable."),
     ] = ["anchored,grouping,crl-gn,semifl,server-only"],  # noqa: B006
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, ...")] = 3,
     choose: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=A,B", help="Values to choose from by validation images; repeatable."),
+        typer.Option(
+            metavar="KEY=A,B",
+            help="Values of a setting; each method takes its best one on validation images. Repeatable.",
+        ),
     ] = None,
     tune: Annotated[
         bool,
         typer.Option(
-            help="Let each method choose its learning rate, and its threshold if it has one, by validation "
-            "images in runs of half the length. Off where --choose is given."
+            help="Tune each method's learning rate, and its threshold if it has one, on validation images in "
+            "runs of half the length. Off if --choose is used."
         ),
     ] = True,
     equal: Annotated[
-        Equal, typer.Option(help="Whether users train on equally many images or make equally many passes.")
+        Equal,
+        typer.Option(
+            help="What all methods get the same amount of: user images, or forward and backward passes."
+        ),
     ] = Equal.images,
     sets: verbs.Sets = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the runs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for the runs. Default: runs/contest-CONFIG.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Methods side by side under one protocol.  Example: ssfl contest emnist-47 --methods grouping,semifl"""
+    """Compare methods under one protocol.
+
+    Example: ssfl contest emnist-47 --methods grouping,semifl"""
     from ssfl.config.loading import check_overrides
 
-    names = [name.strip() for some in methods for name in some.split(",")]
+    names = [name.strip() for group in methods for name in group.split(",")]
     check_overrides(f"method.name={name}" for name in names)  # before torch is imported
     from ssfl.contest import play as contests
     from ssfl.contest import standings
@@ -58,15 +69,16 @@ def contest(
     def tell(line: str) -> None:
         print(line, file=sys.stderr)
 
-    pyplot()  # what the picture needs is missed now, not after hours
+    pyplot()  # fails now, and not after hours, if matplotlib is missing
     target = out or Path("runs") / f"contest-{Path(config).stem}"
-    found = contests.play(
+    ranking = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], tune=tune and not choose,
         equal=equal.value, out=target, tell=tell, quiet=quiet,
     )  # fmt: skip
-    print(standings.table(found))
-    told = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}
-    standings.write(found, target, told | {"equal": equal.value, "source": config})
-    print(f"in {target}: contest.json, {', '.join(file.name for file in standings.draw(found, target))}")
-    if all(one.mean is None for one in found):
-        raise DivergedError("every method broke down: lower train.lr, or see contest.json")
+    print(standings.table(ranking))
+    origin = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}
+    standings.write(ranking, target, origin | {"equal": equal.value, "source": config})
+    pictures = ", ".join(file.name for file in standings.draw(ranking, target))
+    print(f"written to {target}: contest.json, {pictures}")
+    if all(standing.mean is None for standing in ranking):
+        raise DivergedError("training diverged with every method: lower train.lr; contest.json has the runs")

@@ -16,13 +16,14 @@ from ssfl.signals import Terminated
 app = typer.Typer()
 keys_app = typer.Typer(
     cls=Verbs,
-    help="Keys of a real federation.  Example: ssfl keys init --host fl.example.org",
+    help="Make the keys of a federation on several machines."
+    "\n\nExample: ssfl keys init --host fl.example.org",
     no_args_is_help=True,
 )
 app.add_typer(keys_app, name="keys")
 KeysFolder = Annotated[Path, typer.Option("--dir", help="The keys folder.")]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="No keys, no encryption: to try it out on one machine alone.")
+    bool, typer.Option("--insecure", help="No keys and no encryption: only for a test on one machine.")
 ]
 
 
@@ -30,82 +31,102 @@ Insecure = Annotated[
 def keys_init(
     folder: KeysFolder = Path("keys"),
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address that sites reach the centre by; repeatable.")
+        list[str] | None,
+        typer.Option(help="A host name or address at which sites reach the centre; repeatable."),
     ] = None,
 ) -> None:
-    """Make the centre's certificate.  Example: ssfl keys init --host fl.example.org"""
+    """Make the centre's certificate.
+
+    Example: ssfl keys init --host fl.example.org"""
     require_flower()
     from ssfl.deploy import keys
 
     keys.init(folder, host or [])
-    print(f"made {folder}; now `ssfl keys add NAME --dir {folder}` for each site")
+    print(f"made {folder}; next, run `ssfl keys add NAME --dir {folder}` for each site")
 
 
 @keys_app.command("add")
 def keys_add(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Make the key of a site.  Example: ssfl keys add hospital-a"""
+    """Make a key for a site.
+
+    Example: ssfl keys add hospital-a"""
     require_flower()
     from ssfl.deploy import keys
 
-    print(f"give {keys.add(folder, name)} to {name} by a way you trust, then delete it here")
+    print(f"send {keys.add(folder, name)} to {name} over a secure channel, then delete it here")
 
 
 @keys_app.command("replace")
 def keys_replace(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Make another key for a site, also while the centre runs.  Example: ssfl keys replace hospital-a"""
+    """Replace the key of a site, also while the centre is running.
+
+    Example: ssfl keys replace hospital-a"""
     require_flower()
     from ssfl.deploy import keys
 
-    print(f"give {keys.replace(folder, name)} to {name} by a way you trust, then delete it here")
+    print(f"send {keys.replace(folder, name)} to {name} over a secure channel, then delete it here")
 
 
 @keys_app.command("revoke")
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Take a site's key away, also while the centre runs.  Example: ssfl keys revoke hospital-a"""
+    """Revoke the key of a site, also while the centre is running.
+
+    Example: ssfl keys revoke hospital-a"""
     require_flower()
     from ssfl.deploy import keys
 
     keys.revoke(folder, name)
-    print(f"{name} has no key any more")
+    print(f"the key of {name} is revoked")
 
 
 @app.command()
 def serve(
     data: Annotated[
         str | None,
-        typer.Option(help="Your labelled images: a folder with one for each class, or FILE.py:FUNCTION."),
+        typer.Option(
+            help="Your labelled images: a folder with a sub-folder for each class, or FILE.py:FUNCTION."
+        ),
     ] = None,
     keys: Annotated[Path | None, typer.Option(help="The keys folder.")] = None,
-    config: Annotated[str | None, typer.Option(help="A preset's name or a TOML file; by itself own.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="The name of a preset, or a TOML file. Default: own.")
+    ] = None,
     sets: Sets = None,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where to listen.")] = 8443,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8443,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder to create. Default: runs/centre, then runs/centre-2.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
     sites: Annotated[
-        int | None, typer.Option(min=1, help="Wait for so many sites at the start; default: all with keys.")
+        int | None,
+        typer.Option(min=1, help="Wait for this many sites at the start. Default: all sites with a key."),
     ] = None,
     quorum: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sites that a round needs; default: two thirds of those that joined, at least two."
+            min=1, help="Sites that a round needs. Default: two thirds of those that joined, at least two."
         ),
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that sites have for a round.")] = 120,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds without any answer until it stops.")] = 600,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Stop after this many seconds without an answer from any site.")
+    ] = 600,
     share_model: Annotated[
-        bool, typer.Option("--share-model", help="Let sites keep the final model (`ssfl join --keep`).")
+        bool, typer.Option("--share-model", help="Allow sites to keep the final model (`ssfl join --keep`).")
     ] = False,
     code: With = None,
     insecure: Insecure = False,
 ) -> None:
-    """Be the centre of a real federation.  Example: ssfl serve --data labelled --keys keys"""
+    """Start the centre (the server) of a federation on several machines.
+
+    Example: ssfl serve --data labelled --keys keys"""
     require_flower()
     from ssfl.core import outside
     from ssfl.deploy import centre
@@ -115,12 +136,14 @@ def serve(
 
     outside.supply(code or [])
     if insecure == (keys is not None):
-        raise ConfigError("give --keys FOLDER (see `ssfl keys init`), or --insecure on one machine alone")
+        raise ConfigError(
+            "give either --keys FOLDER (see `ssfl keys init`), or --insecure for a test on one machine"
+        )
     if insecure:
         host = "127.0.0.1"
-        tell("--insecure: nothing is encrypted and anybody on this machine may join")
+        tell("--insecure: nothing is encrypted, and everyone on this machine can join")
     if (data is None) == (resume is None):
-        raise ConfigError("give --data FOLDER with your labelled images, or --resume RUN")
+        raise ConfigError("give either --data FOLDER with your labelled images, or --resume RUN")
     place = centre.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
     loaded = None
     if data is not None:
@@ -129,30 +152,34 @@ def serve(
     path = resume or out or next_free(Path("runs") / "centre")
     with View() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
-    print(f"{result.told}  in {result.path}")
+    print(f"{result.score_text}  in {result.path}")
     if result.verdict is not None:
         print(result.verdict)
 
 
 @app.command()
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the centre is.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The address of the centre.")],
     data: Annotated[
         str,
         typer.Option(help="Your images, without labels: a folder, or FILE.py:FUNCTION."),
     ],
-    key: Annotated[Path | None, typer.Option(help="The site file that the centre's keeper gave you.")] = None,
-    name: Annotated[str | None, typer.Option(help="With --insecure, this site's name.")] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="The key file that you got from the operator of the centre.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The name of this site (only with --insecure).")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU cores to use, by itself all.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU cores to use. Default: all.")] = None,
     patience: Annotated[float, typer.Option(min=1, help="Seconds to try to reach the centre.")] = 600,
     keep: Annotated[
-        Path | None, typer.Option(help="Write the final model here, if the centre shares it.")
+        Path | None, typer.Option(help="Write the final model to this file, if the centre shares it.")
     ] = None,
     code: With = None,
     insecure: Insecure = False,
 ) -> None:
-    """Be a site of a real federation.  Example: ssfl join fl.example.org:8443 --data scans --key a.site"""
+    """Join a federation as a site, with your own images.
+
+    Example: ssfl join fl.example.org:8443 --data scans --key a.site"""
     require_flower()
     from ssfl.core import outside
     from ssfl.data import sources
@@ -162,19 +189,25 @@ def join(
 
     outside.supply(code or [])
     if insecure == (key is not None):
-        raise ConfigError("give --key FILE from the centre's keeper, or --insecure on one machine alone")
+        raise ConfigError(
+            "give either --key FILE, which the operator of the centre sends you, or --insecure for a test on "
+            "one machine"
+        )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or not host:
-        raise ConfigError(f"{address!r} is no address: write HOST:PORT, such as fl.example.org:8443")
+        raise ConfigError(
+            f"{address!r} is not an address: write HOST:PORT, such as fl.example.org:8443", value=address
+        )
     if insecure:
         if not _loopback(host):
-            raise ConfigError(f"--insecure is for this machine alone, not {host}: use --key")
+            raise ConfigError(f"--insecure works only on this machine, not with {host}: use --key")
         tell("--insecure: nothing is encrypted")
     opened = None if key is None else keyring.read_site(key)
     called = opened.name if opened else name or _site_name(data)
     if opened is None and not keyring.NAME.fullmatch(called):
         raise ConfigError(
-            f"{called!r} cannot be a site's name: give one of a-z, A-Z, 0-9, '.', '_' and '-' with --name"
+            f"{called!r} cannot be the name of a site: set --name, with letters a-z and A-Z, digits, '.', "
+            "'_' and '-' only"
         )
     if keep is not None:
         free_files(keep)
@@ -184,11 +217,11 @@ def join(
         site.join(address, site.Site(called, held, device, threads, tell, keep), opened, patience)
     except (KeyboardInterrupt, Terminated) as stop:
         by = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        raise Stopped("left; the federation goes on without this site", by) from None
+        raise Stopped("this site has left; the federation continues without it", by) from None
 
 
 def tell(line: str) -> None:
-    """A line at once, also into a file; if that is on a full disk the work goes on without the line."""
+    """Print a line and flush it, so that a log file has it at once; a full disk loses only this line."""
     from ssfl.runs.text import printable
 
     with suppress(OSError):
@@ -196,7 +229,7 @@ def tell(line: str) -> None:
 
 
 def _site_name(data: str) -> str:
-    """A site's name without a key: its folder's, or that of the file with its function."""
+    """Returns the name of a site without a key: that of its folder, or of the file with its function."""
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name

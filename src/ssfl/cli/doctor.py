@@ -1,4 +1,4 @@
-"""`ssfl doctor`: say what this machine can do, and what to run first."""
+"""`ssfl doctor`: show what this machine can do and what to run first."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from ssfl.errors import SsflError
 
 
 def doctor(json_only: Json = False) -> None:
-    """Say what this machine can do, and what to run first.
+    """Show what this machine can do and what to run first.
 
     Example: ssfl doctor"""
     from ssfl.cli import examine as examination
 
-    found = examination.examine(Path())
-    print(json.dumps(found) if json_only else "\n".join(examination.lines(found)))
-    if found["broken"]:
+    report = examination.examine(Path())
+    print(json.dumps(report) if json_only else "\n".join(examination.lines(report)))
+    if report["broken"]:
         raise typer.Exit(SsflError.exit_code)

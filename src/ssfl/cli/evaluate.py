@@ -1,4 +1,4 @@
-"""`ssfl evaluate`: how good a model is on a folder of labelled images."""
+"""`ssfl evaluate`: the accuracy of a model on a folder of labelled images."""
 
 import json
 import sys
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 SHEET = "mistakes.png"
 MOST_BROKEN = 20
 MOST_CLASSES = 20
-"""With more classes the confusion matrix is left to --json."""
+"""With more classes than this, only --json has the confusion matrix."""
 
 
 def evaluate(
     run: RunFolder,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One sub-folder for each class.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Labelled images: one sub-folder for each class.")
+    ],
     code: With = None,
     sheet: Annotated[
-        Path | None, typer.Option(help=f"Where to write the worst mistakes. [default: RUN/{SHEET}]")
+        Path | None, typer.Option(help=f"The PNG file for the worst mistakes. Default: RUN/{SHEET}.")
     ] = None,
     json_only: Json = False,
 ) -> None:
-    """Judge the model by a folder of labelled images.
+    """Evaluate the model on a folder of labelled images.
 
-    Accuracy with its interval, balanced accuracy, each class, the confusion matrix, calibration, and a
-    picture of the worst mistakes.
+    Prints the accuracy with its interval, the balanced accuracy, the accuracy of each class, the confusion
+    matrix and the calibration, and writes a picture of the worst mistakes.
 
     Example: ssfl evaluate runs/own more-scans"""
     from ssfl.core import outside
@@ -47,36 +49,36 @@ def evaluate(
         print(json.dumps(judged.as_dict() | {"sheet": None if written is None else str(written)}))
     else:
         print("\n".join(map(printable, described(judged))))
-        print(printable(f"worst mistakes: {written}") if written else "no mistakes")
+        print(printable(f"picture of the worst mistakes: {written}") if written else "no mistakes")
     for line in judged.broken[:MOST_BROKEN]:
         print(f"ssfl: skipped {printable(line)}", file=sys.stderr)
     if len(judged.broken) > MOST_BROKEN:
-        print(f"ssfl: and {len(judged.broken) - MOST_BROKEN} more", file=sys.stderr)
+        print(f"ssfl: skipped {len(judged.broken) - MOST_BROKEN} more files", file=sys.stderr)
 
 
 def described(judged: "Evaluation") -> list[str]:
-    """What was found, line by line."""
+    """Returns the evaluation as lines of text."""
     from ssfl.core import statistics
     from ssfl.runs import text
 
-    few = f"; below {statistics.FEW} images it says little" if judged.count < statistics.FEW else ""
+    caveat = f"; {judged.count} images are few" if judged.count < statistics.FEW else ""
     gap = judged.mean_confidence - judged.accuracy
-    way = "about as sure as it is right" if abs(gap) < 0.03 else "too sure" if gap > 0 else "not sure enough"
+    calibration = "well calibrated" if abs(gap) < 0.03 else "overconfident" if gap > 0 else "underconfident"
     matrix, classes = judged.confusion, judged.classes
-    rows = [["class", "images", "right", "accuracy", "95 % interval", "most often taken for"]]
+    rows = [["class", "images", "correct", "accuracy", "95 % interval", "most often confused with"]]
     for k, row in enumerate(matrix):
         total = sum(row)
         if not total:
             continue
         most, other = max(((many, j) for j, many in enumerate(row) if j != k), default=(0, k))
-        taken = f"{classes[other]} ({most})" if most else "-"
+        confused = f"{classes[other]} ({most})" if most else "-"
         share = text.percent(row[k] / total)
-        rows.append([classes[k], f"{total}", f"{row[k]}", share, text.interval(row[k], total), taken])
+        rows.append([classes[k], f"{total}", f"{row[k]}", share, text.interval(row[k], total), confused])
     lines = [
-        f"accuracy           {text.accuracy(judged.correct, judged.count)}{few}",
+        f"accuracy           {text.accuracy(judged.correct, judged.count)}{caveat}",
         f"balanced accuracy  {text.percent(judged.balanced_accuracy)}",
         f"calibration error  {text.percent(judged.calibration_error)} (mean confidence "
-        f"{text.percent(judged.mean_confidence)}: {way})",
+        f"{text.percent(judged.mean_confidence)}: {calibration})",
         "",
         *text.table(rows).splitlines(),
     ]

@@ -1,4 +1,4 @@
-"""What every setting is, from the docstrings under the fields of `config/settings.py`."""
+"""The text of `ssfl settings`, from the docstrings under the fields of `config/settings.py`."""
 
 import ast
 import inspect
@@ -22,12 +22,12 @@ class Explained:
     key: str
     """section.name, as --set takes it."""
     default: str
-    """As it is written; "–" where it is chosen when the data are known."""
+    """As it is written in a config; "–" if it is chosen once the data are known."""
     about: str
 
 
 def section(name: str, kind: type) -> tuple[str, list[Explained]]:
-    """What a section is about, and the settings of its dataclass."""
+    """Returns the description of a section, and the settings of its dataclass."""
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{name}] ").split())
     texts, limits = docstrings(kind), limits_of(kind)
     rows = []
@@ -43,7 +43,7 @@ def section(name: str, kind: type) -> tuple[str, list[Explained]]:
 
 
 def _allowed(limits: Limits, text: str) -> str:
-    """What a setting may be, where its text does not say it."""
+    """Returns the allowed values of a setting, if its text does not name them."""
     if not all(choice in text for choice in limits.choices):
         return f"(one of {', '.join(limits.choices)})"
     if limits.least is not None and limits.most is not None and limits.most <= 65536:
@@ -54,14 +54,14 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """The default, and which methods have another; the recommended one's first."""
+    """Returns the default, after the defaults of the methods that have another one."""
     others: dict[str, list[str]] = {}
     for method in METHODS if section != "method" else ():
         value = find(method).defaults.get(section, {}).get(name, default)
         if value != default:
             others.setdefault(_written(value), []).append(method)
     parts = [f"{value} with {', '.join(methods)}" for value, methods in others.items()]
-    return "; ".join([*parts, f"else {shown}"] if parts else [shown])
+    return "; ".join([*parts, f"otherwise {shown}"] if parts else [shown])
 
 
 def _written(value: Any) -> str:
@@ -69,7 +69,7 @@ def _written(value: Any) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """The string under each field of a class and of the classes it inherits from."""
+    """Returns the string under each field of a class and of the classes that it inherits from."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
@@ -86,7 +86,7 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def lines(word: str = "") -> list[str]:
-    """Every setting whose key or text holds the word, for a terminal; of a method's name, its own fields."""
+    """Returns the settings whose name or text contains the word; for the name of a method, its settings."""
     if word in METHODS or ":" in word:
         return _lines("method", find(word), "", f"method.name = {word}")[1:]
     shown: list[str] = []
@@ -95,22 +95,24 @@ def lines(word: str = "") -> list[str]:
     fields_of = {
         method: _lines("method", find(method), word or "\0", f"method.name = {method}") for method in METHODS
     }
-    for found in fields_of.values():
-        shown += found
+    for lines_of_method in fields_of.values():
+        shown += lines_of_method
     if not word:
         names = ", ".join(METHODS)
         shown += [
             "",
-            "[method] name, and the fields of that method: `ssfl settings NAME` shows them",
+            "[method] name, and the settings of that method: `ssfl settings NAME` shows them. Methods:",
             f"  {names}",
         ]
     if not shown:
-        raise ConfigError(f"no setting has {word!r} in its name or text: `ssfl settings` lists all")
+        raise ConfigError(
+            f"no setting has {word!r} in its name or text: `ssfl settings` lists all of them", value=word
+        )
     return shown[1:] if shown[0] == "" else shown
 
 
 def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
-    """The settings of one section that hold the word, after an empty line and a title."""
+    """Returns the settings of one section that contain the word, after an empty line and a title."""
     width = max(60, min(110, shutil.get_terminal_size().columns))
     about, rows = section(name, kind)
     rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]

@@ -1,4 +1,4 @@
-"""`ssfl export`: write the model as safetensors, a JSON card and a torch.export program."""
+"""`ssfl export`: export the model as safetensors, a JSON card and a torch.export program."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from ssfl.runs.text import printable
 
 def export(
     run: RunFolder,
-    file: Annotated[Path, typer.Argument(help="The name to write, without ending.")],
+    file: Annotated[Path, typer.Argument(help="The name of the files to write, without an ending.")],
     code: With = None,
 ) -> None:
-    """Write the model as safetensors, a JSON card and a torch.export program.
+    """Export the model as safetensors, a JSON card and a torch.export program.
 
     Example: ssfl export runs/quickstart digits"""
     from ssfl.core import outside

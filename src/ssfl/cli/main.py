@@ -32,8 +32,8 @@ from ssfl.runs.text import printable
 
 app = typer.Typer(
     name="ssfl",
-    help="Semi-supervised federated learning: one classifier from a few labels at a server and the "
-    "unlabelled images of many users.",
+    help="Semi-supervised federated learning: train one classifier from a few labelled images at a server "
+    "and the unlabelled images of many users. No image leaves its owner.",
     cls=verbs.Verbs,
     no_args_is_help=True,
     invoke_without_command=True,
@@ -61,23 +61,23 @@ def common(
 
 
 def _tell_warnings() -> None:
-    """Our own warnings in one line; others as Python shows them."""
-    # CPUs without bfloat16 take torch's other way to the same product, which it tells with a stack of C++
+    """Show our own warnings as one line, and leave other warnings as Python shows them."""
+    # on CPUs without bfloat16 torch falls back to BLAS, and warns about it with a C++ stack trace
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
     shown = warnings.showwarning
 
-    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
         if issubclass(category, SsflWarning):
             print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)
         else:
-            shown(message, category, *where, **more)
+            shown(message, category, *where, **options)
 
     warnings.showwarning = show
 
 
 def main() -> None:
-    """The `ssfl` command. Exit codes: 0 done, 1 `compare` found a difference, 2 something to mend in
-    the input, 3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
+    """The `ssfl` command. Exit codes: 0 success, 1 `compare` found a difference, 2 an error in the input,
+    3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
     # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _tell_warnings()
@@ -98,7 +98,7 @@ def main() -> None:
         print(f"{who}: {printable(' '.join(str(error).split()))}"[:LINE], file=sys.stderr)
         sys.exit(error.exit_code)
     except RecursionError:
-        print("ssfl: a file is nested too deeply to be one that ssfl wrote", file=sys.stderr)
+        print("ssfl: a file is nested too deeply: it was not written by ssfl", file=sys.stderr)
         sys.exit(SsflError.exit_code)
     except OSError as error:
         print(f"ssfl: {printable(f'{error.strerror}: {str(error.filename)[:200]}')}", file=sys.stderr)

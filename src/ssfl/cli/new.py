@@ -1,4 +1,4 @@
-"""`ssfl new`: write a commented config for a folder of images."""
+"""`ssfl new`: write a config file, with comments, for a folder of images."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +9,11 @@ import typer
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write ssfl.toml into.")],
     images: Annotated[
-        Path | None, typer.Option(help="The folder of images: a sub-folder for each class. Default: DIR.")
+        Path | None,
+        typer.Option(help="The folder with the images, with a sub-folder for each class. Default: DIR."),
     ] = None,
 ) -> None:
-    """Write a commented config for a folder of images.
+    """Write a config file, with comments, for a folder of images.
 
     Example: ssfl new mine --images scans"""
     from ssfl.cli import project as writing

@@ -1,4 +1,4 @@
-"""`ssfl paper`: one function per verb."""
+"""`ssfl paper`: one function for each of its commands."""
 
 import json
 from dataclasses import asdict, replace
@@ -7,41 +7,53 @@ from typing import Annotated, Any
 
 import typer
 
+from ssfl.cli.options import Json, Quiet
 from ssfl.cli.verbs import Sets, Verbs
 
 app = typer.Typer(
     name="paper",
     cls=Verbs,
-    help="The paper's fifty experiments: list, run, set beside what was printed.\n\nExample: ssfl paper ls",
+    help="Reproduce the paper's fifty experiments and compare with the printed numbers."
+    "\n\nExample: ssfl paper ls",
     no_args_is_help=True,
 )
-Number = Annotated[str, typer.Argument(metavar="ROW", help="1 to 50, or methods (the five of section 3).")]
-Fidelity = Annotated[str, typer.Option(help="paper, reference or recommended.")]
-Scale = Annotated[float, typer.Option(help="The part of the training to run, schedule and all.")]
+Number = Annotated[
+    str,
+    typer.Argument(metavar="ROW", help="A row, 1 to 50, or `methods` for the five methods of section 3."),
+]
+Fidelity = Annotated[
+    str,
+    typer.Option(help="Settings as in the paper's text (paper), its code (reference), or recommended."),
+]
+Scale = Annotated[
+    float,
+    typer.Option(help="The fraction of the training to run, above 0 and at most 1; shortens the schedule."),
+]
 DataFile = Annotated[
     str | None,
-    typer.Option("--data", metavar="FILE", help="Images to use instead: an .npz, a folder, or digits."),
+    typer.Option(
+        "--data", metavar="FILE", help="Other images to use: an .npz file, a folder, or digits (bundled)."
+    ),
 ]
-Only = Annotated[str, typer.Option(help="Only runs whose name contains this, such as C47.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+Only = Annotated[str, typer.Option(help="Only runs whose name contains this text, such as C47.")]
 From = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="DIR", help="Where results lie, by itself runs/paper; repeatable."),
+    typer.Option("--from", metavar="DIR", help="A folder with results. Default: runs/paper. Repeatable."),
 ]
 
 
 @app.command()
 def ls(json_only: Json = False) -> None:
-    """The rows of the experiment table.
+    """List the rows of the experiment table.
 
     Example: ssfl paper ls"""
     from ssfl.paper import rows
 
-    told = [_row(row) for row in rows.ROWS]
+    described = [_row(row) for row in rows.ROWS]
     if json_only:
-        print(json.dumps(told))
+        print(json.dumps(described))
         return
-    for row in (*told, _row(rows.METHODS)):
+    for row in (*described, _row(rows.METHODS)):
         runs = f"{len(row['runs'])} run{'s' if len(row['runs']) > 1 else ''}"
         first = row["runs"][0]
         print(f"{row['row']:>7}  {first['data']:8} {row['title']:38} {runs:8} {row['where']}")
@@ -57,7 +69,7 @@ def show(
     sets: Sets = None,
     json_only: Json = False,
 ) -> None:
-    """A row, its runs, and the settings of the first as a config file.
+    """Show a row, its runs, and the settings of the first run as a config file.
 
     Example: ssfl paper show 21"""
     from ssfl.config.loading import as_dict, to_toml
@@ -68,7 +80,11 @@ def show(
     row = rows.row(number)
     chosen = [run for run in row.runs if only in run.name]
     if not chosen:
-        raise ConfigError(f"no run of row {number} has {only!r} in its name: leave out --only to see them")
+        raise ConfigError(
+            f"--only {only}: no run of row {number} has this in its name; leave out --only to see all runs",
+            key="--only",
+            value=only,
+        )
     configs = [settings(run, fidelity, scale, 1, data, sets or ()) for run in chosen]
     if json_only:
         print(
@@ -79,7 +95,7 @@ def show(
         return
     print(f"# row {row.number}: {row.title}; {row.where}{'; ' + row.note if row.note else ''}")
     for run in row.runs:
-        printed = "none printed" if run.published is None else f"published {run.published:.2f} ({run.where})"
+        printed = "not published" if run.published is None else f"published {run.published:.2f} ({run.where})"
         print(f"#   {run.name}\n#     {tables.setting(run)}: {printed}")
     print(
         f"# settings of {chosen[0].name}, fidelity {fidelity}, scale {scale:g}\n\n{to_toml(configs[0])}",
@@ -89,59 +105,63 @@ def show(
 
 @app.command()
 def run(
-    numbers: Annotated[list[str], typer.Argument(metavar="ROW...", help="Rows, 1 to 50, or methods.")],
+    numbers: Annotated[list[str], typer.Argument(metavar="ROW...", help="Rows, 1 to 50, or `methods`.")],
     scale: Scale = 1.0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 1 on.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, ...")] = 1,
     fidelity: Fidelity = "paper",
     data: DataFile = None,
     only: Only = "",
     sets: Sets = None,
-    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/paper"),
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder for the runs.")] = Path("runs/paper"),
+    quiet: Quiet = False,
 ) -> None:
-    """Run rows; stopped runs go on, finished ones are not run again.
+    """Run rows; continue stopped runs and skip finished ones.
 
     Example: ssfl paper run 21 --data digits --scale 0.1"""
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, sweep
 
     options = sweep.Options(fidelity, scale, seeds, data, only, tuple(sets or ()), out)
-    found = sweep.play([rows.row(n) for n in numbers], options, lambda line: print(line, flush=True), quiet)
-    if not found:
+    paths = sweep.play([rows.row(n) for n in numbers], options, lambda line: print(line, flush=True), quiet)
+    if not paths:
         raise ConfigError(
-            f"no run of these rows has {only!r} in its name: see `ssfl paper show {numbers[0]}`"
+            f"--only {only}: no run of these rows has this in its name; see `ssfl paper show {numbers[0]}`",
+            key="--only",
+            value=only,
         )
 
 
 @app.command()
 def table(
-    number: Annotated[str, typer.Argument(help="1 to 5, E.1 to J.1, methods, or all: every row there is.")],
+    number: Annotated[
+        str, typer.Argument(help="A table, 1 to 5 or E.1 to J.1; `methods`; or `all` for every row.")
+    ],
     places: From = None,
     json_only: Json = False,
 ) -> None:
-    """A table of the paper from finished runs.
+    """Print a table of the paper from finished runs.
 
     Example: ssfl paper table 2"""
     from ssfl.paper import results, rows, tables
 
-    told = tables.lines(rows.table(number), results.read(places or [Path("runs/paper")]))
-    print(json.dumps(told) if json_only else tables.markdown(told))
+    lines = tables.lines(rows.table(number), results.read(places or [Path("runs/paper")]))
+    print(json.dumps(lines) if json_only else tables.markdown(lines))
 
 
 @app.command()
 def figure(
     number: Annotated[
         str,
-        typer.Argument(metavar="ID", help="2 to 6, B.1, C.1, D.1 to D.4 (D is all four), lr; in any case."),
+        typer.Argument(metavar="ID", help="2 to 6, B.1, C.1, D.1 to D.4, D for all four of them, or lr."),
     ],
     places: From = None,
     fidelity: Fidelity = "paper",
     with_changes: Annotated[
-        bool, typer.Option("--with-changes", help="Runs with --set too, as lines of their own.")
+        bool, typer.Option("--with-changes", help="Also draw runs that were changed with --set.")
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("figures"),
 ) -> None:
-    """A figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.
+    """Draw a figure of the paper from finished runs, or the learning rates (lr), as PNG and SVG.
 
     Example: ssfl paper figure 6"""
     from ssfl.paper import figures, results
@@ -151,8 +171,8 @@ def figure(
     if number.lower() == "lr":
         print(*figures.schedules(out), sep="\n")
         return
-    found = results.read(places or [Path("runs/paper")])
-    for path in figures.draw(number, found, out, fidelity, with_changes):
+    finished = results.read(places or [Path("runs/paper")])
+    for path in figures.draw(number, finished, out, fidelity, with_changes):
         print(path)
 
 

@@ -1,4 +1,4 @@
-"""`ssfl predict`: class and confidence of images."""
+"""`ssfl predict`: predict the class of images, with the model's confidence."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def predict(
     code: With = None,
     json_only: Json = False,
 ) -> None:
-    """Class and confidence of images.
+    """Predict the class of images, with the model's confidence.
 
     Example: ssfl predict runs/quickstart scan.png"""
     from ssfl.core import outside
@@ -26,12 +26,12 @@ def predict(
 
     outside.supply(code or [])
     broken: list[str] = []
-    told = predicted(run, images, broken)
+    predictions = predicted(run, images, broken)
     if json_only:
-        print(json.dumps(told))
+        print(json.dumps(predictions))
     else:
-        for row in told:
+        for row in predictions:
             print(printable(row["file"]), printable(row["class"]), f"{row['confidence']:.3f}", sep="\t")
-    if broken:  # after what could be said of the others
-        more = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
-        raise DataError("; ".join(broken[:20]) + more)
+    if broken:  # after the predictions for the files that can be read
+        rest = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
+        raise DataError("; ".join(broken[:20]) + rest)

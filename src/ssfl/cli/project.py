@@ -1,4 +1,4 @@
-"""`ssfl new`: a commented config for a folder of images, checked to run as it is."""
+"""The text that `ssfl new` writes: a config with comments for a folder of images, which runs as it is."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,14 @@ from ssfl.runs.text import loose, printable, untested
 
 
 def project(folder: Path, images: Path | None) -> list[str]:
-    """Write DIR/ssfl.toml; what to tell the person who asked for it."""
+    """Write DIR/ssfl.toml, and return the lines to print."""
     target = folder / PROJECT
     if target.exists():
-        raise ConfigError(f"{target} exists already and is not overwritten: choose another DIR or move it")
+        raise ConfigError(f"{target} already exists and is not overwritten: choose another DIR, or move it")
     choose.require_images(images or folder, images is None)
-    found = choose.inspect(images or folder)
-    chosen = choose.choose(found, choose.cores(), choose.on_gpu({}), choose.has_pretrained())
-    text = config(found, chosen)
+    facts = choose.inspect(images or folder)
+    chosen = choose.choose(facts, choose.cores(), choose.on_gpu({}), choose.has_pretrained())
+    text = config(facts, chosen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
@@ -31,85 +31,87 @@ def project(folder: Path, images: Path | None) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else "the name of a folder is not UTF-8"
         raise ConfigError(f"cannot write {target}: {reason}; choose another DIR") from error
     return [
-        *summary(found, chosen),
-        f"wrote {target}; now",
-        f"  ssfl split {folder}    who would get which images",
-        f"  ssfl run {folder}      train",
+        *summary(facts, chosen),
+        f"wrote {target}; next:",
+        f"  ssfl split {folder}    shows which images the server and each user get",
+        f"  ssfl run {folder}      trains",
     ]
 
 
-def summary(found: Facts, chosen: Choice) -> list[str]:
-    """What was found and chosen, in words."""
-    files, names, users = found.files, list(found.files.train), chosen.settings["split"]["users"]
+def summary(facts: Facts, chosen: Choice) -> list[str]:
+    """Returns the content of the folder and the chosen settings in words."""
+    files, names, users = facts.files, list(facts.files.train), chosen.settings["split"]["users"]
     labelled, test = (sum(map(len, part.values())) for part in (files.train, files.test))
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    sizes = sorted(found.sizes)
+    sizes = sorted(facts.sizes)
     pixels = " to ".join(f"{width}x{height}" for width, height in sorted({sizes[0], sizes[-1]}))
-    told = [
-        f"{found.folder}: {len(names)} classes ({shown})",
-        f"  {labelled} labelled images, {len(files.unlabelled)} without labels, {test} for testing"
+    lines = [
+        f"{facts.folder}: {len(names)} classes ({shown})",
+        f"  {labelled} labelled images, {len(files.unlabelled)} without labels, {test} test images"
         + ("" if files.own_test else " (a part of each class, held out)"),
-        f"  stored as {'grey' if found.grey else 'colour'}, {pixels} pixels",
+        f"  stored as {'grey' if facts.grey else 'colour'}, {pixels} pixels",
     ]
     if files.users:
         named = ", ".join([*files.users][:8]) + (", ..." if users > 8 else "")
-        told.append(f"  {users} users, one for each sub-folder of unlabelled/ ({named})")
-    told += [f"  {line}" for line in loose(len(files.users.get(own.LOOSE, [])))]
-    told += [f"  {line}" for line in untested(names, [len(files.test.get(name, [])) for name in names])]
+        lines.append(f"  {users} users, one for each sub-folder of unlabelled/ ({named})")
+    lines += [f"  {line}" for line in loose(len(files.users.get(own.LOOSE, [])))]
+    lines += [f"  {line}" for line in untested(names, [len(files.test.get(name, [])) for name in names])]
     if not files.unlabelled:
-        told.append(f"  all are labelled: the server keeps some, {users} users get the others without labels")
-    return [printable(line) for line in (*told, *(f"  {line}" for line in chosen.why))]
+        lines.append(
+            f"  every image has a label: the server keeps some, and {users} users get the rest without labels"
+        )
+    return [printable(line) for line in (*lines, *(f"  {line}" for line in chosen.why))]
 
 
-def config(found: Facts, chosen: Choice) -> str:
-    """The commented TOML."""
-    about = "\n".join(f"# {line.strip()}" for line in summary(found, chosen))
+def config(facts: Facts, chosen: Choice) -> str:
+    """Returns the TOML with its comments."""
+    about = "\n".join(f"# {line.strip()}" for line in summary(facts, chosen))
     testing = (
         "# test images come from test/"
-        if found.files.own_test
-        else f"test_fraction = {DataSettings.test_fraction}  # of each class: there is no folder test/"
+        if facts.files.own_test
+        else f"test_fraction = {DataSettings.test_fraction}  # the part of each class held out for testing"
     )
     size, users = chosen.settings["data"].get("size"), chosen.settings["split"]["users"]
     resized = f"size = {size}  # pixels: every" if size else "# size = 32  # pixels: every"
     known = ", ".join(limits_of(ModelSettings)["name"].choices)
-    network = f'# name = "small"  # {known}; by default what suits the images and the machine'
+    network = f'# name = "small"  # {known}; default: chosen for the images and the machine'
     model: dict[str, Any] = dict(chosen.settings["model"])
     if name := model.pop("name", None):
         network = f'name = "{name}"  # chosen for this machine; others: {known}'
     network = "\n".join([network, *(f"{key} = {json.dumps(value)}" for key, value in model.items())])
     federation, train = chosen.settings["federation"], dict(chosen.settings["train"])
     batch, warmup, rate = train.pop("batch_size"), train.pop("warmup"), train.pop("lr", 0.03)
-    more = "".join(f"\n{key} = {json.dumps(value)}" for key, value in train.items())
+    other_train = "".join(f"\n{key} = {json.dumps(value)}" for key, value in train.items())
     method = (
-        'name = "anchored"  # users and server in turn; "server-only" trains on the labels alone\n'
-        "# threshold = 0.8  # a pseudo-label counts when the model is this sure"
+        'name = "anchored"  # users and server train in turn; "server-only" uses only the labelled images\n'
+        "# threshold = 0.8  # a pseudo-label is used if the model's confidence is at least this"
     )
     if own_method := chosen.settings.get("method"):
         method = "\n".join(f"{key} = {json.dumps(value)}" for key, value in own_method.items())
     part = f"participants = {federation['participants']}  # users that take part in a round"
-    differ = "skew = 0.4  # how different users are: 0 all alike, 1 one main class each"
-    dealt = "how many users the images without labels are dealt to"
-    if found.files.users:
+    differ = "skew = 0.4  # how different the users' classes are: 0 all alike, 1 one main class each"
+    dealt = "the images without labels are divided among so many users"
+    if facts.files.users:
         dealt = "one for each sub-folder of unlabelled/; loose files form one more"
-        differ = "# every user has its own images: scheme and skew deal nothing"
-    elif found.files.unlabelled:
-        differ = "# images without labels are dealt in equal shares: scheme and skew need their classes"
-    labels = "all of them" if found.files.unlabelled else "at most half of each class"
+        differ = "# every user has its own images: scheme and skew have no effect"
+    elif facts.files.unlabelled:
+        differ = "# images without labels are divided equally: scheme and skew need their classes"
+    labels = "all of them" if facts.files.unlabelled else "at most half of each class"
     return f"""\
 {about}
 #
-#   ssfl split {PROJECT}    who would get which images
-#   ssfl run {PROJECT}      train; `--set section.key=value` changes a setting for one run
+#   ssfl split {PROJECT}    shows which images the server and each user get
+#   ssfl run {PROJECT}      trains; `--set section.key=value` changes a setting for one run
 #
 # Lines that begin with # show defaults and examples. All settings: `ssfl settings`.
 
 [data]
-path = {json.dumps(str(found.folder.absolute()), ensure_ascii=False)}
+path = {json.dumps(str(facts.folder.absolute()), ensure_ascii=False)}
 {resized} image is resized to this square
 {testing}
-# validation = 0.1  # a part of the training images to choose settings by; test images choose nothing
-# flip = false  # whether a mirrored image is still of its class; default: not if most images are grey
-# broken = "stop"  # end with an error if a file cannot be read; default: leave it out
+# validation = 0.1  # part of the training images for choosing settings; never use test images for that
+# flip = false  # whether a mirrored image keeps its class; default: false if most images are grey
+# broken = "stop"  # end with an error if a file cannot be read; default: leave the file out
 
 [split]
 users = {users}  # {dealt}
@@ -124,17 +126,17 @@ norm = "group"
 {method}
 
 [federation]
-rounds = {federation["rounds"]}  # how long: accuracy that still rises at the end asks for more
-period = {federation["period"]}  # local steps a round
+rounds = {federation["rounds"]}  # use more if the accuracy is still rising at the end
+period = {federation["period"]}  # local steps per round
 {part}
 
 [train]
 batch_size = {batch}
 lr = {rate}
-warmup = {warmup}  # steps in which the learning rate rises from 0{more}
+warmup = {warmup}  # steps in which the learning rate rises from 0{other_train}
 
 [run]
-seed = 1  # another seed, another run: report the mean of several
-device = "auto"  # a GPU where there is one
+seed = 1  # for a publication, report the mean over several seeds
+device = "auto"  # a GPU if there is one
 # track = "tensorboard"  # event files besides the run folder; also "mlflow" or "wandb"
 """

@@ -1,4 +1,4 @@
-"""`ssfl report`: write one HTML file that explains a run or compares several."""
+"""`ssfl report`: write one HTML file about a run, or about several runs side by side."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +11,19 @@ from ssfl.cli.verbs import With
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
     out: Annotated[
-        Path | None, typer.Option(help="The HTML file; by itself RUN/report.html, of several ./report.html.")
+        Path | None,
+        typer.Option(
+            help="The HTML file to write. Default: RUN/report.html, or ./report.html for several runs."
+        ),
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write every figure there, PNG and SVG.")
+        Path | None, typer.Option(metavar="DIR", help="Also write every figure to DIR, as PNG and SVG.")
     ] = None,
     code: With = None,
 ) -> None:
-    """Write one HTML file that explains a run or compares several.  Example: ssfl report runs/quickstart"""
+    """Write an HTML report about one run, or a comparison of several runs.
+
+    Example: ssfl report runs/quickstart"""
     from ssfl.core import outside
     from ssfl.report import page
 

@@ -1,4 +1,4 @@
-"""`ssfl resume`: go on with a run that was stopped."""
+"""`ssfl resume`: continue a run that was stopped."""
 
 import sys
 
@@ -9,7 +9,7 @@ from ssfl.runs.text import printable
 
 
 def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: Json = False) -> None:
-    """Go on with a run that was stopped.
+    """Continue a run that was stopped.
 
     Example: ssfl resume runs/quickstart"""
     from ssfl.core import outside
@@ -21,5 +21,5 @@ def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: J
         print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)
 
     if not json_only and not quiet and train.finished(run):
-        print(f"{run} is finished: all its rounds are played")
+        print(f"{run} is already finished: there is nothing to continue")
     carry_out(lambda report: train.resume(run, report, warn), quiet or json_only, json_only)

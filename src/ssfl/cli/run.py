@@ -14,12 +14,14 @@ from ssfl.cli.verbs import With
 def run(
     config: ConfigName = None,
     sets: verbs.Sets = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder to create. Default: runs/NAME, then runs/NAME-2.")
+    ] = None,
     folds: Annotated[
-        int | None, typer.Option(help="Cross-validate on the labelled images, in this many folds.")
+        int | None, typer.Option(help="Cross-validate on the labelled images, with this many folds.")
     ] = None,
     no_baseline: Annotated[
-        bool, typer.Option("--no-baseline", help="Do not train a server-only model to compare with.")
+        bool, typer.Option("--no-baseline", help="Do not train a server-only model for comparison.")
     ] = False,
     code: With = None,
     quiet: Quiet = False,
@@ -27,7 +29,7 @@ def run(
 ) -> None:
     """Train a federation.
 
-    CONFIG may be a folder of images: a sub-folder for each class, and unlabelled/.
+    CONFIG may also be a folder of images, with a sub-folder for each class and a sub-folder unlabelled/.
 
     Example: ssfl run scans"""
     from ssfl.config.loading import PROJECT, check_early

@@ -1,4 +1,4 @@
-"""`ssfl settings`: list every setting, its default and what it does."""
+"""`ssfl settings`: list the settings with their defaults and meanings."""
 
 from typing import Annotated
 
@@ -6,9 +6,16 @@ import typer
 
 
 def settings(
-    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only those that speak of it.")] = "",
+    word: Annotated[
+        str,
+        typer.Argument(
+            metavar="[WORD]", help="Show only settings with this word, or the settings of this method."
+        ),
+    ] = "",
 ) -> None:
-    """List every setting, its default and what it does.  Example: ssfl settings threshold"""
+    """List the settings with their defaults and meanings.
+
+    Example: ssfl settings threshold"""
     from ssfl.cli import explain
     from ssfl.core import outside
 

@@ -1,4 +1,4 @@
-"""`ssfl split`: show who would get which images."""
+"""`ssfl split`: show which images the server and each user get."""
 
 import json
 
@@ -8,7 +8,7 @@ from ssfl.runs.text import printable
 
 
 def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = False) -> None:
-    """Show who would get which images.
+    """Show which images the server and each user get.
 
     Example: ssfl split --set split.skew=1"""
     from ssfl.config.loading import check_early
@@ -18,12 +18,12 @@ def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = 
     progress.show(not json_only)
     from ssfl.data.inventory import describe_split
     from ssfl.runs import text
-    from ssfl.runs.assemble import load_data, make_parts, resolve
     from ssfl.runs.choose import load_config
+    from ssfl.runs.resolve import load_data, make_parts, resolve
 
     loaded = load_config(config, sets or [])
     dataset = load_data(loaded)
     resolved = resolve(loaded, dataset)
     described = describe_split(dataset, *make_parts(resolved, dataset))
-    told = text.split(resolved, described)
-    print(json.dumps(described) if json_only else "\n".join(map(printable, told.splitlines())))
+    lines = text.split(resolved, described).splitlines()
+    print(json.dumps(described) if json_only else "\n".join(map(printable, lines)))

@@ -1,5 +1,5 @@
-"""How the command line introduces itself: the verbs in the order one needs them, each with an example, and
-one line for every mistake in a command."""
+"""Help and errors of the command line: commands in groups with an example each, one line for each mistake,
+and shell completion."""
 
 import difflib
 import inspect
@@ -16,26 +16,27 @@ from ssfl.errors import SsflError
 GROUPS = {
     "Start": ("doctor", "new", "settings"),
     "Train": ("split", "run", "resume"),
-    "Look": ("report", "board", "compare"),
+    "Inspect runs": ("report", "board", "compare"),
     "Use the model": ("predict", "evaluate", "export"),
     "Several machines": ("keys", "serve", "join"),
     "Experiments": ("paper", "contest", "check"),
 }
-"""The verbs as `ssfl --help` shows them."""
+"""The commands as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What click raises; newer versions of typer bring a click of their own."""
+"""The error that click raises. Newer versions of typer include their own click, hence the detour."""
 With = Annotated[
     list[str] | None,
     typer.Option(
         "--with",
         metavar="FILE.py",
-        help="The code from outside that a run or config names: nothing else is imported; repeatable.",
+        help="A Python file of yours that the run or config names (network, data or method). No other file "
+        "is imported. Repeatable.",
     ),
 ]
 
 
 class Verbs(TyperGroup):
-    """Commands in order and in groups, each with what it is for and one example."""
+    """A group of commands that lists them in order, by title, with a description and an example each."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         known = [name for names in GROUPS.values() for name in names]
@@ -76,19 +77,19 @@ class Verbs(TyperGroup):
                 continue
             with formatter.section(title):
                 for name in names:
-                    what, example = told(commands[name])
+                    what, example = summary_and_example(commands[name])
                     formatter.write(f"  {name:{width - 2}}{what}\n")
                     formatter.write(f"{'':{width}}{example}\n" if example else "")
 
 
-def told(command: Any) -> tuple[str, str]:
-    """What a command is for, in its first sentence, and its example."""
+def summary_and_example(command: Any) -> tuple[str, str]:
+    """Returns the first sentence of a command's help, and its example."""
     text, _, example = " ".join(inspect.cleandoc(command.help or "").split()).partition("Example: ")
     return text.strip().partition(". ")[0].rstrip("."), example
 
 
 def explained(error: Any) -> str:
-    """A mistake in a command as one line: what is wrong, and how it is written."""
+    """Returns one line about a mistake in a command: what is wrong, and how to write it."""
     context = getattr(error, "ctx", None)
     what = " ".join(error.format_message().split()).rstrip(".")
     what = what[:1].lower() + what[1:]
@@ -97,13 +98,13 @@ def explained(error: Any) -> str:
         what = f"no option {error.option_name}{_instead(error.option_name, known)}"
     if context is None:
         return f"{what}; see `ssfl --help`"
-    _, example = told(context.command)
-    written = f"write it like `{example}`, or " if example else ""
+    _, example = summary_and_example(context.command)
+    written = f"for example `{example}`; " if example else ""
     return f"{what}; {written}see `{context.command_path} --help`"
 
 
 def _instead(option: str, known: Sequence[str]) -> str:
-    """What somebody who wrote an unknown option may have meant."""
+    """Returns a suggestion for an unknown option."""
     from ssfl.config.settings import SECTIONS
 
     key = option.lstrip("-").replace("-", "_")
@@ -111,7 +112,7 @@ def _instead(option: str, known: Sequence[str]) -> str:
     if homes and "--set" in known:
         return f": write --set {homes[0]}.{key}=VALUE"
     if option == "--set":
-        return ": settings are chosen when a run starts"
+        return ": settings can be set only when a run starts"
     close = difflib.get_close_matches(option, known, 1, 0.75)
     return f", did you mean {close[0]}?" if close else ""
 
@@ -131,10 +132,10 @@ def complete_setting(incomplete: str) -> Iterator[str]:
 
 
 def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
-    """Refuse a mistake in --set at once: whatever the command imports may take seconds."""
+    """Raises at once if --set is wrong: the imports of the command may take seconds."""
     from ssfl.config.loading import check_overrides
 
-    if not context.resilient_parsing:  # nothing is refused while a shell completes a line
+    if not context.resilient_parsing:  # it is set while a shell completes an unfinished line
         check_overrides(sets or [])
     return sets
 
@@ -173,7 +174,7 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a setting; repeatable.",
+        help="Change a setting, such as train.lr=0.1. Repeatable.",
         autocompletion=complete_setting,
         callback=check_settings,
     ),

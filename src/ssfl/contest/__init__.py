@@ -1,4 +1,4 @@
-"""Methods side by side under one protocol.
+"""Comparison of methods under one protocol.
 
 Open `play.py` first; `standings.py` writes the table, the file and the picture.
 """

@@ -1,8 +1,8 @@
-"""Methods side by side under one protocol: the same split, network, views and user work.
+"""Comparison of methods under one protocol: the same split, network, views and user work.
 
-A seed is a start, its draws and a split: where labels are few, which images have them matters most.
-`protocol.py` has the rules. Choices are made on validation images, which are set aside before the split and
-trained on by nobody; test images are looked at once, in the last round, and never by runs that choose.
+A seed sets the initial weights, the random draws and the split: with few labels, it matters most which images
+have them. `protocol.py` has the rules. Choices are made on validation images, which are set aside before the
+split and never trained on. Test images are used once, in the last round, and never in runs that choose.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, 
 from ssfl.contest.standings import Standing
 from ssfl.core import plain_files
 from ssfl.errors import ConfigError, DivergedError, RunError
-from ssfl.runs import assemble, folder, progress, same, train
+from ssfl.runs import display, folder, resolve, round_loop, same, train
 from ssfl.runs.text import percent
 
 COLLAPSE = 0.1
-"""A run has collapsed if it ends this far below its own best validation accuracy."""
+"""A run has collapsed if its last validation accuracy is this far below its best."""
 Tell = Callable[[str], None]
 __all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
@@ -43,76 +43,86 @@ def play(
     tell: Tell,
     quiet: bool = False,
 ) -> list[Standing]:
-    """Every method with every seed, best first; finished runs are not run again.
+    """Runs every method with every seed, and returns the standings, best first; skips finished runs.
 
-    With `tune` every method first chooses its learning rate, and then its threshold if it has one, by runs of
-    half the length. `choose` names further values to choose from, by runs of full length.
+    With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
+    of half the length. `choose` names values to choose from, in runs of full length.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
-        raise ConfigError("--choose has its own values: add --no-tune")
-    grid = [_values(one) for one in choose]
+        raise ConfigError("--choose and --tune cannot be combined: add --no-tune", key="--choose")
+    grid = [_values(choice) for choice in choose]
     keys = [values[0].partition("=")[0] for values in grid]
     twice = [key for number, key in enumerate(keys) if key in keys[:number]]
     if twice:
-        raise ConfigError(f"--choose {twice[0]} is there twice: put all its values into one")
+        raise ConfigError(
+            f"--choose {twice[0]} is used twice: put all values into one --choose",
+            key="--choose",
+            value=twice[0],
+        )
     known = {
         f"method.{field.name}" for name in {*methods.METHODS, *names} for field in fields(methods.find(name))
     }
     strange = [key for key in keys if key.startswith("method.") and key not in known]
     if strange:
-        raise ConfigError(f"--choose {strange[0]}: no method has this setting", key=strange[0])
+        raise ConfigError(
+            f"--choose {strange[0]}: no method has this setting; `ssfl settings NAME` shows those of a "
+            "method",
+            key=strange[0],
+        )
     wanted = {method: _tries(rules, method, grid) for method in dict.fromkeys(names)}
-    playing = [one for mine in wanted.values() if len(mine) > 1 for one in mine]
+    playing = [entry for tries in wanted.values() if len(tries) > 1 for entry in tries]
     if tune:
         playing += [rules.entry(method, CHOOSING, half=True) for method in wanted]
-    for seed, mine in itertools.product(range(1, seeds + 1), wanted.values()):
-        playing.append(rules.entry(mine[0].method, seed, mine[0].options))
+    for seed, tries in itertools.product(range(1, seeds + 1), wanted.values()):
+        playing.append(rules.entry(tries[0].method, seed, tries[0].options))
     first = _require_playable(playing)
     _same_protocol(out, source, sets, first.model.name)
-    found = []
-    for method, mine in wanted.items():
+    standings = []
+    for method, tries in wanted.items():
         if tune:
             scores = _tuned(rules, method, tell, quiet)
-        elif len(mine) > 1:
-            scores = [(_validation(_played(one, tell, quiet)), one.options) for one in mine]
+        elif len(tries) > 1:
+            scores = [(_validation(_played(entry, tell, quiet)), entry.options) for entry in tries]
         else:
             scores = []
-        taken = mine[0].options
+        taken = tries[0].options
         if scores:
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            tell(f"{method}: {' '.join(taken)}, by validation images {_percent(best)}, else {others}")
+            tell(f"{method}: chose {' '.join(taken)}; validation accuracy {_percent(best)}, others {others}")
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
-        standing = _standing(method, taken, [_played(one, tell, quiet) for one in entries])
+        standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
         tried = [
             {"options": options, "validation_accuracy": None if score < 0 else score}
             for score, options in scores
         ]
-        found.append(replace(standing, tries=tried))
-    return ranked(found)
+        standings.append(replace(standing, tries=tried))
+    return ranked(standings)
 
 
 def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
-    """What each learning rate scored and then, with the best, each threshold, in runs of half the length."""
+    """Returns the score of each learning rate and then, with the best one, of each threshold, in runs of half
+    the length."""
     config = rules.entry(method, CHOOSING, half=True).config
 
     def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
-        one = rules.entry(method, CHOOSING, options, half=True)
-        return _validation(_played(one, tell, quiet)), options
+        entry = rules.entry(method, CHOOSING, options, half=True)
+        return _validation(_played(entry, tell, quiet)), options
 
     scores = [scored((rate,)) for rate in rates(config)]
     _, best = max(scores, key=lambda score: score[0])
     return scores + [scored((*best, threshold)) for threshold in thresholds(config)]
 
 
-def ranked(found: Sequence[Standing]) -> list[Standing]:
-    """Best first; a mean over the seeds that survived is no place among those that lost none."""
-    return sorted(found, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
+def ranked(standings: Sequence[Standing]) -> list[Standing]:
+    """Returns the standings, best first; methods with a diverged seed come after all others, because their
+    mean leaves that seed out."""
+    return sorted(standings, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
 
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
-    """What a method chooses from: values of [method] only where it has that field."""
+    """Returns what a method chooses from; values of [method] count only if the method has that setting."""
     own = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in own]
@@ -120,105 +130,118 @@ def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
 
 
 def _percent(score: float) -> str:
-    return "it broke down" if score < 0 else percent(score)
+    return "diverged" if score < 0 else percent(score)
 
 
 def _values(choice: str) -> list[str]:
     key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
-            f"--choose {choice!r}: write section.key=one,two, such as method.threshold=0.8,0.95"
+            f"--choose {choice!r}: write section.key=one,two, such as method.threshold=0.8,0.95",
+            key="--choose",
+            value=choice,
         )
     if key in ("method.name", "train.batch_size") or not key.startswith(("method.", "train.")):
         raise ConfigError(
-            f"--choose {key}: that is part of the protocol, which is the same for all; methods may choose "
-            "among values of method.* and train.*, but for method.name and train.batch_size"
+            f"--choose {key}: this setting is part of the protocol and the same for all methods; choose "
+            "settings of method.* and train.*, except method.name and train.batch_size",
+            key=key,
         )
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
 
 def _require_playable(entries: Sequence[Entry]) -> Config:
-    """Mistakes show before anything runs, those too that only the data tell; the first config, resolved."""
-    data = assemble.load_data(entries[0].config)
+    """Returns the first config, resolved; raises if any entry cannot run with the data."""
+    data = resolve.load_data(entries[0].config)
     resolved, dealt = [], set()
-    for one in entries:
-        where = f"{one.method} cannot be played under this protocol"
+    for candidate in entries:
+        where = f"{candidate.method} cannot run under this protocol"
         try:
-            config = assemble.resolve(one.config, data)
+            config = resolve.resolve(candidate.config, data)
             resolved.append(config)
             if config.split in dealt:
                 continue
             dealt.add(config.split)
-            where = f"the split of seed {one.config.run.seed}"
-            held = assemble.make_parts(config, data)[1]
+            where = f"the split of seed {candidate.config.run.seed}"
+            held = resolve.make_parts(config, data)[1]
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        if not len(held):  # choices need images; where there are hardly any, a part of them is none
+            raise ConfigError(f"{where}: {error}", key=error.key, value=error.value, fix=error.fix) from error
+        if not len(held):
             raise ConfigError(
-                f"data.validation = {one.config.data.validation} of so few labelled images is none: raise it"
+                f"data.validation = {candidate.config.data.validation} of so few labelled images gives no "
+                "validation images: raise it",
+                key="data.validation",
+                value=candidate.config.data.validation,
             )
     return resolved[0]
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
-    """Runs under other settings must not be taken for this contest's; how a run is carried out, and where
-    files lie, is none. Which network is chosen where nobody names one depends on the machine."""
-    said = {
+    """Write protocol.json, or raise if the folder has a contest with other settings.
+
+    Execution settings and file locations are not part of the protocol. The network is, also if it is not set,
+    because then the machine decides which one is used.
+    """
+    written = {
         f"{section}.{key}": value
         for section, values in configs.read(source, sets).items()
         if section not in ("method", "run")
         for key, value in values.items()
         if f"{section}.{key}" not in ("data.root", "data.download")
     }
-    told = {"model.name": network} | json.loads(json.dumps(said))
+    settings_now = {"model.name": network} | json.loads(json.dumps(written))
     file = out / "protocol.json"
     if (out / "config.toml").exists():
-        raise ConfigError(f"{out} is the folder of a run: choose another --out")
+        raise ConfigError(f"{out} is a run folder: choose another --out", key="--out", value=str(out))
     if file.is_file():
         try:
             before = {"model.name": network} | dict(
                 plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))["settings"]
             )
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file} cannot be read: choose another --out") from None
-        changed = [key for key in sorted(told | before) if told.get(key) != before.get(key)]
-        if changed:
-            was, now = (settings.get(changed[0], "left open") for settings in (before, told))
             raise ConfigError(
-                f"{out} holds a contest with {changed[0]} = {was}, now {now}: choose another --out"
+                f"{file} cannot be read: choose another --out", key="--out", value=str(out)
+            ) from None
+        changed = [key for key in sorted(settings_now | before) if settings_now.get(key) != before.get(key)]
+        if changed:
+            was, now = (settings.get(changed[0], "not set") for settings in (before, settings_now))
+            raise ConfigError(
+                f"{out} has a contest with {changed[0]} = {was}, and now it is {now}: choose another --out",
+                key=changed[0],
+                value=now,
             )
         return
     out.mkdir(parents=True, exist_ok=True)
-    folder.write_atomic(file, json.dumps({"source": source, "settings": told}, indent=1).encode())
+    folder.write_atomic(file, json.dumps({"source": source, "settings": settings_now}, indent=1).encode())
 
 
-def _played(one: Entry, tell: Tell, quiet: bool) -> Path | None:
-    """The run's folder, or nothing where training broke down."""
-    same.require(one.config, one.path)
-    if folder.read_summary(one.path) is not None:
-        tell(f"{one.path.name}: done before")
-        return one.path
-    why = folder.broke_down(one.path)
+def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
+    """Runs an entry unless it is done, and returns its folder; None if training diverged."""
+    same.require(entry.config, entry.path)
+    if folder.read_summary(entry.path) is not None:
+        tell(f"{entry.path.name}: already finished")
+        return entry.path
+    why = folder.broke_down(entry.path)
     if why is not None:
-        tell(f"{one.path.name}: done before: {why}")
+        tell(f"{entry.path.name}: already finished: {why}")
         return None
-    tell(one.path.name)
+    tell(entry.path.name)
     try:
-        result = progress.watched(partial(train.begin_or_resume, one.config, one.path), quiet)
-    except train.Interrupted as stopped:
-        raise train.SweepInterrupted(stopped.round, stopped.by) from None
+        result = display.watched(partial(train.begin_or_resume, entry.config, entry.path), quiet)
+    except round_loop.Interrupted as stopped:
+        raise round_loop.SweepInterrupted(stopped.round, stopped.by) from None
     except DivergedError as error:
-        tell(f"{one.path.name}: {error}")
+        tell(f"{entry.path.name}: {error}")
         return None
     except RunError as error:
-        if not folder.is_busy(one.path):
+        if not folder.is_busy(entry.path):
             raise
         raise RunError(
-            f"{one.path} is being played by another process; when it is done, the same command goes on"
+            f"{entry.path} is in use by another process: run the same command again when it has ended"
         ) from error
     if result.stopped is not None:
-        raise train.SweepInterrupted(result.stopped, result.stopped_by)
-    return one.path
+        raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
+    return entry.path
 
 
 def _validation(path: Path | None) -> float:
@@ -227,26 +250,28 @@ def _validation(path: Path | None) -> float:
 
 
 def _images(path: Path) -> dict[str, int]:
-    """How many a run was judged by."""
-    found = plain_files.parse_json(plain_files.read(path / "split.json"))
-    return {"validation_images": found["validation"], "test_images": found["test"]}
+    """Returns the numbers of validation and test images of a run."""
+    split = plain_files.parse_json(plain_files.read(path / "split.json"))
+    return {"validation_images": split["validation"], "test_images": split["test"]}
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    accuracies, curves, told, spent, collapsed = [], [], [], [], 0
+    accuracies, curves, run_facts, spent, collapsed = [], [], [], [], 0
     rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):
         summary, config = folder.read_summary(path), folder.read_config(path)
         assert summary is not None
         accuracies.append(100 * summary["accuracy"])
-        told.append({key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")})
-        told[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_images(path)}
+        run_facts.append(
+            {key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")}
+        )
+        run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_images(path)}
         rounds, resolved = summary["rounds"], resolved or _portable(config)
         curve, cost = _curve(path, config)
         best = max(point[2] for point in curve.values())
-        told[-1]["best_validation"], told[-1]["last_validation"] = best, curve[max(curve)][2]
-        told[-1]["collapsed"] = curve[max(curve)][2] < best - 100 * COLLAPSE
-        collapsed += told[-1]["collapsed"]
+        run_facts[-1]["best_validation"], run_facts[-1]["last_validation"] = best, curve[max(curve)][2]
+        run_facts[-1]["collapsed"] = curve[max(curve)][2] < best - 100 * COLLAPSE
+        collapsed += run_facts[-1]["collapsed"]
         spent.append(cost)
         curves.append(curve)
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
@@ -261,7 +286,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         megabytes,
         rounds,
         means,
-        told,
+        run_facts,
         round(server),
         flag=methods.flag(methods.find(method)()),
         passes=round(work),
@@ -271,7 +296,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
 
 
 def _portable(config: Config) -> dict[str, Any]:
-    """The resolved config, without folders of this machine."""
+    """Returns the resolved config, without folders of this machine."""
     sections = configs.as_dict(config)
     path = sections["data"]["path"]
     sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
@@ -279,8 +304,8 @@ def _portable(config: Config) -> dict[str, Any]:
 
 
 def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:
-    """By the round of each evaluation: user images, megabytes and validation accuracy so far. And what the
-    run cost: user images, megabytes, the server's images and the users' forward and backward passes."""
+    """Returns the user images, megabytes and validation accuracy at each evaluation, by round; and the cost
+    of the run: user images, megabytes, server images, and the users' forward and backward passes."""
     federation, train = config.federation, config.train
     step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
     seen = sent = own = work = 0
@@ -299,5 +324,5 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of each of the numbers over seeds: where users drop out, seeds differ in what they cost."""
+    """Returns the mean of each number over the seeds; with dropout, seeds differ in their cost."""
     return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

@@ -1,8 +1,8 @@
-"""The rules of a contest: what a method's run is, and what it may choose.
+"""The rules of a contest: the run of a method, and what a method may choose.
 
-What the config and --set say holds for all, [method] aside. General settings that they leave open (`COMMON`)
-are those of the recommended method, for everybody: no method wins by a normalisation, by views of the
-server's images or by a slow average that others could have too. The rest is as in each method's defaults.
+The config and --set apply to all methods, except [method]. Some general settings (`COMMON`), if they are not
+set, are those of the recommended method, for all: no method should win by a normalisation, by views of the
+server's images or by a slow average that others could use too. Other settings are each method's defaults.
 """
 
 import itertools
@@ -16,17 +16,17 @@ from ssfl.config import loading as configs
 from ssfl.config.settings import Config
 from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError
-from ssfl.runs import assemble
+from ssfl.runs import resolve
 
 VALIDATION = 0.05
-"""The part of the training images that choices are made by, where the config sets none aside."""
+"""The part of the training images for validation, if the config does not set it."""
 CHOOSING = 0
-"""The seed of the runs that choices are made by, with a split of their own; the contest's are 1, 2, ..."""
+"""The seed of the runs that choose, with their own split; the seeds of the contest are 1, 2, ..."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
 """General settings that are the same for every method."""
 RATES = (1.0, 1 / 3, 3.0)
-"""The learning rates that a method tries, as multiples of the config's; of equally good ones the first is
-taken."""
+"""The learning rates that a method tries, as multiples of the config's; the first of equally good ones wins.
+"""
 THRESHOLDS = (0.8, 0.95)
 """The thresholds that a method tries besides its own."""
 
@@ -37,28 +37,28 @@ class Entry:
 
     method: str
     options: tuple[str, ...]
-    """The choices tried or taken, `section.key=value`."""
+    """The values that are tried or chosen, `section.key=value`."""
     config: Config
     path: Path
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every run of a contest."""
+    """The rules for every run of a contest."""
 
     source: str
     sets: tuple[str, ...]
     out: Path
     equal: str = "images"
-    """Users train on equally many "images", or make equally many "passes", forward and backward."""
+    """Users train on equally many "images", or make equally many forward and backward "passes"."""
 
     def entry(self, method: str, seed: int, options: tuple[str, ...] = (), *, half: bool = False) -> Entry:
-        """A method's run, of half the length where something is chosen by it."""
+        """Returns a run of a method; with `half`, of half the length."""
         return entry(self.source, method, seed, self.sets, options, self.out, equal=self.equal, half=half)
 
 
 def passes(config: Config) -> int:
-    """Forward and backward passes that a user's step makes of each of its images."""
+    """Returns the forward and backward passes per image in a user's step."""
     return config.method.passes() if config.method.trains_users else 0
 
 
@@ -73,16 +73,22 @@ def entry(
     equal: str = "images",
     half: bool = False,
 ) -> Entry:
-    """A method's run: the config's own settings, the method's row, and equal user work."""
+    """Returns a run of a method: the settings of the config, those of the method, and equal user work."""
     methods.check_name(method)
-    keys = [one.partition("=")[0].strip() for one in sets]
+    keys = [override.partition("=")[0].strip() for override in sets]
     if "run.seed" in keys:
-        raise ConfigError("--set run.seed: a contest's seeds are 1, 2, ...; --seeds says how many")
-    bad = [one for one, key in zip(sets, keys, strict=True) if key.startswith("method.")]
+        raise ConfigError(
+            "--set run.seed: the seeds of a contest are 1, 2, ...; set their number with --seeds",
+            key="run.seed",
+        )
+    bad = [override for override, key in zip(sets, keys, strict=True) if key.startswith("method.")]
     if bad:
-        raise ConfigError(f"--set {bad[0]}: methods bring their own settings; try values with --choose")
+        raise ConfigError(
+            f"--set {bad[0]}: every method has its own settings; use --choose to try values",
+            key=bad[0].partition("=")[0].strip(),
+        )
     if "run.test" in keys:
-        raise ConfigError("--set run.test: a contest looks at test images in the last round alone")
+        raise ConfigError("--set run.test: a contest uses test images only in the last round", key="run.test")
     shared = configs.read(source, sets)
     base = configs.unchecked(shared)  # its own method does not play
     shared["method"] = {"name": method}
@@ -96,45 +102,52 @@ def entry(
     try:
         config = configs.from_dict(shared)
     except ConfigError as error:
-        raise ConfigError(f"{method} cannot be played under this protocol: {error}") from error
+        raise ConfigError(
+            f"{method} cannot run under this protocol: {error}",
+            key=error.key,
+            value=error.value,
+            fix=error.fix,
+        ) from error
     config = _with_rounds(config, equal, half)
-    called = method.replace("/", "_").replace(":", "_")
-    tried = [one.partition(".")[2].replace("=", "") for one in options]
-    name = "-".join([called, *tried, *(["half"] if half else []), f"seed{seed}"])
+    label = method.replace("/", "_").replace(":", "_")
+    tried = [override.partition(".")[2].replace("=", "") for override in options]
+    name = "-".join([label, *tried, *(["half"] if half else []), f"seed{seed}"])
     return Entry(method, options, config, out / name)
 
 
 def common() -> dict[tuple[str, str], Any]:
-    """The general settings of a contest where the config leaves them open: the recommended method's."""
+    """Returns the general settings of the recommended method, which apply if the config does not set them."""
     defaults = methods.find(methods.DEFAULT).defaults
     return {(section, key): defaults[section][key] for section, key in COMMON if key in defaults[section]}
 
 
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
-    """The config with as many rounds as give users the same work; those that the server plays alone, where a
-    method begins so, come on top."""
+    """Returns the config with the rounds that give users the same work; rounds in which only the server
+    trains come in addition."""
     work, head = passes(config), config.federation.head_start
     divisor = work if equal == "passes" else 1
     if divisor <= 1 and not head and not half:
         return config
-    whole = assemble.rounds(config) / (2 if half else 1)
+    whole = resolve.planned_rounds(config) / (2 if half else 1)
     count = max(1, round(whole / max(divisor, 1)))
     if divisor > 1 and abs(count * divisor - whole) > 0.1 * whole:
         raise ConfigError(
-            f"{config.method.name} does {work} times the work in a step, and {whole:g} rounds cannot be cut "
-            f"to as much within a tenth: play a multiple of {work}, or at least {5 * work}"
+            f"a step of {config.method.name} makes {work} passes, and {whole:g} rounds cannot be shortened "
+            f"to the same within 10 %: set federation.rounds to a multiple of {work} or at least {5 * work}",
+            key="federation.rounds",
+            value=whole,
         )
     count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
     return replace(config, federation=replace(config.federation, rounds=count, epochs=None))
 
 
 def rates(config: Config) -> list[str]:
-    """The learning rates that a method tries, as options; the config's own is the first."""
+    """Returns the learning rates that a method tries, as options; the config's own comes first."""
     return [f"train.lr={float(f'{config.train.lr * factor:.2g}'):g}" for factor in RATES]
 
 
 def thresholds(config: Config) -> list[str]:
-    """The thresholds that a method tries besides its own, as options; none where it has no such setting."""
+    """Returns the thresholds that a method tries besides its own, as options; none if it has no threshold."""
     own = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get("threshold")
     if not isinstance(own, float):
         return []

@@ -1,4 +1,4 @@
-"""What came of a contest: a table, a JSON file and a picture."""
+"""The results of a contest: a table, a JSON file and a picture."""
 
 import json
 import statistics
@@ -13,33 +13,33 @@ from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
 ROOM = 12.0
-"""How many points below the middle method the picture reaches."""
+"""The picture shows accuracies down to so many points below the median method."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What became of a method."""
+    """The results of a method."""
 
     method: str
     options: tuple[str, ...]
     accuracies: list[float]
-    """On test images after the last round, a number for each seed that did not break down."""
+    """On test images after the last round, one for each seed that did not diverge."""
     diverged: int
     images: int
-    """User images in one run: those that the steps of all rounds draw, the same for every method."""
+    """User images in one run, counted over the steps of all rounds; the same for every method."""
     megabytes: float
     """Sent to and from users in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
     """(images, megabytes, validation accuracy), the mean over seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Of each run that did not break down: seed, test accuracy, seconds, device, commit."""
+    """For each run that did not diverge: seed, test accuracy, seconds, device, commit."""
     server_images: int = 0
-    """Forward and backward passes of the server's images in one run; nothing makes them equal."""
+    """Forward and backward passes of the server's images in one run; these may differ between methods."""
     tries: list[dict[str, Any]] = field(default_factory=list)
-    """What was to choose from, and the accuracy on validation images that it had."""
+    """The values that were tried, with their validation accuracy."""
     flag: str = ""
-    """What a reader must know about the method."""
+    """A note that readers need, such as that the method uses the labels of the users."""
     passes: int = 0
     """Forward and backward passes of user images in one run."""
     collapsed: int = 0
@@ -53,13 +53,13 @@ class Standing:
 
     @property
     def images_tested(self) -> int | None:
-        """How many test images every accuracy is of."""
+        """The number of test images, if it is the same for all runs."""
         counts = {run["test_images"] for run in self.runs}
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """In percent, of the mean accuracy: what that many test images can tell."""
+        """The 95 % interval of the mean accuracy for this number of test images, in percent."""
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
@@ -67,7 +67,8 @@ class Standing:
 
     @property
     def right(self) -> tuple[str, str]:
-        """How many test images are right, on average over the seeds, and the interval of their share."""
+        """The mean number of correct test images over the seeds, and the interval of their share, in
+        words."""
         if self.mean is None or self.interval is None or self.images_tested is None:
             return "–", "–"
         low, high = self.interval
@@ -82,49 +83,53 @@ class Standing:
 
 
 def table(standings: Sequence[Standing]) -> str:
-    """Best first, with what it cost."""
-    head = ["method", "test accuracy, %", "right", "95 % interval", "first minus this [95 %]", "seeds",
+    """Returns the standings as a table, with their costs."""
+    head = ["method", "test accuracy, %", "correct", "95 % interval", "first minus this [95 %]", "seeds",
             "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
             "sent, MB", "chosen"]  # fmt: skip
     rows = [head]
-    for one in standings:
-        mean, deviation = one.mean, one.deviation
-        told = "broke down" if mean is None else f"{mean:.2f}"
-        told += "" if deviation is None else f" ± {deviation:.2f}"
-        told += f" ({one.diverged} broke down)" if one.diverged and mean is not None else ""
-        millions = [f"{number / 1e6:.3g}" for number in (one.images, one.passes, one.server_images)]
-        seeds, lost = len(one.accuracies) + one.diverged, one.collapsed + one.diverged
-        chosen = " ".join(one.options) or "–"
-        name = one.method + " *" * bool(one.flag)
-        behind = _behind(one, standings[0])
-        rows.append([name, told, *one.right, behind, str(seeds), str(lost), str(one.rounds), *millions,
-                     f"{one.megabytes:.4g}", chosen])  # fmt: skip
-    commits = {str(run["commit"]) for one in standings for run in one.runs}
-    note = f"\nruns of {len(commits)} commits: contest.json says which" if len(commits) > 1 else ""
-    flagged = [f"\n* {one.method}: {one.flag}" for one in standings if one.flag]
+    for standing in standings:
+        mean, deviation = standing.mean, standing.deviation
+        accuracy = "diverged" if mean is None else f"{mean:.2f}"
+        accuracy += "" if deviation is None else f" ± {deviation:.2f}"
+        accuracy += f" ({standing.diverged} diverged)" if standing.diverged and mean is not None else ""
+        millions = [
+            f"{number / 1e6:.3g}" for number in (standing.images, standing.passes, standing.server_images)
+        ]
+        seeds, lost = len(standing.accuracies) + standing.diverged, standing.collapsed + standing.diverged
+        chosen = " ".join(standing.options) or "–"
+        name = standing.method + " *" * bool(standing.flag)
+        behind = _behind(standing, standings[0])
+        rows.append([name, accuracy, *standing.right, behind, str(seeds), str(lost), str(standing.rounds),
+                     *millions, f"{standing.megabytes:.4g}", chosen])  # fmt: skip
+    commits = {str(run["commit"]) for standing in standings for run in standing.runs}
+    note = f"\nthe runs are from {len(commits)} commits, see contest.json" if len(commits) > 1 else ""
+    flagged = [f"\n* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
     return text.table(rows) + _images(standings) + note + "".join(flagged)
 
 
 def _images(standings: Sequence[Standing]) -> str:
-    """How many images the figures are of: of few they say little."""
+    """Returns a line with the numbers of test and validation images."""
     for run in (run for one in standings for run in one.runs):
-        kept = f"; {run['validation_images']:,} training images set aside draw the curves"
-        return f"\naccuracy is of {run['test_images']:,} test images{kept}"
+        return (
+            f"\naccuracy on {run['test_images']:,} test images; the curves use "
+            f"{run['validation_images']:,} validation images"
+        )
     return ""
 
 
-def _behind(one: Standing, first: Standing) -> str:
-    """How many points, and the interval over seeds."""
-    found = _interval(one, first)
-    if found is None:
+def _behind(standing: Standing, first: Standing) -> str:
+    """Returns the distance to the first method in points, with its interval over seeds, in words."""
+    interval = _interval(standing, first)
+    if interval is None:
         return "–"
-    mean, low, high = found
+    mean, low, high = interval
     return f"{mean:.2f}" if low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
-    """The mean of the differences by seed, and half the width of its 95 % interval by Student's t; None where
-    no seed is common to both, or for one seed alone."""
+    """Returns the mean difference over common seeds, and half the width of its 95 % interval by Student's t
+    (None for one seed); None if there is no common seed."""
     from scipy.stats import t
 
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
@@ -136,8 +141,8 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
-    """How far numbers by seed are apart where both have the seed, and the standard error; `sign` as in a
-    format."""
+    """Returns the mean difference over common seeds with its standard error, in words; `sign` is a format
+    option."""
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not apart:
         return "–"
@@ -145,19 +150,19 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
     return f"{statistics.mean(apart):{sign}.2f}{error}"
 
 
-def _interval(one: Standing, first: Standing) -> list[float | None] | None:
-    """The mean difference to the first and the ends of its 95 % interval: a seed's split is the same for
-    both."""
-    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (one, first))
-    found = difference(best, theirs)
-    if found is None or one is first:
+def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
+    """Returns the mean difference from the first method and the ends of its 95 % interval, paired by seed,
+    since a seed has the same split for both."""
+    theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
+    apart = difference(best, theirs)
+    if apart is None or standing is first:
         return None
-    mean, half = found
+    mean, half = apart
     return [mean, None, None] if half is None else [mean, mean - half, mean + half]
 
 
-def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Path:
-    """contest.json: the standings and how they came about."""
+def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> Path:
+    """Write contest.json: the standings, and how they were made."""
     entries = [
         {
             "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
@@ -176,37 +181,37 @@ def write(standings: Sequence[Standing], out: Path, told: dict[str, Any]) -> Pat
         "commit": provenance.commit(),
         "versions": runs.versions(),
     }
-    runs.write_atomic(file, (json.dumps(told | known | {"standings": entries}, indent=1) + "\n").encode())
+    runs.write_atomic(file, (json.dumps(origin | known | {"standings": entries}, indent=1) + "\n").encode())
     return file
 
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Validation accuracy against user images and against megabytes, PNG and SVG."""
+    """Draw validation accuracy against user images and against megabytes, as PNG and SVG."""
     from ssfl.report import plots
 
     plt = plots.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    for number, one in enumerate(standings):
+    for number, standing in enumerate(standings):
         style = {"linestyle": plots.STYLES[number % len(plots.STYLES)], "marker": "osD^vP*X"[number % 8]}
         for axis, cost, unit in zip(axes, (0, 1), (1e6, 1.0), strict=True):
-            points = [(point[cost] / unit, point[2]) for point in one.curve]
+            points = [(point[cost] / unit, point[2]) for point in standing.curve]
             if points and points[-1][0]:
                 every = 0.2 if len(points) > 8 else 1
-                label = f"{one.method}: {points[-1][1]:.1f}"
+                label = f"{standing.method}: {points[-1][1]:.1f}"
                 axis.plot(*zip(*points, strict=True), label=label, markevery=every, markersize=4, **style)
-            elif points:  # no user takes part: where it ends is a line to beat
-                label = f"{one.method}: {points[-1][1]:.1f} (its end)"
+            elif points:  # no user takes part: its final accuracy is a horizontal line
+                label = f"{standing.method}: {points[-1][1]:.1f} (final)"
                 axis.axhline(points[-1][1], label=label, color="0.4", linestyle=":")
-    ends = [one.curve[-1][2] for one in standings if one.curve]
-    if ends:  # who collapsed would leave no room for the others
+    ends = [standing.curve[-1][2] for standing in standings if standing.curve]
+    if ends:  # a collapsed method would leave no room for the others
         lowest = max(0.0, statistics.median(ends) - ROOM)
         axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
-    judged = [f" of {run['validation_images']:,} images" for one in standings for run in one.runs]
+    judged = [f" of {run['validation_images']:,} images" for standing in standings for run in standing.runs]
     axes[0].set(xlabel="user images, million", ylabel=f"validation accuracy{''.join(judged[:1])}, %")
     axes[1].set(xlabel="megabytes sent")
     for axis in axes:
         axis.grid(alpha=0.3)
-        axis.locator_params(axis="x", nbins=6)  # in a trial numbers are long, and more would overlap
+        axis.locator_params(axis="x", nbins=6)  # more would overlap if the numbers are long
     if ends:
         axes[0].legend(fontsize=8)
     files = [out / "contest.png", out / "contest.svg"]

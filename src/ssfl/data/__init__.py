@@ -1,4 +1,4 @@
 """Images: where they come from, who gets them, and how they are augmented.
 
-Open `sources.py` first; `split.py` deals images to users, `augment.py` makes the views.
+Open `sources.py` first; `split.py` divides images among users, `augment.py` makes the views.
 """

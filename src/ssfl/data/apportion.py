@@ -1,4 +1,4 @@
-"""Whole numbers from shares: which classes are whose, and how many images that makes."""
+"""Rounding for splits: the main classes of each user, and whole numbers of images from shares."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,27 +8,28 @@ from ssfl.errors import ConfigError
 
 
 def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
-    """Main classes such that users come out as equal in size as the classes allow.
+    """Returns main classes such that the users are as equal in size as the classes allow.
 
-    Returns rows of main classes and how many users share each row: with at least as many users as
-    classes a row is one class and its m_j users; otherwise a row is one user and its classes J.
-    """
+    The result is rows of main classes, and the number of users that share each row. With at least as
+    many users as classes, a row is one class and its m_j users. Otherwise a row is one user and its classes
+    J."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
-    present = np.flatnonzero(sizes)  # a class without images is nobody's main class
+    present = np.flatnonzero(sizes)  # a class without images cannot be a main class
     if users >= len(present) > 0:
-        # Dean's rule: no user moved between two classes brings their users' sizes closer. The user
-        # after m others ranks by n_j over the harmonic mean of m and m + 1, which lies between
-        # m + 1/3 and m + 1/2: whoever ranks above N / n by m + 1/2 is surely among the first n.
-        more, total = users - len(present), int(sizes.sum())
-        sharers = 1 + np.maximum((2 * more * sizes[present] - total) // (2 * total), 0)
+        # Dean's rule of apportionment: moving a user between two classes never brings the sizes of
+        # their users closer. A class with m users has priority n_j over the harmonic mean of m and
+        # m + 1, which lies between m + 1/3 and m + 1/2. So all users with a priority above N / n,
+        # computed with m + 1/2, are surely among the first n, and only the rest needs the loop.
+        extra, total = users - len(present), int(sizes.sum())
+        sharers = 1 + np.maximum((2 * extra * sizes[present] - total) // (2 * total), 0)
         for _ in range(users - int(sharers.sum())):
             harmonic = 2 * sharers * (sharers + 1) / (2 * sharers + 1)
             sharers[np.argmax(sizes[present] / harmonic)] += 1
         return [[label] for label in present.tolist()], sharers.tolist()
     mains: list[list[int]] = [[] for _ in range(users)]
     loads = np.zeros(users)
-    for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the lightest
+    for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the smallest user
         user = int(np.argmin(loads))
         mains[user].append(int(label))
         loads[user] += sizes[label]
@@ -37,7 +38,7 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Move a class to a lighter user, or swap two, while that brings the two users closer."""
+    """Move a class to a smaller user, or swap two classes, while that brings the users' sizes closer."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]
@@ -62,10 +63,10 @@ def _even_out(mains: list[list[int]], sizes: Index) -> None:
 
 
 def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Round a matrix whose row and column sums are whole: every entry up or down, every sum kept.
+    """Returns a matrix with whole row and column sums rounded, every entry up or down, with the same sums.
 
-    That such a rounding exists is the integrality of network flows, and a maximal flow finds it:
-    rows give their remainders to columns along the entries that may be rounded up.
+    Such a rounding exists because network flows have integral solutions, and a maximum flow finds it:
+    rows send their remainders to columns along the entries that may be rounded up.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import maximum_flow
@@ -89,7 +90,8 @@ def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
-    """Counts [users, classes] nearest to shares · sizes by largest remainders; columns sum to sizes."""
+    """Returns counts [users, classes] close to shares · sizes, by largest remainders; columns sum to
+    sizes."""
     wanted = shares * sizes
     counts = np.floor(wanted).astype(np.int64)
     for label, missing in enumerate((sizes - counts.sum(0)).tolist()):

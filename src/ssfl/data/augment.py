@@ -1,10 +1,10 @@
 """Weak and strong views of a whole batch of images, every image with its own random draws.
 
-Everything happens on the device of the images, in batched arithmetic that no compiler can fuse into
-another rounding and without a data-dependent shape, so the same draws give the same bytes on every
-device, compiled or in a CUDA graph. The fourteen operations are Pillow's, byte for byte, as it
-rounds on x86-64; on Arm its own blends with the factor .86 are now and then one level darker. Their
-tables are made on first use and then kept: run a view once before compiling or capturing it.
+Everything runs on the device of the images. The arithmetic is such that no compiler can fuse it into another
+rounding, and no shape depends on the data. So the same draws give the same bytes on every device, compiled or
+in a CUDA graph. The fourteen operations match Pillow byte for byte, as it rounds on x86-64; on Arm, Pillow's
+own blends with the factor .86 are sometimes one level darker. Tables are made on first use and then kept: run
+a view once before you compile or capture it.
 """
 
 import math
@@ -46,17 +46,17 @@ _STAGES = tuple(
     0 if name == "Identity" else 1 if name.startswith(_MOVES) else 2 if name in _COLOURS else 3
     for name in OPERATIONS
 )
-"""The stage of `apply_stage` that each operation needs; 0 is none."""
+"""The stage of `apply_stage` that each operation needs; 0 means none."""
 LARGE = 64 * 64
-"""Pixels of an image above which its views are made one stage at a time on a CPU."""
+"""From this number of pixels on, views on a CPU are made one stage at a time."""
 AT_ONCE = 16
-"""How many large images at a time."""
+"""The number of large images per batch."""
 _CUTOUT_FILL = 127
 _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
 
 class _Tables(NamedTuple):
-    """What the operations look up, on one device. Magnitudes count from 0, which nothing uses."""
+    """The lookup tables of the operations, on one device. Magnitudes count from 0, which is not used."""
 
     moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
     sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
@@ -77,18 +77,18 @@ class View(NamedTuple):
     """m, how many random numbers of 64 bits it needs for each image."""
 
     def of(self, images: Tensor, generator: torch.Generator | None, flip: bool) -> Tensor:
-        """Views of images, drawn from `generator`."""
+        """Returns views of images, with draws from `generator`."""
         return self.make(images, _draw(images, generator, self.draws), flip)
 
 
 def weak(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
-    """Weak views (flip and shift) of uint8 images [N, C, H, W], drawn from `generator`."""
+    """Returns weak views (flip and shift) of uint8 images [N, C, H, W], with draws from `generator`."""
     _check(images)
     return WEAK.of(images, generator, flip)
 
 
 def strong(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
-    """Strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W]."""
+    """Returns strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W]."""
     _check(images)
     return STRONG.of(images, generator, flip)
 
@@ -99,9 +99,9 @@ def normalise(
     std: Sequence[float] | Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """uint8 [N, C, H, W] as (x / 255 - mean) / std per channel, rounded once, to `dtype`.
+    """Returns uint8 [N, C, H, W] as (x / 255 - mean) / std per channel, rounded once, to `dtype`.
 
-    Inside a CUDA graph pass mean and std as tensors on the images' device.
+    Inside a CUDA graph, pass mean and std as tensors on the device of the images.
     """
     work = torch.promote_types(dtype, torch.float32)
     centre, spread = (torch.as_tensor(x, dtype=work, device=images.device) for x in (mean, std))
@@ -140,14 +140,14 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _large_strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """The same bytes for large images on a CPU: a few at a time, which its cache holds, and each image goes
-    through the stage of its own operation alone."""
-    made = torch.empty_like(images)
+    """As `strong_views`, with the same bytes, but faster for large images on a CPU: in batches that fit its
+    cache, and each image goes only through the stage of its own operation."""
+    views_of_all = torch.empty_like(images)
     for first in range(0, len(images), AT_ONCE):
-        some = slice(first, first + AT_ONCE)
-        views = weak_views(images[some], draws[some, :WEAK_DRAWS], flip)
+        batch = slice(first, first + AT_ONCE)
+        views = weak_views(images[batch], draws[batch, :WEAK_DRAWS], flip)
         for place in (WEAK_DRAWS, WEAK_DRAWS + 4):
-            choice, applied, magnitude, sign = draws[some, place : place + 4].unbind(1)
+            choice, applied, magnitude, sign = draws[batch, place : place + 4].unbind(1)
             op = torch.where(below(applied, 2) == 1, below(choice, len(OPERATIONS)), _IDENTITY)
             stage = torch.tensor([_STAGES[one] for one in op.tolist()])
             strength, negative = 1 + below(magnitude, 9), below(sign, 2) == 1
@@ -155,8 +155,8 @@ def _large_strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
                 chosen = (stage == number).nonzero().squeeze(1)
                 one = op[chosen], strength[chosen], negative[chosen]
                 views[chosen] = apply_stage(number, views[chosen], *one)
-        made[some] = _cutout(views, draws[some, -2], draws[some, -1])
-    return made
+        views_of_all[batch] = _cutout(views, draws[batch, -2], draws[batch, -1])
+    return views_of_all
 
 
 WEAK = View(weak_views, WEAK_DRAWS)
@@ -164,10 +164,10 @@ STRONG = View(strong_views, STRONG_DRAWS)
 
 
 def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """`OPERATIONS[op]` with magnitude 1..9, to the negative side or not, for each image its own.
+    """Applies `OPERATIONS[op]` with magnitude 1..9 and a sign, which may differ from image to image.
 
-    Every image goes through all three stages below; those that are not of its operation return it
-    as it is. This does more arithmetic than it must, but keeps every shape fixed.
+    Every image goes through all three stages; stages that are not of its operation return it unchanged.
+    This costs more arithmetic than necessary, but keeps every shape fixed.
     """
     for stage in (1, 2, 3):
         images = apply_stage(stage, images, op, magnitude, negative)
@@ -175,7 +175,7 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
 
 
 def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """The first stage moves pixels, the second gives them other levels, the third blends."""
+    """Applies one stage: the first moves pixels, the second changes levels, the third blends."""
     tables = _tables_for(images)
     if stage == 1:
         moves = tables.moves[op, magnitude, negative.long()]
@@ -204,7 +204,7 @@ def _draw(images: Tensor, generator: torch.Generator | None, count: int) -> Tens
 
 
 def _take(images: Tensor, source: Tensor) -> Tensor:
-    """Every pixel from pixel `source` [N, H * W] of the same image; number H * W is black."""
+    """Returns images whose pixels come from the pixels `source` [N, H * W]; number H * W is black."""
     n, channels, height, width = images.shape
     index = source.unsqueeze(1).expand(n, channels, height * width)
     pixels = torch.nn.functional.pad(images.flatten(2), (0, 1))
@@ -212,14 +212,14 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Source coordinates [N, size] after a shift by -pad..pad that reflects without the edge."""
+    """Returns source coordinates [N, size] after a shift by -pad..pad with reflection at the edge."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()
 
 
 def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
-    """A grey square of side H // 2 around a uniform centre, cut off at the image's far edges."""
+    """Adds a grey square of side H // 2 around a uniform centre, cut off at the edges of the image."""
     height, width = images.shape[-2:]
     side = height // 2
     inside = []

@@ -1,4 +1,4 @@
-"""A data set in memory, what every one must fulfil, and its normalisation constants."""
+"""A data set in memory, the checks that every data set must pass, and its normalisation constants."""
 
 from dataclasses import dataclass
 
@@ -15,27 +15,27 @@ WHITE = 65_535
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images and what is known of them; pixels stay uint8 until a batch needs them."""
+    """Images with their labels and owners; pixels stay uint8 until a batch needs them."""
 
     name: str
     images: Tensor  # uint8 [N, C, H, W]: the training images, then those that come without labels
-    labels: Tensor  # int64 [N]; -1 where unknown
+    labels: Tensor  # int64 [N]; -1 if unknown
     test_images: Tensor  # uint8 [M, C, H, W]
     test_labels: Tensor  # int64 [M]
     classes: tuple[str, ...]
     mean: tuple[float, ...]  # of x/255 in each channel
     std: tuple[float, ...]
-    flip: bool  # whether a mirrored image is still of its class
-    white: int = WHITE  # what became 255 in image files of more than 8 bits
+    flip: bool  # whether a mirrored image keeps its class
+    white: int = WHITE  # the value that became 255 in image files of more than 8 bits
     deep: bool = False  # whether there are such files
     grey: int | None = None  # how many image files show no colours, however they are stored; None: not known
     broken: int = 0  # image files that were left out because they cannot be read
-    server: Index | None = None  # the server's labelled images, if the data say whose they are
-    users: Hands | None = None  # each user's images, if the data say whose they are
-    names: tuple[str, ...] = ()  # of those users
-    loose: int = 0  # images beside the folders of users, which are the last user's
-    groups: Index | None = None  # of the first images: equal where they belong together, such as a patient's
-    validation: Index | None = None  # which images are for validation, if the data say so
+    server: Index | None = None  # the server's labelled images, if the data name them
+    users: Hands | None = None  # each user's images, if the data name them
+    names: tuple[str, ...] = ()  # the names of those users
+    loose: int = 0  # images beside the folders of users, which belong to the last user
+    groups: Index | None = None  # of the first images: equal if they belong together, such as to one patient
+    validation: Index | None = None  # the validation images, if the data name them
     weak: augment.View = augment.WEAK
     strong: augment.View = augment.STRONG
 
@@ -52,7 +52,7 @@ class Dataset:
 
 
 def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
-    """What every source must fulfil; without `tested`, test images may be missing."""
+    """Returns the data set; raises if it cannot be used. Without `tested`, test images may be missing."""
     if not data.labelled:
         raise DataError(f"{where}: has no labelled training images; add some of each class")
     if tested and not len(data.test_labels):
@@ -79,9 +79,9 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of x/255 in each channel, the same in any order of adding.
+    """Returns mean and standard deviation of x/255 in each channel, independent of the order of summation.
 
-    A channel that never changes gets 1 as its deviation, so that it can be divided by.
+    A constant channel gets the deviation 1, to avoid a division by zero.
     """
     total = torch.zeros(images.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)

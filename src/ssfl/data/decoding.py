@@ -1,8 +1,8 @@
 """Image files as one array: decoded once, on all cores, into a memory-mapped file that commands share.
 
-An entry of the cache is a file of pixels and `index.json`. Its key is a fingerprint of the files (paths,
-sizes, times of change) and of what was asked for. Pixels are read from the file when a batch needs them, so
-that there may be more images than memory holds.
+An entry of the cache is a file of pixels and an `index.json`. Its key is a fingerprint of the files (paths,
+sizes, modification times) and of the wanted size, channels and scale. Pixels are read from the file when a
+batch needs them, so that there may be more images than fit into memory.
 """
 
 import errno
@@ -29,13 +29,13 @@ from ssfl.errors import DataError
 
 FORMAT = 1
 SPOKEN = 2.0
-"""Seconds of decoding after which a line says where the result is kept."""
+"""If decoding takes longer than so many seconds, a line says where the result is cached."""
 NAMED = 20
-"""How many broken files a line names."""
+"""The most broken files that an error names."""
 Read = TypeVar("Read")
 Size = tuple[int, int]
 Broken = dict[int, str]
-"""Files that cannot be read, by their number, and why."""
+"""The reasons why files cannot be read, by the number of the file."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Decoded:
     """uint8 [N, C, H, W], without the broken ones."""
     broken: Broken
     white: int
-    """What became 255 in files of more than 8 bits."""
+    """The value that became 255 in files of more than 8 bits."""
     deep: int
-    """How many files have more than 8 bits."""
+    """The number of files of more than 8 bits."""
     grey: int
-    """How many images show no colours, however they are stored."""
+    """The number of images without colours, however they are stored."""
     cut: int
-    """How many have values above `white`."""
+    """The number of images with values above `white`."""
 
 
 def decoded(
@@ -61,56 +61,56 @@ def decoded(
     channels: int | None = None,
     white: int | None = None,
 ) -> Decoded:
-    """All files as images of one size (height, width); without one all must have the same.
+    """Returns all files as images of one size (height, width); without `size`, all must have the same size.
 
-    They are grey if all files are, unless `channels` says otherwise. The largest value of all files says how
-    many bits those of more than 8 have, unless `white` does: the same scale for every image.
+    They are grey if all files are grey, unless `channels` says otherwise. Files of more than 8 bits all get
+    the same scale: `white`, or what the largest value of all files suggests, becomes 255.
     """
     wanted = (size, channels, white)
     try:
         entry, new = cache.obtain(
             "images", fingerprint(files, wanted), lambda place: _write(files, *wanted, place)
         )
-        about = json.loads((entry / "index.json").read_text("utf-8"))
-        shape = tuple(about.pop("shape"))
+        info = json.loads((entry / "index.json").read_text("utf-8"))
+        shape = tuple(info.pop("shape"))
         mapped = (
             np.memmap(entry / "pixels", np.uint8, "c", shape=shape) if shape[0] else np.empty(shape, "u1")
         )
-    except (OSError, ValueError) as error:  # no room, or nowhere to write
+    except (OSError, ValueError) as error:  # the disk is full, or the cache is not writable
         reason = getattr(error, "strerror", None) or str(error)
         progress.say(f"cannot use the cache {cache.root()} ({reason}): images are decoded into memory")
-        mapped, about = _in_memory(files, *wanted)
+        mapped, info = _in_memory(files, *wanted)
         new = False
-    if new and about["seconds"] >= SPOKEN:
+    if new and info["seconds"] >= SPOKEN:
         progress.say(
-            f"decoded {len(mapped):,} images in {about['seconds']:.0f} s; kept in {cache.root()} for later "
-            "commands (safe to delete)"
+            f"decoded {len(mapped):,} images in {info['seconds']:.0f} s; cached in {cache.root()} for later "
+            "commands (you may delete it)"
         )
-    broken = {int(number): why for number, why in about.pop("broken")}
-    del about["seconds"]
-    return Decoded(torch.from_numpy(mapped), broken, **about)
+    broken = {int(number): why for number, why in info.pop("broken")}
+    del info["seconds"]
+    return Decoded(torch.from_numpy(mapped), broken, **info)
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
-    """A checksum of which files these are, as they are now, and of what is wanted of them."""
+    """Returns a checksum of the files in their current state, and of the wanted form of the images."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())
     for file in files:
         try:
             status = file.stat()
-            known = f"{status.st_size} {status.st_mtime_ns}"
+            status_text = f"{status.st_size} {status.st_mtime_ns}"
         except OSError:
-            known = "unreadable"
-        digest.update(f"{file.absolute()}\0{known}\0".encode(errors="surrogateescape"))
+            status_text = "unreadable"
+        digest.update(f"{file.absolute()}\0{status_text}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()[:40]
 
 
 def each(
     files: Sequence[Path], read: Callable[[Path], Read], label: str
 ) -> Iterator[tuple[int, Read | DataError]]:
-    """What is read of every file, or why it cannot be, in any order, on all cores: Pillow's decoders let
-    other threads work."""
+    """Yields the number of each file with the result of `read`, or its error, in any order. Uses threads on
+    all cores, because Pillow's decoders release the interpreter lock."""
 
     def one(number: int) -> tuple[int, Read | DataError]:
         try:
@@ -120,29 +120,29 @@ def each(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with pictures.quiet(), ThreadPoolExecutor(cores) as pool, progress.bar(label, len(files)) as advance:
-        for start in range(0, len(files), 16 * cores):  # few results wait at a time
-            for found in pool.map(one, range(start, min(start + 16 * cores, len(files)))):
+        for start in range(0, len(files), 16 * cores):  # so that only few results wait in memory
+            for result in pool.map(one, range(start, min(start + 16 * cores, len(files)))):
                 advance(1)
-                yield found
+                yield result
 
 
 def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
-    """What each file says of itself, and those that cannot be read."""
+    """Returns the header of each file, and the files that cannot be read."""
     good: dict[int, pictures.Header] = {}
     broken: Broken = {}
-    for number, found in each(files, pictures.header, "looking at images"):
-        if isinstance(found, DataError):
-            broken[number] = str(found)
+    for number, result in each(files, pictures.header, "reading image headers"):
+        if isinstance(result, DataError):
+            broken[number] = str(result)
         else:
-            good[number] = found
+            good[number] = result
     return good, broken
 
 
-def told(broken: Broken, count: int) -> str:
-    """One line about all broken files."""
+def describe_broken(broken: Broken, count: int) -> str:
+    """Returns one line about all files that cannot be read."""
     reasons = [broken[number] for number in sorted(broken)]
-    more = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
-    return f"{len(reasons):,} of {count:,} images cannot be read: {'; '.join(reasons[:NAMED])}{more}"
+    rest = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    return f"{len(reasons):,} of {count:,} images cannot be read: {'; '.join(reasons[:NAMED])}{rest}"
 
 
 Room = Callable[[tuple[int, ...]], np.ndarray]
@@ -160,7 +160,7 @@ def _write(
             raise OSError(errno.ENOSPC, f"{count / 1e9:.1f} GB do not fit on its disk", str(place))
         with pixels.open("wb") as file:
             if hasattr(os, "posix_fallocate") and count:
-                os.posix_fallocate(file.fileno(), 0, count)  # a full disk shows here, not as a crash later
+                os.posix_fallocate(file.fileno(), 0, count)  # fails now if the disk is full, not later
             file.truncate(count)
         return np.memmap(pixels, np.uint8, "r+", shape=shape) if count else np.empty(shape, np.uint8)
 
@@ -182,19 +182,19 @@ def _in_memory(
 def _decode(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, room: Room
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """The images of all files that can be read, written into `room`, and what is known of them."""
+    """Decodes all files that can be read into an array from `room`, and returns it with its index."""
     began = time.monotonic()
     good, broken = headers(files)
     if channels is None:
         channels = 1 if all(header.grey for header in good.values()) else 3
     deep = [number for number, header in good.items() if header.deep]
     brightest = dict.fromkeys(good, 0)
-    for place, found in each([files[n] for n in deep], pictures.largest, "looking at values"):
-        if isinstance(found, DataError):
-            broken[deep[place]] = str(found)
+    for place, result in each([files[n] for n in deep], pictures.largest, "reading 16-bit images"):
+        if isinstance(result, DataError):
+            broken[deep[place]] = str(result)
             del good[deep[place]]
         else:
-            brightest[deep[place]] = found
+            brightest[deep[place]] = result
     scale = pictures.white_of(max(brightest.values(), default=0)) if white is None else white
     order = sorted(good)
     if size is None:
@@ -203,29 +203,29 @@ def _decode(
     rows = {number: row for row, number in enumerate(order)}
     grey = np.zeros(len(order), bool)
     read = partial(pictures.decode, channels=channels, size=size, white=scale)
-    for place, made in each([files[n] for n in order], read, "decoding images"):
-        if isinstance(made, DataError):
-            broken[order[place]] = str(made)
+    for place, pixels in each([files[n] for n in order], read, "decoding images"):
+        if isinstance(pixels, DataError):
+            broken[order[place]] = str(pixels)
         else:
-            images[place] = made
-            grey[place] = pictures.grey_pixels(made)
-    kept = [number for number in order if number not in broken]
-    for row, number in enumerate(kept):  # close the gaps that broken files left
+            images[place] = pixels
+            grey[place] = pictures.grey_pixels(pixels)
+    readable = [number for number in order if number not in broken]
+    for row, number in enumerate(readable):  # close the gaps that broken files left
         if rows[number] != row:
             images[row] = images[rows[number]]
             grey[row] = grey[rows[number]]
-    return images[: len(kept)], {
+    return images[: len(readable)], {
         "broken": sorted(broken.items()),
         "white": scale,
-        "deep": len(set(kept) & set(deep)),
-        "grey": int(grey[: len(kept)].sum()),
-        "cut": sum(brightest[number] > scale for number in kept),
+        "deep": len(set(readable) & set(deep)),
+        "grey": int(grey[: len(readable)].sum()),
+        "cut": sum(brightest[number] > scale for number in readable),
         "seconds": time.monotonic() - began,
     }
 
 
 def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Size:
-    """The size that all images have."""
+    """Returns the size of the images; raises if they do not all have the same."""
     if not good:
         return 1, 1
     first = min(good)

@@ -1,4 +1,4 @@
-"""The official files of the public datasets: where they lie, and how they are fetched."""
+"""The official files of the public datasets: their addresses and checksums, and their download."""
 
 import hashlib
 import os
@@ -17,24 +17,24 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Remote:
-    """One file on the web, and what a faithful copy of it looks like."""
+    """One file on the web, with its size and checksums."""
 
     file: str
     url: str
     md5: str
     size: int  # bytes
     sha256: str = ""
-    """Where the address has no HTTPS: as TensorFlow Datasets publishes it (url_checksums)."""
+    """For addresses without HTTPS: as published by TensorFlow Datasets (url_checksums)."""
 
     @property
     def checksum(self) -> str:
-        """The checksum that a download must have, and its kind: SHA-256 where one is published."""
+        """The kind and value of the checksum that a download must have: SHA-256 if one is published."""
         return f"sha256 {self.sha256}" if self.sha256 else f"md5 {self.md5}"
 
 
 @dataclass(frozen=True)
 class Official:
-    """A public dataset: its files on the web and, if they are archives, what is inside."""
+    """A public dataset: its files on the web and, if they are archives, the files inside."""
 
     remotes: tuple[Remote, ...]
     folder: str = ""  # the folder that the archive unpacks to
@@ -108,7 +108,8 @@ OFFICIAL: dict[str, Official] = {
 
 
 def obtain(name: str, root: Path, download: bool) -> list[Path]:
-    """The files or the folder to read a public dataset from, looked up in root and root/name."""
+    """Returns the files or the folder of a public dataset, from `root` or `root`/`name`; downloads if
+    allowed."""
     official = OFFICIAL[name]
     folders = (root, root / name)
     for folder in folders:
@@ -129,16 +130,16 @@ def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> P
     target = folders[-1] / remote.file
     if not download:
         raise DataError(
-            f"{target}: this file is missing; fetch {remote.url} ({remote.checksum}) into "
-            f"{target.parent}, or let --set data.download=true fetch it"
+            f"{target}: this file is missing; download {remote.url} ({remote.checksum}) into "
+            f"{target.parent}, or use --set data.download=true"
         )
     fetch(remote, target)
     return target
 
 
 def fetch(remote: Remote, target: Path) -> None:
-    """Download to a temporary file beside the target, renamed only once its checksum is right."""
-    by_hand = f"fetch it by hand ({remote.checksum}) and put {target.name} into {target.parent}"
+    """Download to a temporary file, and rename it to `target` if its checksum is right."""
+    by_hand = f"download it yourself ({remote.checksum}) and put {target.name} into {target.parent}"
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def fetch(remote: Remote, target: Path) -> None:
 
 
 def _stream(remote: Remote, part: Path) -> str:
-    """Write the body of the answer to `part`, with a progress bar on stderr; return its checksum."""
+    """Download to `part`, with a progress bar on stderr, and return the checksum."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

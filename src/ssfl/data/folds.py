@@ -1,7 +1,7 @@
 """Folds for cross-validation: which labelled images are held out together.
 
-Images of one patient must not be in training and in the held-out fold at once, or the fold would be too easy.
-Sub-folders of a class, or numbers in file names, show which images belong together.
+Images of one patient must not be in the training set and in the held-out fold at once, or the fold would be
+too easy. Sub-folders of a class, or numbers in file names, show which images belong together.
 """
 
 import re
@@ -21,8 +21,9 @@ _NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\
 
 
 def subject(name: str) -> str | None:
-    """Who a file is of, by its name: the beginning up to the first number of three digits or more, or up to
-    a word such as patient7. "16745_4_2.png" is of 16745. Dates are not numbers of patients."""
+    """Returns the subject (patient) that the name of a file suggests: its beginning, up to the first number
+    of three or more digits or up to a word such as patient7. For "16745_4_2.png" it is 16745. Dates are
+    ignored."""
     words = re.split(r"([-_. ()]+)", Path(name).stem)
     for place in range(0, len(words), 2):
         word = words[place]
@@ -34,38 +35,37 @@ def subject(name: str) -> str | None:
 
 
 def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
-    """A number for each labelled file, given with the folder of its class: equal where files belong together.
-
-    None where neither sub-folders nor names say so.
-    """
+    """Returns a number for each pair of a labelled file and the folder of its class, equal for files that
+    belong together; None if neither sub-folders nor names show groups."""
     names = []
     for file, home in files:
         inner = file.relative_to(home).parts
         names.append(f"{inner[0]}/" if len(inner) > 1 else subject(file.name) or str(file))
     counts = Counter(names)
     if max(counts.values(), default=0) < 2 or max(counts.values()) > len(names) / 2:
-        return None  # nobody has several, or the "number" is that of a camera
+        return None  # no group has several images, or the "subject" is probably a camera
     order = {name: number for number, name in enumerate(counts)}
     return np.array([order[name] for name in names])
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
-    """The fold of each image, 0 to folds - 1: classes spread evenly, groups kept together."""
-    known = np.arange(len(labels)) if groups is None else groups
+    """Returns the fold of each image, 0 to folds - 1, with evenly spread classes and without divided
+    groups."""
+    groups_of_images = np.arange(len(labels)) if groups is None else groups
     members: dict[int, list[int]] = {}
-    for place, group in enumerate(known.tolist()):
+    for place, group in enumerate(groups_of_images.tolist()):
         members.setdefault(group, []).append(place)
     if len(members) < folds:
         of = "images" if groups is None else "groups of images (patients)"
         raise ConfigError(
-            f"run.folds = {folds} is more than the {len(members)} labelled {of}: lower it",
+            f"run.folds = {folds}: there are only {len(members)} labelled {of}; lower it",
             key="run.folds",
             value=folds,
             fix=f"run.folds={len(members)}" if len(members) > 1 else "run.folds=0",
         )
     base = torch.tensor(draws.key(seed, "split", -1_000_000))
     drawn = draws.fold(base, torch.arange(len(members))).tolist()
-    # the largest first, so that small ones even out what they left; equal ones in a random order by class
+    # the largest groups first, so that small ones can balance the folds; equal ones by class, then at random
     order = sorted(
         zip(members.values(), drawn, strict=True),
         key=lambda one: (-len(one[0]), int(labels[one[0][0]]), one[1]),

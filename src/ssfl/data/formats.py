@@ -1,4 +1,4 @@
-"""Low-level readers of data sets' official files: each gives arrays, or one line that says what is wrong."""
+"""Low-level readers of the official files of data sets; errors are one line that names the file."""
 
 import gzip
 import struct
@@ -23,7 +23,7 @@ _BATCH = 2_000  # images that are handled at once where a copy is needed
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turn whatever a reader trips over into one line that names the file."""
+    """Turn any error of a reader into a DataError of one line that names the file."""
     try:
         yield
     except DataError:
@@ -32,7 +32,7 @@ def reading(where: object) -> Iterator[None]:
         raise DataError(
             f"{where}: damaged, or too large for this machine's memory; check the file or use a smaller one"
         ) from error
-    except Exception as error:  # the decoders of other libraries raise almost anything
+    except Exception as error:  # decoders of other libraries may raise any exception
         if isinstance(error, OSError) and error.strerror:
             raise DataError(
                 f"{where}: cannot be read ({error.strerror}); check that it is there and that you may read it"
@@ -46,7 +46,7 @@ def reading(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Member:
-    """A file that lies in a folder or an archive, open for reading."""
+    """An open file of a folder or an archive."""
 
     name: str  # without its folder and without ".gz"
     where: str  # how messages name it
@@ -54,7 +54,7 @@ class Member:
     stream: IO[bytes]
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Returns the next `count` bytes."""
         with reading(self.where):
             data = self.stream.read(count)
         if len(data) < count:
@@ -62,14 +62,14 @@ class Member:
         return data
 
     def take_all(self) -> bytes:
-        """Everything, unpacked if it is gzipped."""
+        """Returns the whole content, unpacked if it is gzipped."""
         data = self.take(self.size)
         with reading(self.where):
             return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
 
 
 def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
-    """The wanted files, plain or gzipped, of a folder, a tar or a zip, in the order they lie in."""
+    """Yields the wanted files, plain or gzipped, of a folder, a tar or a zip, in their order."""
     with reading(source):
         if source.is_dir():
             for name in wanted:
@@ -98,7 +98,7 @@ def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
 
 
 def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
-    """CIFAR-10 binary: records of one label and 32x32 pixels in planes of red, green and blue."""
+    """Returns images and labels of a CIFAR-10 binary: records of one label and 32x32 pixels by channel."""
     record = 1 + 3 * 32 * 32
     count = _records(member, record)
     records = np.frombuffer(member.take(member.size), np.uint8).reshape(count, record)
@@ -107,7 +107,7 @@ def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(member: Member, axes: int) -> np.ndarray:
-    """An idx file of bytes, such as MNIST's: a magic number, the length of each axis, the data."""
+    """Returns the array of an idx file of bytes, as of MNIST: a magic number, the shape, the data."""
     data = member.take_all()
     head = 4 + 4 * axes
     if data[:4] != bytes((0, 0, 8, axes)) or len(data) < head:
@@ -123,7 +123,7 @@ def read_idx(member: Member, axes: int) -> np.ndarray:
 
 
 def read_emnist_images(member: Member) -> Tensor:
-    """EMNIST stores its images transposed; here they are upright."""
+    """Returns EMNIST images upright; the file has them transposed."""
     images = read_idx(member, 3)
     return torch.from_numpy(images.transpose(0, 2, 1).copy()).unsqueeze(1)
 
@@ -133,7 +133,7 @@ def read_emnist_labels(member: Member, classes: int) -> Tensor:
 
 
 def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
-    """SVHN cropped digits: a MATLAB file of X, 32x32x3xN, and y, where 10 stands for a 0."""
+    """Returns images and labels of SVHN: a MATLAB file of X, 32x32x3xN, and y, where 10 means the digit 0."""
     from scipy.io import loadmat
 
     with reading(path):
@@ -154,9 +154,9 @@ def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
-    """STL-10 binary: 96x96 pixels in planes of red, green and blue, each column by column.
+    """Returns the images of an STL-10 binary: 96x96 pixels by channel, column by column.
 
-    In batches, resized as they come, since the unlabelled images alone fill 2.8 GB.
+    They come in batches, resized at once, since the unlabelled images alone take 2.8 GB.
     """
     record = 3 * 96 * 96
     count = _records(member, record)
@@ -169,13 +169,13 @@ def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
 
 
 def read_stl_labels(member: Member) -> Tensor:
-    """STL-10 counts its classes from 1."""
+    """Returns the labels of an STL-10 binary, which counts its classes from 1."""
     labels = np.frombuffer(member.take(member.size), np.uint8).astype(np.int64) - 1
     return _labels_below(labels, 10, member.where)
 
 
 def read_names(member: Member, count: int) -> tuple[str, ...]:
-    """The names of the classes, one in a line."""
+    """Returns the names of the classes, one in each line."""
     with reading(member.where):
         text = member.take(member.size).decode()
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
@@ -188,7 +188,7 @@ def read_names(member: Member, count: int) -> tuple[str, ...]:
 
 
 def _records(member: Member, record: int) -> int:
-    """How many records of so many bytes a file holds."""
+    """Returns how many records of this many bytes a file has."""
     if member.size == 0 or member.size % record:
         raise DataError(
             f"{member.where}: {member.size} bytes are no whole number of {record}-byte records; "
@@ -208,12 +208,12 @@ def _labels_below(labels: np.ndarray, classes: int, where: object) -> Tensor:
 
 
 def batches(images: Tensor, count: int) -> Iterator[Tensor]:
-    """Views of so many images at a time, for what needs a copy of them."""
+    """Yields slices of `count` images, for operations that need a copy of them."""
     return (images[start : start + count] for start in range(0, len(images), count))
 
 
 def resized(images: Tensor, size: int | None) -> Tensor:
-    """Images [N, C, H, W] at size x size: bilinear with antialiasing, as Pillow resizes."""
+    """Returns images [N, C, H, W] resized to size x size: bilinear with antialiasing, as in Pillow."""
     if size is None or images.shape[2:] == (size, size):
         return images
     return join(
@@ -227,7 +227,7 @@ def resized(images: Tensor, size: int | None) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """One tensor of all parts; each part is let go as soon as it is copied, so empties the list."""
+    """Returns one tensor of all parts; empties the list, so that each part is freed once it is copied."""
     if len(parts) == 1:
         return parts.pop()
     whole = torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The images of many owners as two arrays, so that a hundred thousand users are as quick as ten."""
+"""The images of many owners as two arrays, so that a split with a hundred thousand users is fast."""
 
 import operator
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Hands(Sequence[Index]):
-    """Reads like a list of index arrays, one for each owner; they lie one after another in `flat`."""
+    """A list of index arrays, one for each owner, stored one after another in `flat`."""
 
     flat: Index
     """Every owner's images, the first owner's first."""
     edges: Index
-    """Where each owner's images begin in `flat`, and at last where all end: [owners + 1]."""
+    """The start of each owner's images in `flat`, and the end of the last: [owners + 1]."""
 
     @classmethod
     def of(cls, lists: Sequence[ArrayLike]) -> "Hands":
-        """The same owners: index arrays or masks, or already hands."""
+        """Returns hands from index arrays or masks; hands are returned unchanged."""
         if isinstance(lists, Hands):
             return lists
         arrays = [np.asarray(owned) for owned in lists]
@@ -50,21 +50,21 @@ class Hands(Sequence[Index]):
 
     @property
     def sizes(self) -> Index:
-        """How many images each owner holds."""
+        """The number of images of each owner."""
         return np.diff(self.edges)
 
     @property
     def owners(self) -> Index:
-        """The owner of each place in `flat`."""
+        """The owner of each entry of `flat`."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     def renamed(self, names: Index) -> "Hands":
-        """The same hands, where image i is now called names[i]."""
+        """Returns the same hands with image numbers i replaced by names[i]."""
         return Hands(names[self.flat], self.edges)
 
-    def where(self, kept: NDArray[np.bool_]) -> "Hands":
-        """Each owner's images for which `kept` [images] is true, in the same order."""
-        chosen = kept[self.flat]
+    def where(self, mask: NDArray[np.bool_]) -> "Hands":
+        """Returns each owner's images for which `mask` [images] is true, in the same order."""
+        chosen = mask[self.flat]
         return Hands(self.flat[chosen], np.concatenate([[0], chosen.cumsum()])[self.edges])
 
 
@@ -73,9 +73,9 @@ def _edges(sizes: Index) -> Index:
 
 
 def gather(images: Index, owners: Index, count: int) -> Hands:
-    """Hands of `count` owners from each image's owner, every hand sorted.
+    """Returns the hands of `count` owners from the owner of each image, every hand sorted.
 
-    A pair of owner and image is sorted as one whole number: many times quicker than by two keys.
+    A pair of owner and image is sorted as one whole number, which is many times faster than two keys.
     """
     span = int(images.max(initial=0)) + 1
     pairs = np.sort(owners * span + images)
@@ -83,14 +83,15 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 
 
 def dealt(count: int, users: int) -> Index:
-    """Who gets each of `count` images, dealt one by one like cards: runs of a class are shared evenly."""
+    """Returns the owner of each of `count` images, dealt one by one like cards, so that every class is
+    divided evenly."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     return np.arange(count) % users
 
 
 def handed_out(pools: list[Index], counts: NDArray[np.int64]) -> Hands:
-    """The images themselves, from counts [users, classes] that sum to the pools' sizes."""
+    """Returns the images of each user, from counts [users, classes] whose columns sum to the pools' sizes."""
     users = np.arange(len(counts))
     owners = np.concatenate([np.repeat(users, column) for column in counts.T])
     return gather(np.concatenate(pools), owners, len(counts))

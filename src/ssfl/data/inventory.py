@@ -1,4 +1,4 @@
-"""Who holds what, as split.json tells it."""
+"""The content of split.json: who has how many images of which class, and a fingerprint of the data."""
 
 import hashlib
 from typing import Any
@@ -12,27 +12,27 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
 LISTED = 5000
-"""split.json lists the users one by one up to here: more would be slow to write and to read."""
+"""split.json lists at most so many users one by one: more would be slow to write and to read."""
 PROBED = 4
-"""By how many images an augmentation is known again."""
+"""The number of images by which an augmentation is recognised."""
 
 
-def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[str, Any]:
-    """split.json: who holds how much of what; lists are of the first `listed` users, the rest of all."""
+def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> dict[str, Any]:
+    """Returns the content of split.json; its lists have the first `listed` users, its totals have all."""
     labels = dataset.labels.numpy()
     sizes = Hands.of(parts.users).sizes
-    known = split.class_counts(labels, parts.users)
+    counts = split.class_counts(labels, parts.users)
     described: dict[str, Any] = {
         "classes": list(dataset.classes),
         "users": len(sizes),
         "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
-        "class_totals": known.sum(0).tolist(),
+        "class_totals": counts.sum(0).tolist(),
         "listed": min(len(sizes), LISTED),
         "sizes": sizes[:LISTED].tolist(),
         "server": split.class_counts(labels, [parts.server])[0].tolist(),
-        "user_classes": known[:LISTED].tolist(),
-        "measured_skew": split.skew_of(known) if known.any() else None,
-        "validation": len(held),
+        "user_classes": counts[:LISTED].tolist(),
+        "measured_skew": split.skew_of(counts) if counts.any() else None,
+        "validation": len(validation),
         "test": len(dataset.test_labels),
         "test_classes": np.bincount(dataset.test_labels.numpy(), minlength=len(dataset.classes)).tolist(),
         "fingerprint": fingerprint(dataset),
@@ -49,8 +49,8 @@ def describe_split(dataset: Dataset, parts: split.Parts, held: Index) -> dict[st
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """A checksum of all that a run takes from its data: images, labels, normalisation, given owners and
-    validation images, and what own augmentations make of the first images."""
+    """Returns a checksum of everything that a run takes from its data: images, labels, normalisation, owners
+    and validation images, and the views of the first images by your own augmentations."""
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
         digest.update(tensor.contiguous().numpy().data)

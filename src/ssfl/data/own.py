@@ -203,10 +203,10 @@ class Files:
         """Each user's images, as places in `unlabelled`: one user for each sub-folder, and one for loose
         files beside them; nobody where there are no sub-folders."""
         names = sorted(set(self.homes) - {""})
-        found: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
+        places: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
         for place, home in enumerate(self.homes if names else []):
-            found[home or LOOSE].append(place)
-        return found if names else {}
+            places[home or LOOSE].append(place)
+        return places if names else {}
 
     @property
     def everything(self) -> list[Path]:
@@ -285,11 +285,11 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
     Files that cannot be read are left out with a warning, or refused together (`broken` = "stop").
     """
     files = sort_files(folder, test_fraction)
-    found = decoding.decoded(files.everything, None if size is None else (size, size))
-    files = readable(files, found.broken, broken)
+    decoded = decoding.decoded(files.everything, None if size is None else (size, size))
+    files = readable(files, decoded.broken, broken)
     test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
-    first = len(found.images) - len(test_labels)
-    images, test_images = found.images[:first], found.images[first:]
+    first = len(decoded.images) - len(test_labels)
+    images, test_images = decoded.images[:first], decoded.images[first:]
     return Dataset(
         folder.resolve().name,
         images,
@@ -298,11 +298,11 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
         test_labels,
         tuple(files.train),
         *statistics(images),
-        flip=2 * found.grey <= len(found.images),
-        white=found.white,
-        deep=found.deep > 0,
-        grey=found.grey,
-        broken=len(found.broken),
+        flip=2 * decoded.grey <= len(decoded.images),
+        white=decoded.white,
+        deep=decoded.deep > 0,
+        grey=decoded.grey,
+        broken=len(decoded.broken),
         groups=folds.subjects(_homes(folder, files.train)),
         **owners(files),
     )
@@ -314,7 +314,7 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     if not broken:
         return files
     everything = files.everything
-    line = decoding.told(broken, len(everything))
+    line = decoding.describe_broken(broken, len(everything))
     if policy == "stop":
         raise DataError(f"{line}; replace them, or leave them out with --set data.broken=skip")
     if policy != "silent":
@@ -322,12 +322,15 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
         warnings.warn(line, SsflWarning, stacklevel=4)
     left_out = {everything[number] for number in broken}
 
-    def kept(part: dict[str, list[Path]]) -> dict[str, list[Path]]:
-        return {name: [file for file in some if file not in left_out] for name, some in part.items()}
+    def without_broken(part: dict[str, list[Path]]) -> dict[str, list[Path]]:
+        return {
+            name: [file for file in files_of_class if file not in left_out]
+            for name, files_of_class in part.items()
+        }
 
-    train, test = kept(files.train), kept(files.test)
-    for name, some in train.items():
-        if not some:
+    train, test = without_broken(files.train), without_broken(files.test)
+    for name, files_of_class in train.items():
+        if not files_of_class:
             where = files.train[name][0].parent
             raise DataError(f"{where}: none of its images can be read; replace them or remove the folder")
     if any(files.test.values()) and not any(test.values()):

@@ -1,4 +1,4 @@
-"""Image files and the folders they lie in: each gives arrays, or one line that says what is wrong."""
+"""Readers of image files and of folders with image files; errors are one line that names the file."""
 
 import os
 import warnings
@@ -27,34 +27,35 @@ _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 
 
 def list_folders(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted, without hidden ones."""
+    """Returns the sub-folders of a folder, sorted, without hidden ones."""
     with reading(folder):
         inner = (entry for entry in folder.iterdir() if entry.is_dir())
         return sorted(entry for entry in inner if not entry.name.startswith("."))
 
 
 def list_images(folder: Path, nested: bool = True) -> list[Path]:
-    """The image files in a folder and, if wanted, in those inside it: sorted, none hidden."""
+    """Returns the image files in a folder and, if `nested`, in its sub-folders: sorted, without hidden
+    ones."""
 
     def unreadable(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
+    images: list[Path] = []
     with reading(folder):
         if not folder.is_dir():
-            return found
+            return images
         for place, inner, files in os.walk(folder, onerror=unreadable):
             inner[:] = [name for name in inner if nested and not name.startswith(".")]
-            found += [
+            images += [
                 Path(place) / name
                 for name in files
                 if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
             ]
-    return sorted(found)
+    return sorted(images)
 
 
 def _opened(path: Path) -> "Image.Image":
-    """An image file; what is no plain file, such as a FIFO, would block for ever."""
+    """Opens an image file; raises if it is not a plain file, since a FIFO would block forever."""
     from PIL import Image
 
     require_plain(path)
@@ -63,18 +64,18 @@ def _opened(path: Path) -> "Image.Image":
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Pillow's warnings, which would stand beside the one line on a damaged file. Not for threads:
-    they share these filters, so that whoever starts them is quiet for all."""
+    """Suppress Pillow's warnings, since a damaged file already gets a line of its own. Use this in the main
+    thread only, because all threads share the warning filters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Header(NamedTuple):
-    """What an image file says of itself before its pixels are read."""
+    """The header of an image file, read without its pixels."""
 
     width: int
-    """Upright, as `height`."""
+    """Of the upright image, as is `height`."""
     height: int
     grey: bool
     """Whether it is stored without colours."""
@@ -83,7 +84,7 @@ class Header(NamedTuple):
 
 
 def header(path: Path) -> Header:
-    """Width and height of an image file, upright, and how it is stored."""
+    """Returns the width and height of the upright image, and how it is stored."""
     with reading(path), _opened(path) as image:
         width, height = image.size
         turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
@@ -92,25 +93,25 @@ def header(path: Path) -> Header:
 
 
 def largest(path: Path) -> int:
-    """The largest value of an image file of more than 8 bits, or 0."""
+    """Returns the largest value of an image file of more than 8 bits, or 0 for other files."""
     with reading(path), _opened(path) as image:
         return int(_deep(image).max()) if image.mode.startswith("I") else 0
 
 
 def white_of(largest: int) -> int:
-    """The largest number of as many bits as the largest value of all images has: scans of 12 bits are often
-    saved in 16."""
+    """Returns the largest number with as many bits as the largest value of all images has, because scans of
+    12 bits are often saved in 16."""
     return (1 << max(largest.bit_length(), 8)) - 1 if largest else WHITE
 
 
 def _deep(image: "Image.Image") -> np.ndarray:
-    """The values of an image of more than 8 bits."""
+    """Returns the values of an image of more than 8 bits."""
     return np.asarray(image).astype(np.int64).clip(0, WHITE)
 
 
 def grey_pixels(pixels: np.ndarray) -> bool:
-    """Whether an image [C, H, W] shows no colours, however it is stored: scans are often saved as RGB. Noise
-    of compression and a small coloured mark do not count."""
+    """Whether an image [C, H, W] shows no colours, however it is stored: scans are often saved as RGB.
+    Compression noise and a small coloured mark are ignored."""
     if len(pixels) == 1:
         return True
     apart = pixels.max(0).astype(np.int16) - pixels.min(0)
@@ -118,9 +119,9 @@ def grey_pixels(pixels: np.ndarray) -> bool:
 
 
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
-    """An image file, upright, as uint8 [channels, height, width], resized if a size is given.
+    """Returns an image file, upright, as uint8 [channels, height, width], resized if `size` is not None.
 
-    What is transparent becomes white; more than 8 bits become 8, where `white` becomes 255.
+    Transparent pixels become white. Files of more than 8 bits are reduced to 8, and `white` becomes 255.
     """
     from PIL import Image, ImageOps
 

@@ -37,27 +37,38 @@ def load(
     test_fraction: float = 0.2,
     broken: str = "skip",
 ) -> Dataset:
-    """A dataset by its name (official files under `root`), or from an .npz file or image folder.
+    """Returns a dataset by its name (official files under `root`), or from an .npz file or image folder.
 
-    `size` resizes all images to size x size. `test_fraction` matters only for folders that have no test
-    images of their own; where it is 0, nothing is held out of these. `broken` ("skip" or "stop") matters only
-    for folders with files that cannot be read.
+    `size` resizes all images to size x size. `test_fraction` is used only for folders without test images of
+    their own; if it is 0, no images are held out. `broken` ("skip" or "stop") is used only for folders with
+    files that cannot be read.
     """
     if (name is None) == (path is None):
         raise DataError(
-            "give either data.name or data.path, not both"
+            "set either data.name or data.path, not both"
             if name is not None
             else "no data; set data.name to a dataset or data.path to an .npz file or image folder"
         )
     if size is not None and not SMALLEST <= size <= LARGEST:
-        raise DataError(f"data.size is {size}; it must lie between {SMALLEST} and {LARGEST}")
+        raise DataError(
+            f"data.size = {size}: it must be between {SMALLEST} and {LARGEST}", key="data.size", value=size
+        )
     if not 0 <= test_fraction < 1:
-        raise DataError(f"data.test_fraction is {test_fraction}; it must lie between 0 and 1")
+        raise DataError(
+            f"data.test_fraction = {test_fraction}: it must be at least 0 and below 1",
+            key="data.test_fraction",
+            value=test_fraction,
+        )
     if name is not None:
         if name not in NAMED:
             close = difflib.get_close_matches(name.lower(), NAMED, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise DataError(f"data.name: no dataset is called {name}, only {', '.join(NAMED)}{hint}")
+            raise DataError(
+                f"data.name = {name!r}: there is no such dataset, only {', '.join(NAMED)}{hint}",
+                key="data.name",
+                value=name,
+                fix=f"data.name={close[0]}" if close else None,
+            )
         return checked(NAMED[name](Path(root), download, size), name)
     source = Path(path or "")
     with reading(source):
@@ -73,20 +84,20 @@ def load(
 
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The image files among paths, where a folder stands for the images in it."""
-    found: list[Path] = []
+    """Returns the image files of paths; a folder means all images in it."""
+    files: list[Path] = []
     for path in map(Path, paths):
         inside = pictures.list_images(path) if path.is_dir() else [path]
         if not inside:
-            raise DataError(f"{path}: holds no images")
-        found += inside
-    return found
+            raise DataError(f"{path}: holds no images; name image files, or a folder with images")
+        files += inside
+    return files
 
 
 def read_image_files(
     paths: Iterable[str | Path], channels: int, height: int, width: int, white: int = WHITE
 ) -> Tensor:
-    """Image files as uint8 [N, channels, height, width]: grey or RGB, resized if needed."""
+    """Returns image files as uint8 [N, channels, height, width]: grey or RGB, resized if needed."""
     images = [pictures.decode(Path(path), channels, (height, width), white) for path in paths]
     if not images:
         return torch.empty((0, channels, height, width), dtype=torch.uint8)
@@ -97,9 +108,9 @@ def read_image_files(
 
 
 def _load_digits(root: Path, download: bool, size: int | None) -> Dataset:
-    """The 1,797 handwritten digits of 8x8 pixels that come with scikit-learn.
+    """Returns the 1,797 handwritten digits of 8x8 pixels that come with scikit-learn.
 
-    The test images are 36 of each class, evenly spaced over its images: the same ones always.
+    The test images are 36 of each class, evenly spaced over its images, and always the same.
     """
     from sklearn.datasets import load_digits
 
@@ -222,8 +233,8 @@ def _wanted(name: str) -> tuple[str, ...]:
     return OFFICIAL[name].members + OFFICIAL[name].extras
 
 
-def _need_all(name: str, source: Path, found: Iterable[str]) -> None:
-    missing = sorted(set(OFFICIAL[name].members).difference(found))
+def _need_all(name: str, source: Path, read: Iterable[str]) -> None:
+    missing = sorted(set(OFFICIAL[name].members).difference(read))
     if missing:
         raise DataError(
             f"{source}: {missing[0]} is missing from it; replace it with a fresh copy of "

@@ -1,6 +1,6 @@
-"""Who gets what: the paper's skew R and other schemes; index arrays in, index arrays out.
+"""Splits of images among a server and users: the paper's skew R and other schemes.
 
-No image is lost and none is owned twice. Which image goes where is a function of the seed alone.
+Functions take and return index arrays. Every image has exactly one owner, which depends only on the seed.
 """
 
 import math
@@ -24,17 +24,18 @@ class Parts:
     server: Index
     """Labelled images of the server (D_s)."""
     users: Sequence[Index]
-    """Unlabelled images of each user (D_k): `users[k]` is an array, whatever holds them all."""
+    """Unlabelled images of each user (D_k): `users[k]` is an array."""
     labelled: Sequence[Index] | None = None
-    """Labelled images of each user, where users have labels."""
+    """Labelled images of each user, if users have labels."""
 
 
 def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """The paper's assignment for a given non-iidness R (Appendix A.2), for any K and any classes.
+    """Returns the paper's split for a skew R (Appendix A.2), for any number of users K and any classes.
 
-    A user whose main classes are J gets  R · n_i · [i in J] + (1 - R) · n_i · sum of q_j over J  of
-    class i, shared equally by the users of the same main class. Counts are rounded so that every
-    image has one owner and each user's count of each class, and of all, is within one of that.
+    A user whose main classes are J gets  R · n_i · [i in J] + (1 - R) · n_i · sum of q_j over J  images of
+    class i, shared equally among the users with the same main class. Here n_i is the number of images of
+    class i, and q_j is the share of class j in all images. Counts are rounded so that every image has one
+    owner, and every count is within one of its exact value.
     """
     if not 0 <= skew <= 1:
         raise ConfigError(
@@ -61,7 +62,7 @@ def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, s
 
 
 def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Every class dealt evenly to all users: each holds each class, and all, to within one image."""
+    """Returns an even split: the users' counts of each class, and of all images, differ by at most one."""
     server, pools = _take_server(labels, server_labels, seed)
     images = np.concatenate(pools)
     return Parts(server, gather(images, dealt(len(images), users), users))
@@ -75,15 +76,14 @@ def dirichlet(
     seed: int = 2019,
     capped: bool = False,
 ) -> Parts:
-    """Each class is shared out by proportions drawn from Dirichlet(alpha); small alpha, large skew.
+    """Returns a split of each class by proportions from Dirichlet(alpha); a small alpha means a large skew.
 
-    With `capped`, users that have their fair share of the images already get none of the classes that follow,
-    as in SemiFL's code: users' numbers of images then differ less.
+    With `capped`, users that already have their fair share of the images get none of the following classes,
+    as in SemiFL's code. The users' numbers of images then differ less.
 
-    Drawn again, up to a hundred times, while a user would be left with fewer than ten images (or
-    than half its fair share, where that is less), and then a hundred times while one has none. Where
-    many fall short at once no other draw will do: after a thousand users with few images, or fifty with
-    none, it is not tried again.
+    The proportions are drawn again, up to a hundred times, while a user has fewer than ten images (or than
+    half its fair share, if that is less), and then up to a hundred times while a user has none. If more than
+    a thousand users have too few, or more than fifty have none, another draw would not help, so it stops.
     """
     if not alpha > 0:
         raise ConfigError(
@@ -112,7 +112,8 @@ def dirichlet(
 
 
 def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """How many images of each class [users, classes] users get, class by class, until they have enough."""
+    """Returns the number of images [users, classes], dealt class by class until users have their fair
+    share."""
     fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
     columns = []
     for number, size in enumerate(sizes):
@@ -126,7 +127,7 @@ def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def shards(
     labels: ArrayLike, users: int, classes_per_user: int, server_labels: int = 0, seed: int = 2019
 ) -> Parts:
-    """Every user holds images of exactly `classes_per_user` classes; a class's holders share evenly."""
+    """Returns a split in which every user has exactly `classes_per_user` classes, each divided evenly."""
     server, pools = _take_server(labels, server_labels, seed)
     classes = len(pools)
     if not 1 <= classes_per_user <= classes:
@@ -148,10 +149,11 @@ def shards(
 
 
 def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float64]:
-    """Who holds which classes, [users, classes]: user after user takes the least held, ties in random order.
+    """Returns which user has which classes, [users, classes]: each user in turn takes the classes that the
+    fewest users have, with ties in random order.
 
-    After every `turn` users all classes are held equally often, so that turns do not depend on each
-    other: the first users of all turns choose together, then the second ones, and so on.
+    After every `turn` users all classes are taken equally often, so turns do not depend on each other. So the
+    first users of all turns choose at once, then the second ones, and so on.
     """
     turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
@@ -176,10 +178,10 @@ def mixture(
     server_labels: int = 0,
     seed: int = 2019,
 ) -> Parts:
-    """Given mixtures of classes: user u takes the mixture u mod their number.
+    """Returns a split by given mixtures of classes: user u takes the mixture u modulo their number.
 
-    Each class is shared out in proportion to its weights in the users' mixtures, so nothing is lost;
-    users hold exactly their mixture when every class has the same total weight and size.
+    Each class is divided in proportion to its weights in the users' mixtures, so that no image is lost. Users
+    get exactly their mixture if every class has the same total weight and size.
     """
     server, pools = _take_server(labels, server_labels, seed)
     table = np.asarray(mixtures, float)
@@ -206,14 +208,14 @@ def mixture(
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Definition 2: the mean total variation distance between two users' class distributions."""
+    """Returns the skew R of Definition 2: the mean total variation distance between two users' classes."""
     return skew_of(class_counts(labels, users))
 
 
 def skew_of(counts: NDArray[np.int64]) -> float:
-    """Definition 2 from class counts [users, classes]; users without known labels are left out.
+    """Returns the skew of Definition 2 from class counts [users, classes], without users of unknown labels.
 
-    By sorting each class's shares, in O(d · K · log K) instead of over all pairs.
+    It sorts the shares of each class, in O(d · K · log K), instead of visiting all pairs of users.
     """
     known = counts[counts.sum(1) > 0]
     count = len(known)
@@ -226,7 +228,7 @@ def skew_of(counts: NDArray[np.int64]) -> float:
 
 
 def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.int64]:
-    """How many images of each class each owner holds: [owners, classes]; unknown labels left out."""
+    """Returns how many images of each class each owner has: [owners, classes], without unknown labels."""
     known = _labels(labels)
     classes = int(known.max(initial=0)) + 1
     hands = Hands.of(owners)
@@ -236,7 +238,7 @@ def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.i
 
 
 def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
-    """A stratified part of the labelled images for validation, and the rest, both sorted."""
+    """Returns a stratified part of the labelled images, for validation, and all other images, both sorted."""
     known = _labels(labels)
     held = np.zeros(len(known), bool)
     for pool in _pools(known, seed) if fraction else []:
@@ -245,7 +247,7 @@ def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Inde
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
-    """The same owners, with labels on `count` of the users' images, uniform over the classes."""
+    """Returns the same owners with labels on `count` of the users' images, uniform over the classes."""
     known, users = _labels(labels), Hands.of(parts.users)
     owned = np.sort(users.flat)
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
@@ -255,7 +257,7 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
 
 
 def share(parts: Parts) -> Parts:
-    """Every user gets the server's images besides its own."""
+    """Returns owners in which every user has the server's images besides its own."""
     users = Hands.of(parts.users)
     count = len(users)
     images = np.concatenate([users.flat, np.tile(parts.server, count)])
@@ -264,35 +266,35 @@ def share(parts: Parts) -> Parts:
 
 
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
-    """Images without labels dealt evenly to the users, on top of what they have."""
+    """Returns owners in which images without labels are divided evenly among the users, besides their own."""
     users = Hands.of(parts.users)
-    more = _shuffled(images, seed, 0)
-    owners = np.concatenate([users.owners, dealt(len(more), len(users))])
-    return Parts(parts.server, gather(np.concatenate([users.flat, more]), owners, len(users)))
+    shuffled = _shuffled(images, seed, 0)
+    owners = np.concatenate([users.owners, dealt(len(shuffled), len(users))])
+    return Parts(parts.server, gather(np.concatenate([users.flat, shuffled]), owners, len(users)))
 
 
 def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
-    """`count` images uniform over the classes, and each class's remaining images, shuffled."""
+    """Returns `count` images, uniform over the classes, and the remaining images of each class, shuffled."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)
-    share, more = divmod(count, len(pools))
+    share, remainder = divmod(count, len(pools))
     most = len(pools) * min(map(len, pools))
     taken: list[Index] = []
     for label, pool in enumerate(pools):
-        wanted = share + (label < more)
-        if wanted > len(pool):
+        needed = share + (label < remainder)
+        if needed > len(pool):
             raise ConfigError(
-                f"{key} = {count} asks for {wanted} images of class {label}, which has {len(pool)}: "
+                f"{key} = {count} asks for {needed} images of class {label}, which has {len(pool)}: "
                 f"lower it to at most {most}",
                 key=key,
                 value=count,
                 fix=f"{key}={most}",
             )
-        taken.append(pool[:wanted])
-        pools[label] = pool[wanted:]
+        taken.append(pool[:needed])
+        pools[label] = pool[needed:]
     return np.sort(np.concatenate(taken)), pools
 
 
@@ -301,7 +303,7 @@ def _labels(labels: ArrayLike) -> NDArray[np.int64]:
 
 
 def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
-    """The images of each class in a random order; images without a label are in none."""
+    """Returns the images of each class in a random order, without images that have no label."""
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
         raise ConfigError("nothing to split: no image has a label")
@@ -312,6 +314,6 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """The same indices in the order of their hashes, of which no two are equal."""
+    """Returns the same indices in the order of their hashes, no two of which are equal."""
     base = torch.tensor(draws.key(seed, "split", part))
     return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]

@@ -30,8 +30,19 @@ from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.federation import METRICS, Named, State
-from ssfl.runs import assemble, checkpoints, doubts, folder, roster, surroundings, train
+from ssfl.runs import (
+    assemble,
+    checkpoints,
+    doubts,
+    folder,
+    resolve,
+    roster,
+    round_loop,
+    surroundings,
+    train,
+)  # fmt: skip
 from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.result import Result
 from ssfl.simulate.gate import STRIKES
 from ssfl.simulate.rounds import Round
 from ssfl.simulate.simulation import Simulation
@@ -131,13 +142,13 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     """The centre's half of the federation, and the terms for the sites."""
     wire.check(config)
     given = config
-    dataset = replace(assemble.load_data(config), users=None, names=(), loose=0)  # users are the sites
+    dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # users are the sites
     if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
         raise ConfigError(
             f"{config.data.name}: weak and strong cannot be sent to sites: leave them out of ssfl.Data"
         )
     labels = dataset.labels.numpy()
-    held, kept = assemble.set_aside(config, dataset)
+    held, kept = resolve.set_aside(config, dataset)
     if dataset.server is not None:
         kept = np.intersect1d(kept, dataset.server)
     server = kept[labels[kept] >= 0]
@@ -146,7 +157,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     config = replace(config, federation=replace(config.federation, gate=gate))
     rounds = config.run.eval_every or 1, config.run.checkpoint_every or 1
     config = replace(config, run=replace(config.run, eval_every=rounds[0], checkpoint_every=rounds[1]))
-    config = assemble.resolve(config, dataset)
+    config = resolve.resolve(config, dataset)
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
     doubts.warn(given, config, dataset, parts, held)
     run = replace(config.run, engine="loop", users_at_once=1)
@@ -181,7 +192,7 @@ class Place:
     """Whether sites get the final model."""
 
 
-def serve(config: Config | None, path: Path, place: Place, again: bool, view: View) -> train.Result:
+def serve(config: Config | None, path: Path, place: Place, again: bool, view: View) -> Result:
     """Play the rounds with the sites, into a new run folder, or into one that was stopped."""
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
@@ -266,11 +277,11 @@ def opened(
 
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: View
-) -> train.Result:
+) -> Result:
     """All rounds, or what is left of them, with the sites of a fleet; then they are told the end."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
-    now = train.conditions(sim)
+    now = round_loop.conditions(sim)
     if start is None:
         start = Checkpoint(centre.initial(), {}, now)
     start = replace(start, state=roster.grown(start.state, sim.config.split.users))
@@ -279,7 +290,7 @@ def conduct(
     if changed:
         view.tell(f"warning: {changed}: numbers may differ from here on")
     view.watch(fleet, sim.rounds)
-    command = train.again(sim.config, path)
+    command = round_loop.again(sim.config, path)
     folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:
@@ -288,14 +299,14 @@ def conduct(
         except RunError as error:
             raise RunError(f"{error}; then go on with `{command}`") from error
         folder.write_split(path, _described(sim) | _shares(fleet))  # names, and what is known of sizes
-        result = train.rounds(centre, path, start, view.report)
+        result = round_loop.play(centre, path, start, view.report)
     finally:
         with suppress(RunError):  # a full disk may be what ended it, and that is told
             last = max((event["round"] for event in folder.read_events(path)), default=0)
             for event in centre.refusals(last):
                 folder.append_event(path, event)
             folder.write_split(path, _described(sim) | _shares(fleet))
-    why = f"all {sim.rounds} rounds are played; {result.told}"
+    why = f"all {sim.rounds} rounds are played; {result.score_text}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")
         del card["data"]  # where the centre keeps its images is its own affair

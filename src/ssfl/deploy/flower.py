@@ -70,4 +70,4 @@ def main(grid: Grid, context: Context) -> None:
         times = float(told["deadline"]), float(told["patience"])
         fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
         result = centre.conduct(sim, terms, fleet, path, again, bool(told.get("share-model")), view)
-    view.tell(f"{result.told}  in {path}")
+    view.tell(f"{result.score_text}  in {path}")

@@ -30,7 +30,7 @@ class Files(list[Path]):
         """The files decoded, scaled to the centre's size."""
         found = decoding.decoded(self, shape[1:], shape[0], white)
         if found.broken:  # they were whole when this site joined
-            raise DataError(decoding.told(found.broken, len(self)))
+            raise DataError(decoding.describe_broken(found.broken, len(self)))
         if found.cut:
             tell(
                 f"{found.cut:,} of {len(self):,} images have values above {white:,}, the largest that the "

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssfl.core.events import Event
-from ssfl.runs.progress import accuracy
+from ssfl.runs.display import accuracy
 from ssfl.runs.text import printable
 from ssfl.simulate import privacy
 

@@ -1,7 +1,7 @@
-"""What the paper's figures are made of: the results they take, lines, titles, files.
+"""The parts of the paper's figures: the choice of results, lines, titles, files.
 
-Gradient diversity is drawn twice: Definition 1, and what the authors' scripts print (n·Δ within each group,
-which larger groups make larger).
+Gradient diversity is drawn twice: as in Definition 1, and as the authors' scripts print it (n·Δ within each
+group, which grows with the size of the group).
 """
 
 from collections import Counter
@@ -26,47 +26,47 @@ GIVEN_L2 = "gradient_l2_squared"
 
 @dataclass(frozen=True)
 class Line:
-    """The seeds of a run, which are drawn as one."""
+    """The seeds of a run, which are drawn as one line."""
 
     run: Run
-    """What was trained: with `recommended` not the row's own run."""
-    found: list[Result]
+    """The run that was trained, which differs from the row's own run with fidelity `recommended`."""
+    results: list[Result]
     place: int
     """Its colour and style, the same in every panel."""
 
     changes: tuple[str, ...] = ()
-    """The `--set`s that made it another experiment."""
+    """The settings changed with `--set`, which make it another experiment."""
 
     @property
     def name(self) -> str:
-        """The method, as the paper calls it, and what was changed."""
+        """The method's name in the paper, and the changed settings."""
         return self.named(NAMES[self.run.method])
 
     def named(self, name: str) -> str:
-        """A name of another kind, and what was changed."""
+        """Returns another name with the changed settings."""
         return ", ".join([name, *(change.partition(".")[2] for change in self.changes)])
 
 
 class Drawing:
-    """Chooses the results of one fidelity, data and scale, and notes which runs are missing."""
+    """Chooses the results of one fidelity, data and scale, and records which runs are missing."""
 
     def __init__(self, results: Sequence[Result], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
-        kept = (one for one in results if one.fidelity == fidelity and (with_changes or not one.changes))
-        self.results = [one for one in kept if one.accuracy is not None]
+        chosen = (one for one in results if one.fidelity == fidelity and (with_changes or not one.changes))
+        self.results = [one for one in chosen if one.accuracy is not None]
         self.fidelity = fidelity
         self.missing: list[str] = []
         self.used: list[Result] = []
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[Run]) -> list[Run]:
-        """What is trained for some runs in this fidelity, each once."""
+        """Returns the runs that are trained for these runs with this fidelity, each once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(self, runs: Iterable[Run], by: Callable[[Run], Hashable] = lambda run: run.method) -> list[Line]:
-        """The seeds of runs that are compared, all of one scale and data: that of most of them, then the
-        largest scale. Runs without any are left out; what differs in `by` has a place of its own, and so
-        have changed runs, which come last."""
+        """Returns the lines of runs that are compared, all of one scale and data: those of most runs, then
+        the largest scale. Runs without results are left out. Runs that differ in `by`, and changed runs,
+        which come last, have their own colour and style."""
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
         mine = [one for one in self.results if one.name in names]
@@ -80,35 +80,38 @@ class Drawing:
         for changes in sorted({(), *(one.changes for one in mine)}):
             for run in wanted:
                 seeds = {one.seed: one for one in mine if (one.name, one.changes) == (run.name, changes)}
-                found = list(seeds.values())  # one that lies in two places is one
-                if found or not changes:
+                results = list(seeds.values())  # a result that is in two folders counts once
+                if results or not changes:
                     place = self.places.setdefault((by(run), changes), len(self.places))
-                if found:
-                    lines.append(Line(run, found, place, changes))
+                if results:
+                    lines.append(Line(run, results, place, changes))
                 elif not changes:
                     self.missing.append(run.name)
         self.used += mine
         return lines
 
     def line(self, axis: Any, label: str, number: int, points: Points, style: str = "") -> None:
-        """A line through the seeds' means, a band from the least to the most."""
+        """Draws the mean over the seeds, with a band from the smallest to the largest value."""
         if not points:
             return
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        few = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
+        markers = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
         colour, style = f"C{number % 10}", style or STYLES[number % len(STYLES)]  # the same in every panel
-        axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **few)
+        axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **markers)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
             axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
-        """Write both files; how the runs were made stands under the title."""
+        """Write both files, with the data, fidelity, scale and seeds under the title."""
         if not self.used:
             raise RunError(
-                f"no finished run for figure {name} with fidelity {self.fidelity}: it needs "
-                f"{', '.join(self.missing[:3])}{' ...' if len(self.missing) > 3 else ''}; see `ssfl paper ls`"
+                f"there is no finished run for figure {name} with fidelity {self.fidelity}: it needs "
+                f"{', '.join(self.missing[:3])}{' ...' if len(self.missing) > 3 else ''}; see `ssfl paper "
+                "ls`",
+                key="figure",
+                value=name,
             )
         data = ", ".join(sorted({one.data for one in self.used}))
         names = {one.name for one in self.used}
@@ -116,47 +119,47 @@ class Drawing:
         each = {(one.name, one.changes, one.seed) for one in self.used}
         seeds = sorted(set(Counter(one[:2] for one in each).values()))
         many = " or ".join(map(str, seeds)) + (" seeds" if seeds[-1] > 1 else " seed")
-        made = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
+        caption = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
         if self.missing:
-            made += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
-        figure.suptitle(f"{title}\n{made}", fontsize=10)
+            caption += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
+        figure.suptitle(f"{title}\n{caption}", fontsize=10)
         return written(self.plt, figure, out, name)
 
 
-def accuracy(found: Sequence[Result]) -> Points:
-    """Test accuracy over epochs, percent."""
-    return _over(found, "curve", lambda point: 100 * point["accuracy"])
+def accuracy(results: Sequence[Result]) -> Points:
+    """Returns the test accuracy over epochs, in percent."""
+    return _over(results, "curve", lambda point: 100 * point["accuracy"])
 
 
-def percents(found: Sequence[Result]) -> list[float]:
-    """The seeds' final accuracies."""
-    return [100 * (one.accuracy or 0) for one in found]
+def percents(results: Sequence[Result]) -> list[float]:
+    """Returns the final accuracy of each seed, in percent."""
+    return [100 * (one.accuracy or 0) for one in results]
 
 
-def beside(found: Sequence[Result], key: str) -> Points:
-    """What the rounds' events told at the evaluations, such as the mask rate."""
-    return _over(found, "curve", lambda point: point.get(f"round_{key}"))
+def beside(results: Sequence[Result], key: str) -> Points:
+    """Returns a field of the "round" events at the evaluations, such as the mask rate, over epochs."""
+    return _over(results, "curve", lambda point: point.get(f"round_{key}"))
 
 
-def diversity(found: Sequence[Result], measure: str, variant: str = GIVEN_L2) -> Points:
-    """A measure of gradient diversity over epochs."""
-    return _over(found, "diversity", lambda point: point.get(variant, {}).get(measure))
+def diversity(results: Sequence[Result], measure: str, variant: str = GIVEN_L2) -> Points:
+    """Returns a measure of gradient diversity over epochs."""
+    return _over(results, "diversity", lambda point: point.get(variant, {}).get(measure))
 
 
-def _over(found: Sequence[Result], kind: str, value: Callable[[dict[str, Any]], float | None]) -> Points:
+def _over(results: Sequence[Result], kind: str, value: Callable[[dict[str, Any]], float | None]) -> Points:
     points: Points = {}
-    for one in found:
+    for one in results:
         federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]
         images = federation["period"] * train["batch_size"] / federation["epoch_images"]
         for point in one.whole[kind]:
-            told = value(point)
-            if told is not None:
-                points.setdefault(round(point["round"] * images, 6), []).append(told)
+            number = value(point)
+            if number is not None:
+                points.setdefault(round(point["round"] * images, 6), []).append(number)
     return points
 
 
 def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
-    """The figure as PNG and SVG."""
+    """Write the figure as PNG and SVG, and return the files."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
@@ -166,7 +169,7 @@ def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
 
 
 def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
-    """Grids, the epochs below, and a word where nothing was drawn."""
+    """Add grids and the label of the epochs, and mark empty panels."""
     for axis in axes:
         axis.grid(alpha=0.3)
         if epochs and axis.get_subplotspec().is_last_row():
@@ -176,10 +179,12 @@ def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """One legend below all panels, each name once."""
-    told: dict[str, Any] = {}
+    """Add one legend below all panels, with each name once."""
+    handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            told.setdefault(label, handle)
-    if told:
-        figure.legend(told.values(), told, loc="outside lower center", ncols=min(len(told), 5), fontsize=8)
+            handles.setdefault(label, handle)
+    if handles:
+        figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 5), fontsize=8
+        )

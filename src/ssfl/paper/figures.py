@@ -34,11 +34,13 @@ COUNTS = {4: "four", 5: "five"}
 def draw(
     name: str, results: Sequence[Result], out: Path, fidelity: str = "paper", with_changes: bool = False
 ) -> list[Path]:
-    """A figure by its number in the paper; a letter alone is every figure of that appendix. Runs with
-    `--set` are left out, or lines of their own."""
+    """Draws a figure by its number in the paper; a letter means every figure of that appendix. Runs changed
+    with `--set` are left out, or drawn as additional lines."""
     wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
     if not wanted:
-        raise ConfigError(f"there is no figure {name!r} to draw: choose from {', '.join(FIGURES)}, lr")
+        raise ConfigError(
+            f"there is no figure {name!r}: use one of {', '.join(FIGURES)}, lr", key="figure", value=name
+        )
     return [path for one in wanted for path in FIGURES[one](Drawing(results, fidelity, with_changes), out)]
 
 
@@ -51,7 +53,7 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
     figure, axes = drawing.plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     for axis, skew in zip(axes, (0.0, 0.4), strict=True):
         for line in (line for line in lines if line.run.skew == skew):
-            height = statistics.mean(percents(line.found))
+            height = statistics.mean(percents(line.results))
             axis.bar_label(
                 axis.bar(line.place, height, width=0.7, color=f"C{line.place}"), fmt="%.1f", fontsize=8
             )
@@ -68,9 +70,9 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 4), sharex=True, layout="constrained")
         for line in drawing.of(run for run in rows.METHODS.runs if run.skew == skew):
-            drawing.line(axes[0], line.name, line.place, accuracy(line.found))
+            drawing.line(axes[0], line.name, line.place, accuracy(line.results))
             for axis, measure in zip(axes[1:], MEASURES, strict=True):
-                drawing.line(axis, line.name, line.place, diversity(line.found, measure))
+                drawing.line(axis, line.name, line.place, diversity(line.results, measure))
         axes[0].set_ylabel("test accuracy, %")
         for axis, label in zip(axes[1:], MEASURES.values(), strict=True):
             axis.set(ylabel=label, yscale="log")
@@ -95,11 +97,11 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
     hollow = ""
     for axis, (label, numbers, factor) in zip(axes, panels, strict=True):
         for number, place in [(n, place) for n in numbers for place in {line.place: n for line in lines[n]}]:
-            first, *more = (line for line in lines[number] if line.place == place)
-            one, name = first.found[0], TITLES[first.run.data]
+            first, *others = (line for line in lines[number] if line.place == place)
+            one, name = first.results[0], TITLES[first.run.data]
             name += ", on digits" if one.data == "digits" else ""
             name += f", scale {one.scale:g}" if len(scales) > 1 else ""
-            points = {factor(line.run): percents(line.found) for line in (first, *more)}
+            points = {factor(line.run): percents(line.results) for line in (first, *others)}
             drawing.line(axis, first.named(name), place, points)
             wanted = drawing.wanted(rows.row(str(number)).runs)
             printed = [(factor(run), run.published) for run in wanted if run.published is not None]
@@ -133,9 +135,9 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
     figure, axes = _by_participants(drawing)
     for line, column in _columns(drawing, axes):
         for axis, measure in zip(column[1:3], MEASURES, strict=True):
-            drawing.line(axis, line.name, line.place, diversity(line.found, measure))
-        drawing.line(column[3], line.name, line.place, beside(line.found, "mask_rate"))
-        drawing.line(column[4], line.name, line.place, beside(line.found, "pseudo_accuracy"))
+            drawing.line(axis, line.name, line.place, diversity(line.results, measure))
+        drawing.line(column[3], line.name, line.place, beside(line.results, "mask_rate"))
+        drawing.line(column[4], line.name, line.place, beside(line.results, "pseudo_accuracy"))
     for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
         axis.set(ylabel=label, yscale="log")
     axes[3, 0].set_ylabel("images with a\npseudo-label")
@@ -159,7 +161,7 @@ def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Lin
     """Every line of row 16 with the panels of its C, its convergence drawn."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
-        drawing.line(column[0], line.name, line.place, accuracy(line.found), style)
+        drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
         yield line, column
 
 
@@ -178,7 +180,7 @@ def _lines(
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
         lines = drawing.of(wanted, by=lambda run: run)
         for line in lines:
-            drawing.line(axis, line.named(label(line.run)), line.place, accuracy(line.found))
+            drawing.line(axis, line.named(label(line.run)), line.place, accuracy(line.results))
         axis.set_ylabel("test accuracy, %")
         finish(figure, [axis])
         legend(figure, [axis])
@@ -198,7 +200,7 @@ def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], li
         for line, column in _columns(drawing, axes, STYLES[0]):
             for axis, (power, server) in zip(column[1:], shown, strict=True):
                 for measure, style in zip(MEASURES, STYLES, strict=False):
-                    points = diversity(line.found, measure, f"{kind}_{norm}{power}{server}")
+                    points = diversity(line.results, measure, f"{kind}_{norm}{power}{server}")
                     drawing.line(axis, line.name, line.place, points, style)
         for axis, (power, server) in zip(axes[1:, 0], shown, strict=True):
             label = f"{norm}{' squared' if power else ''}\nusers{' and server' if server else ''}"

@@ -1,4 +1,4 @@
-"""What a finished run leaves for tables and figures: one JSON file, and those files read back."""
+"""The result.json files of finished runs, which tables and figures read."""
 
 import json
 import statistics
@@ -19,21 +19,21 @@ _BESIDE = ("lr", "loss", "server_loss", "mask_rate", "pseudo_accuracy", "update_
 
 @dataclass(frozen=True)
 class Result:
-    """One finished run of the paper's."""
+    """One finished run of an experiment of the paper."""
 
     name: str
     """The run's name, as in `rows.py`."""
     data: str
-    """The images it was trained on: the row's data set or what was taken instead."""
+    """The images it was trained on: the row's data set or another."""
     fidelity: str
     scale: float
     seed: int
     accuracy: float | None
-    """None where training broke down."""
+    """None if training diverged."""
     changes: tuple[str, ...]
-    """Further settings, other than the row's."""
+    """Settings that differ from the row's."""
     whole: dict[str, Any]
-    """Everything that was written down: config, curve, diversity, seconds, device, commit."""
+    """The whole file: config, curve, diversity, seconds, device, commit."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,24 @@ class Mean:
     """Several seeds of the same run."""
 
     accuracy: float | None
-    """None where every seed broke down."""
+    """None if every seed diverged."""
     deviation: float | None
     seeds: int
     diverged: int
-    """How many of the seeds broke down."""
+    """How many of the seeds diverged."""
     scale: float
     data: str
     fidelity: str
     changes: tuple[str, ...]
 
 
-def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
-    """Sum up a run folder that is finished, or diverged; `told` says how it was asked for."""
+def write(path: Path, run: Run, origin: dict[str, Any]) -> Path:
+    """Write result.json of a run that is finished or has diverged; `origin` has its command and options."""
     summary = folder.read_summary(path) or {}
-    if not summary and "diverged" not in told:
-        raise RunError(f"{path} is not finished: go on with `{folder.again(path)}`")
+    if not summary and "diverged" not in origin:
+        raise RunError(
+            f"{path} is not finished: continue with `{folder.again(path)}`", fix=folder.again(path)
+        )
     config = as_dict(folder.read_config(path))
     config["data"].pop("root")
     if config["data"]["path"]:
@@ -68,14 +70,24 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
         point = {"round": event["round"]} | {key: event[key] for key in _CURVE if key in event}
         beside = rounds.get(event["round"], {})
         curve.append(point | {f"round_{key}": beside[key] for key in _BESIDE if key in beside})
-    kept = ("accuracy", "loss", "rounds", "seconds", "device", "precision", "engine", "commit", "versions")
+    summary_keys = (
+        "accuracy",
+        "loss",
+        "rounds",
+        "seconds",
+        "device",
+        "precision",
+        "engine",
+        "commit",
+        "versions",
+    )
     evaluating = sum(event.get("seconds", 0.0) for event in events if event["event"] == "eval")
     whole = {
         "run": run.name,
-        **told,
+        **origin,
         "published": run.published,
         "data": summary.get("data") or Path(config["data"]["path"] or config["data"]["name"]).stem,
-        **{key: summary.get(key) for key in kept},
+        **{key: summary.get(key) for key in summary_keys},
         "evaluation_seconds": evaluating,
         "curve": curve,
         "diversity": [event for event in events if event["event"] == "diversity"],
@@ -87,7 +99,7 @@ def write(path: Path, run: Run, told: dict[str, Any]) -> Path:
 
 
 def _compact(whole: dict[str, Any]) -> str:
-    """JSON that a person can look through: a line for each point of a curve, numbers of six digits."""
+    """Returns readable JSON: a line for each point of a curve, and numbers of six digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -107,21 +119,24 @@ def _compact(whole: dict[str, Any]) -> str:
 
 
 def read(places: Sequence[Path]) -> list[Result]:
-    """Every result under some folders, of run folders or collected files alike."""
-    found = []
+    """Returns every result in these folders, from run folders or collected files."""
+    results = []
     for place in places:
         if not place.is_dir():
             raise RunError(
-                f"{place} is not a folder: run something with `ssfl paper run`, or name one with --from"
+                f"there is no folder {place}: run a row with `ssfl paper run`, or name another folder with "
+                "--from",
+                key="--from",
+                value=str(place),
             )
         for file in sorted(place.rglob("*.json")):
             if file.name == FILE or file.parent == place:
-                found += _read_one(file)
-    return found
+                results += _read_one(file)
+    return results
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run folder has been summed up, and the file can be read."""
+    """Whether a run folder has a readable result.json."""
     return bool(_read_one(path / FILE))
 
 
@@ -139,16 +154,16 @@ def _read_one(file: Path) -> list[Result]:
 
 
 def means(results: Iterable[Result]) -> list[Mean]:
-    """The results of one run by how it was run: seeds together, scales, fidelities and data apart."""
+    """Returns the means over seeds of one run, for each scale, fidelity, data and changes."""
     kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
-    for one in results:
-        kind = (one.fidelity, one.data, -one.scale, one.changes)
-        kinds.setdefault(kind, {})[one.seed] = one.accuracy
-    told = []
+    for result in results:
+        kind = (result.fidelity, result.data, -result.scale, result.changes)
+        kinds.setdefault(kind, {})[result.seed] = result.accuracy
+    rows = []
     for (fidelity, data, scale, changes), seeds in sorted(kinds.items(), key=lambda item: item[0]):
-        found = [100 * accuracy for accuracy in seeds.values() if accuracy is not None]
-        mean = statistics.mean(found) if found else None
-        deviation = statistics.stdev(found) if len(found) > 1 else None
-        broken = len(seeds) - len(found)
-        told.append(Mean(mean, deviation, len(seeds), broken, -scale, data, fidelity, changes))
-    return told
+        accuracies = [100 * accuracy for accuracy in seeds.values() if accuracy is not None]
+        mean = statistics.mean(accuracies) if accuracies else None
+        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
+        broken = len(seeds) - len(accuracies)
+        rows.append(Mean(mean, deviation, len(seeds), broken, -scale, data, fidelity, changes))
+    return rows

@@ -1,7 +1,7 @@
-"""The fifty rows of the paper's experiment table (Appendix A.5), every varying value spelled out.
+"""The fifty rows of the paper's experiment table (Appendix A.5), with every value of every run.
 
-`published` is the accuracy in percent that the paper prints for a run, with where it is printed. The
-tables print "-" for S where it follows from C, and for N_s where the server has no data.
+`published` is the accuracy in percent that the paper prints for a run, and `where` the table or figure. The
+tables print "-" for S if it follows from C, and for N_s if the server has no data.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ NAMES = {
     "anchored": "Anchored",
     "alternate": "Alternate",
 }  # fmt: skip
-"""What the paper calls our methods."""
+"""The names of our methods in the paper."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Run:
     period: int
     """T."""
     server_labels: int
-    """N_s; 0 where the server has no data."""
+    """N_s; 0 if the server has no data."""
     participants: int
     """C."""
     users: int
@@ -43,15 +43,15 @@ class Run:
     groups: int | None
     """S, with grouping."""
     epochs: int | None = None
-    """E, where it is not the data set's usual one."""
+    """E, if it differs from the data set's usual one."""
     labels_at: str = "server"
     published: float | None = None
     where: str = ""
-    """Where the figure is printed."""
+    """Where the accuracy is printed."""
 
     @property
     def name(self) -> str:
-        """Names the run: rows that share a setting share their runs."""
+        """The name of the run; rows with the same settings share their runs."""
         parts = [
             self.data, self.method, f"R{self.skew:g}", f"T{self.period}", f"Ns{self.server_labels}",
             f"C{self.participants}", f"K{self.users}",
@@ -91,7 +91,8 @@ def _row(
     note: str = "",
     labels_at: str = "server",
 ) -> Row:
-    """The product of everything that varies; `published` is keyed by method and the value that varies."""
+    """Returns a row with a run for every combination of the values; `published` is keyed by method and the
+    value that varies."""
 
     def each(value: Any) -> tuple[Any, ...]:
         return value if isinstance(value, tuple) else (value,)
@@ -99,7 +100,11 @@ def _row(
     factors = (R, T, Ns, C, K)
     runs = []
     for name, *values in product(*map(each, (method, *factors))):
-        varying = [value for value, given in zip(values, factors, strict=True) if isinstance(given, tuple)]
+        varying = [
+            value
+            for value, factor_values in zip(values, factors, strict=True)
+            if isinstance(factor_values, tuple)
+        ]
         skew, period, labels, participants, users = values
         groups = (S or max(2, -(-participants // 10))) if "grouping" in name else None
         accuracy, printed = (published or {}).get((name, varying[0] if varying else 0), (None, ""))
@@ -250,17 +255,17 @@ _AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
 
 
 def _completed(row: Row) -> Row:
-    """The runs that the appendices add to a row."""
+    """Returns a row with the runs that the appendices add."""
     if row.number == 15:
         longer = replace(row.runs[-1], epochs=120, published=94.93, where=_T1)
         return replace(row, runs=(*row.runs, longer))
     if row.number in _AT_USERS:
         figures = _AT_USERS[int(row.number)]
-        more = tuple(
+        at_users = tuple(
             replace(run, labels_at="users", published=figure)
             for run, figure in zip(row.runs, figures, strict=True)
         )
-        return replace(row, runs=(*row.runs, *more))
+        return replace(row, runs=(*row.runs, *at_users))
     return row
 
 
@@ -280,21 +285,25 @@ TABLES: dict[str, tuple[int, ...]] = {
 
 
 def row(number: str) -> Row:
-    """A row by its number, or the set "methods"."""
+    """Returns a row by its number, or the set "methods"."""
     for one in (*ROWS, METHODS):
         if str(one.number) == number:
             return one
-    raise ConfigError(f"the paper has no row {number!r}: rows are 1 to {len(ROWS)}, and 'methods'")
+    raise ConfigError(
+        f"there is no row {number!r}: use 1 to {len(ROWS)}, or 'methods'", key="row", value=number
+    )
 
 
 def table(name: str) -> tuple[Row, ...]:
-    """The rows of a table by its number: 2, or E.1 (E for short); also "methods", and "all" there are."""
-    more = {"methods": (METHODS,), "all": (*ROWS, METHODS)}
-    if name in more:
-        return more[name]
+    """Returns the rows of a table by its number: 2, or E.1 (E for short); or "methods", or "all" rows."""
+    special = {"methods": (METHODS,), "all": (*ROWS, METHODS)}
+    if name in special:
+        return special[name]
     wanted = name.upper() if name.upper() in TABLES else f"{name.upper()}.1"
     if wanted not in TABLES:
         raise ConfigError(
-            f"the paper has no table {name!r} of accuracies: choose from {', '.join((*TABLES, *more))}"
+            f"there is no table {name!r}: use one of {', '.join((*TABLES, *special))}",
+            key="table",
+            value=name,
         )
     return tuple(one for one in ROWS if one.number in TABLES[wanted])

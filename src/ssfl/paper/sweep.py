@@ -1,4 +1,4 @@
-"""Rows run one after another; what is finished is not run again, what was stopped goes on."""
+"""Runs rows one after another; skips finished runs and continues stopped ones."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from pathlib import Path
 from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import Row, Run
-from ssfl.runs import progress, same, train
+from ssfl.runs import display, round_loop, same, train
 
 Tell = Callable[[str], None]
 
@@ -33,13 +33,13 @@ class Options:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The settings that make it another experiment: not where files lie, nor how it is carried out."""
+        """The settings that make it another experiment, without file locations and execution settings."""
         aside = ("data.root", "data.download", "run.")
         return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 
 
 def folder(run: Run, options: Options, seed: int) -> Path:
-    """Where a run lies: rows that share a run share its folder."""
+    """Returns the folder of a run; rows that share a run share its folder."""
     parts = [fidelity.actual(run, options.fidelity).name, options.fidelity]
     if options.data:
         parts.append(Path(options.data).stem)
@@ -51,61 +51,68 @@ def folder(run: Run, options: Options, seed: int) -> Path:
 
 
 def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
-    """Every run of the rows, seed by seed; the folders in order."""
+    """Runs every run of the rows, seed by seed, and returns their folders in order."""
     if any(one.startswith("run.seed") for one in options.sets):
-        raise ConfigError("--set run.seed would make every seed the same: use --seeds")
+        raise ConfigError("--set run.seed would make every seed the same: use --seeds", key="run.seed")
     kinds = sorted({run.data for row in rows for run in row.runs})
     if options.data not in (None, "digits") and len(kinds) > 1:
         raise ConfigError(
-            f"these rows are of {' and '.join(kinds)}: --data stands for one, so run them apart"
+            f"these rows use {' and '.join(kinds)}, and --data replaces only one data set: run them "
+            "separately",
+            key="--data",
+            value=options.data,
         )
     wanted: dict[Path, tuple[Run, int]] = {}
     for seed, row in itertools.product(range(1, options.seeds + 1), rows):
         for run in row.runs:
-            if options.only in run.name:  # of rows that share a run the first has its say
+            if options.only in run.name:  # if rows share a run, the first row counts
                 wanted.setdefault(folder(run, options, seed), (run, seed))
-    configs = {  # mistakes show before anything is trained
+    configs = {  # finds mistakes before anything is trained
         path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.sets)
         for path, (run, seed) in wanted.items()
     }
     for path, config in configs.items():
         if config.run.test == "never":
-            raise ConfigError("--set run.test=never: rows are compared by their test accuracy")
+            raise ConfigError(
+                "--set run.test=never: rows are compared by their test accuracy, so leave it out",
+                key="run.test",
+                value="never",
+            )
         same.require(config, path)
     failed: SsflError | None = None
     for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
         here = f"[{number}/{len(wanted)}] {path.name}"
         if results.is_written(path):
-            tell(f"{here}: done before")
+            tell(f"{here}: already finished")
             continue
         tell(here)
         run = fidelity.actual(run, options.fidelity)
-        told = {
+        origin = {
             "command": shlex.join(["ssfl", *sys.argv[1:]]),
             "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
         }  # fmt: skip
         try:
-            found = progress.watched(partial(train.begin_or_resume, configs[path], path), quiet)
-        except train.Interrupted as stopped:
-            raise train.SweepInterrupted(stopped.round, stopped.by) from None
-        except DivergedError as error:  # a result as well: the others go on
+            result = display.watched(partial(train.begin_or_resume, configs[path], path), quiet)
+        except round_loop.Interrupted as stopped:
+            raise round_loop.SweepInterrupted(stopped.round, stopped.by) from None
+        except DivergedError as error:  # this is a result as well, and the other runs continue
             failed = error
-            results.write(path, run, told | {"diverged": str(error)})
+            results.write(path, run, origin | {"diverged": str(error)})
             tell(f"{here}: {error}")
             continue
-        except DataError as error:  # other rows may have theirs
+        except DataError as error:  # the data of other rows may be there
             if len(kinds) == 1:
                 raise
             failed = error
             tell(f"{here}: {error}")
             continue
-        results.write(path, run, told)
+        results.write(path, run, origin)
         compared = run.published is not None and options.data != "digits" and not options.changes
         printed = f" (published {run.published:.2f})" if compared else ""
         images = f" on {Path(options.data).stem}" if options.data else ""
-        tell(f"{here}: {100 * found.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
-        if found.stopped is not None:
-            raise train.SweepInterrupted(found.stopped, found.stopped_by)
+        tell(f"{here}: {100 * result.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
+        if result.stopped is not None:
+            raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
     if failed is not None:
         raise failed
     return list(wanted)

@@ -12,9 +12,9 @@ from ssfl.runs.text import table
 HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
 
 
-def lines(rows: Sequence[Row], found: Sequence[Result]) -> list[dict[str, Any]]:
-    """A line for each run and each way in which it was run, or one that says that it was not."""
-    told: list[dict[str, Any]] = []
+def lines(rows: Sequence[Row], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Returns a line for each run and each way in which it was run; runs without results have a line too."""
+    rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
     seen: set[tuple[str, float | None]] = set()
     for row in rows:
@@ -25,28 +25,28 @@ def lines(rows: Sequence[Row], found: Sequence[Result]) -> list[dict[str, Any]]:
             ours = actual(run, "recommended")
             if ours.name != run.name and ours.name not in recommended:
                 recommended.add(ours.name)
-                told += _ways(row, ours, found)
-            told += _ways(row, run, found) or [_head(row, run) | {"accuracy": None, "seeds": 0}]
-    return told
+                rows_shown += _ways(row, ours, results)
+            rows_shown += _ways(row, run, results) or [_head(row, run) | {"accuracy": None, "seeds": 0}]
+    return rows_shown
 
 
 def _head(row: Row, run: Run) -> dict[str, Any]:
     return {"row": row.number, "setting": setting(run), "run": run.name, "published": run.published}
 
 
-def _ways(row: Row, run: Run, found: Sequence[Result]) -> list[dict[str, Any]]:
-    told = []
-    for way in means(one for one in found if one.name == run.name):
+def _ways(row: Row, run: Run, results: Sequence[Result]) -> list[dict[str, Any]]:
+    ways = []
+    for way in means(one for one in results if one.name == run.name):
         published = None if way.changes else run.published  # another experiment
-        alike = way.accuracy is not None and way.data != "digits"  # a trial is not compared
+        alike = way.accuracy is not None and way.data != "digits"  # a trial on digits is not comparable
         difference = (way.accuracy or 0) - published if alike and published is not None else None
-        more = {"published": published, "difference": difference, "changes": list(way.changes)}
-        told.append(_head(row, run) | asdict(way) | more)
-    return told
+        comparison = {"published": published, "difference": difference, "changes": list(way.changes)}
+        ways.append(_head(row, run) | asdict(way) | comparison)
+    return ways
 
 
 def setting(run: Run) -> str:
-    """A run in words."""
+    """Returns the settings of a run in words."""
     words = [NAMES[run.method], run.data, f"K={run.users}", f"C={run.participants}"]
     words += [f"S={run.groups}"] if run.groups else []
     words += [f"R={run.skew:g}", f"T={run.period}"]
@@ -55,10 +55,10 @@ def setting(run: Run) -> str:
     return ", ".join(words) + (", labels at the users" if run.labels_at == "users" else "")
 
 
-def markdown(told: Sequence[dict[str, Any]]) -> str:
-    """The lines as a Markdown table."""
+def markdown(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns the lines as a Markdown table."""
     rows: list[tuple[str, ...]] = [HEAD]
-    for line in told:
+    for line in lines:
         published = "–" if line["published"] is None else f"{line['published']:.2f}"
         if not line["seeds"]:
             rows.append((str(line["row"]), line["setting"], published, "not run", *["–"] * 5))

@@ -18,7 +18,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError, SsflWarning
 from ssfl.models import external
 from ssfl.report.gather import Run, inside, whole
-from ssfl.runs import assemble, checkpoints, folder, surroundings
+from ssfl.runs import assemble, checkpoints, folder, resolve, surroundings
 from ssfl.runs.predict import Classifier, load_model
 from ssfl.simulate.simulation import evaluated_row, network_of, plain_network_of
 
@@ -66,7 +66,7 @@ class Loader:
         config = replace(run.config, data=replace(run.config.data, download=False))
         key = config.data, bool(config.run.folds)
         if key not in self._held:
-            self._held[key] = assemble.load_data(config)
+            self._held[key] = resolve.load_data(config)
         found = self._held[key]
         if run.split.get("fingerprint") != inventory.fingerprint(found):
             raise RunError(f"the images of {found.name} are not those of the run")

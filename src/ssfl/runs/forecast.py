@@ -1,4 +1,4 @@
-"""What a run will cost, measured with one step before its first round."""
+"""The expected time and memory of a run, measured with one step before its first round."""
 
 import os
 import threading
@@ -14,32 +14,32 @@ from ssfl.engines import local
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Work
 from ssfl.federation import State
-from ssfl.runs import comparing
+from ssfl.runs import baseline
 from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
-"""A first step that took longer than so many seconds need not be repeated to be measured."""
+"""If the first step takes longer than so many seconds, it is not repeated for a better measurement."""
 SCORED = 64
-"""Test images on which evaluation is measured."""
+"""The number of test images on which an evaluation is timed."""
 SAMPLED = 0.05
-"""Seconds between two looks at the memory."""
+"""Seconds between two measurements of the memory."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a run."""
+    """The expected cost of a run."""
 
     rounds: int
     round: float
-    """Seconds that a round takes."""
+    """Seconds per round."""
     evaluations: int
     evaluation: float
-    """Seconds that an evaluation takes."""
+    """Seconds per evaluation."""
     compared: float
     """Seconds for the models that the run is compared with."""
     memory: int
-    """Bytes that all processes of the run hold."""
+    """Bytes used by all processes of the run."""
 
     @property
     def seconds(self) -> float:
@@ -47,58 +47,62 @@ class Forecast:
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
-    """The forecast of the rounds after `state`; None where steps cannot be tried: they are compiled, spread
-    over machines, or need something of a round."""
+    """Returns the forecast for the rounds after `state`. None if a step cannot be tried: it is compiled, runs
+    on several machines, or needs something that only a round has."""
     if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
         with _watched(sim.device) as memory:
             users = _users(sim, state)
             server = _server(sim, state)
-    except Exception:  # a method may need what only a round can give it
+    except Exception:  # a method may need something that only a round has
         return None
     every = sim.config.run.eval_every or 1
     last = sim.rounds
     evaluations = -(-last // every) - state.round // every
     rounds = last - state.round
-    more = comparing.expected(sim.config, users + server, server)
-    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), more, memory[0])
+    comparison = baseline.expected(sim.config, users + server, server)
+    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), comparison, memory[0])
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
-    """What will be done and what it is expected to cost."""
+    """Returns what the run will do, and its expected cost, as lines of text."""
     federation, train = sim.config.federation, sim.config.train
     channels, height, width = sim.dataset.shape
     parameters = f"{sim.layout.weights:,} parameters"
-    taking = federation.participants or 0
-    users = f"{taking} of {sim.config.split.users}" if taking < sim.config.split.users else f"{taking}"
+    participants = federation.participants or 0
+    users = (
+        f"{participants} of {sim.config.split.users}"
+        if participants < sim.config.split.users
+        else f"{participants}"
+    )
     tested = len(sim.dataset.test_labels)
     kind = "grey" if channels == 1 else "colour"
-    steps = f"{federation.period} steps"
+    steps = f"{federation.period} local steps"
     if federation.local_epochs is not None:
         steps = f"{federation.local_epochs:g} local epochs (at most {sim.plan.most_steps:,} steps)"
-    found = [
+    shown = [
         f"{sim.config.model.name} ({parameters}) on {kind} images of {width}x{height}; {users} users, "
-        f"{len(sim.parts.server):,} labelled images at the server, {tested:,} for tests",
-        f"{sim.rounds:,} rounds of {steps} with {train.batch_size} images",
+        f"{len(sim.parts.server):,} labelled images at the server, {tested:,} test images",
+        f"{sim.rounds:,} rounds of {steps}, batch size {train.batch_size}",
     ]
     if expected is not None:
-        found[1] += (
-            f": about {duration(expected.seconds)} ({duration(expected.round)} a round) and "
-            f"{expected.memory / 1e9:.1f} GB of memory, measured with one step"
+        shown[1] += (
+            f": about {duration(expected.seconds)} ({duration(expected.round)} per round) and "
+            f"{expected.memory / 1e9:.1f} GB of memory, estimated from one step"
         )
     if sim.dataset.grey is not None and not sim.config.data.flip:
         total = len(sim.dataset.images) + len(sim.dataset.test_images)
         if 2 * sim.dataset.grey > total:
-            found.append(
-                f"views are not mirrored: {sim.dataset.grey:,} of {total:,} images are grey "
+            shown.append(
+                f"images are not mirrored, because {sim.dataset.grey:,} of {total:,} are grey "
                 "(--set data.flip=true mirrors them)"
             )
-    return found
+    return shown
 
 
 def _users(sim: Simulation, state: State) -> float:
-    """Seconds that the users of a round take."""
+    """Returns the seconds that the users of a round take."""
     cohort, work, _ = sim.plan.prepare(sim.rounds - 1)
     count = min(len(cohort.users), sim.plan.at_once)
     if not count:
@@ -113,7 +117,7 @@ def _users(sim: Simulation, state: State) -> float:
 
 
 def _server(sim: Simulation, state: State) -> float:
-    """Seconds that the server takes in a round."""
+    """Returns the seconds that the server takes in a round."""
     if not sim.has_server or not sim.method.trains_server:
         return 0.0
     work = sim.plan.server_work(sim.rounds - 1)
@@ -123,17 +127,17 @@ def _server(sim: Simulation, state: State) -> float:
 
 
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
-    """Seconds that all steps of some work take, from one of them, or two where they are short."""
+    """Returns the seconds for all steps of some work, from one step, or two if steps are short."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
     if work.played == 1 or first > LONG:
         return first * work.played
     one, two = (_timed(sim, lambda count=count: train(_cut(work, count))) for count in (1, 2))  # type: ignore[misc]
-    further = min(max(two - one, one / 4), two / 2)  # a busy machine makes the difference a matter of chance
+    further = min(max(two - one, one / 4), two / 2)  # on a busy machine the difference itself is unreliable
     return one + further * (work.played - 1)
 
 
 def _cut(work: Work, steps: int) -> Work:
-    """The first steps of some work."""
+    """Returns the first steps of some work."""
     labelled = None if work.labelled is None else work.labelled[:, :steps]
     taken = None if work.taken is None else work.taken.clamp(max=steps)
     return replace(
@@ -147,14 +151,14 @@ def _cut(work: Work, steps: int) -> Work:
 
 
 def _evaluation(sim: Simulation, state: State) -> float:
-    """Seconds that an evaluation takes."""
+    """Returns the seconds that an evaluation takes."""
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
-    some = min(SCORED, len(sim.dataset.test_labels))
-    test = sim.dataset.test_images[:some].to(sim.device), sim.dataset.test_labels[:some]
+    count = min(SCORED, len(sim.dataset.test_labels))
+    test = sim.dataset.test_images[:count].to(sim.device), sim.dataset.test_labels[:count]
     if sim.pool.features is not None:  # they are computed once
         sim.score(state.average, *test)
     seconds = _timed(sim, lambda: sim.score(state.average, *test))
-    return seconds * max(1.0, images / max(some, 1))
+    return seconds * max(1.0, images / max(count, 1))
 
 
 def _timed(sim: Simulation, call: Callable[[], object]) -> float:
@@ -167,7 +171,7 @@ def _timed(sim: Simulation, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _watched(device: torch.device) -> Iterator[list[int]]:
-    """Gives a list whose one number becomes the most bytes that this process and its children held."""
+    """Yields a list whose only number becomes the most bytes that this process and its children use."""
     most, done = [0], threading.Event()
 
     def watch() -> None:
@@ -189,8 +193,8 @@ def _watched(device: torch.device) -> Iterator[list[int]]:
 
 
 def _held() -> int:
-    """Bytes that this process and its children hold: shared pages count once, and pages of files, such as
-    the decoded images, not at all, since the system can drop them."""
+    """Returns the bytes that this process and its children use. Shared pages count once. Pages of files, such
+    as the decoded images, do not count, since the system can drop them."""
     total = 0
     for process in (os.getpid(), *_children()):
         with suppress(OSError, ValueError):
@@ -202,8 +206,8 @@ def _held() -> int:
 
 
 def _children() -> list[int]:
-    found: list[int] = []
+    processes: list[int] = []
     with suppress(OSError, ValueError):
         for task in Path("/proc/self/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            processes += map(int, (task / "children").read_text().split())
+    return processes

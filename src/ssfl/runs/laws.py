@@ -1,7 +1,7 @@
-"""`ssfl check METHOD`: does a method, or a network, keep the laws that every engine relies on?
+"""The tests of `ssfl check`: rules that every engine relies on, for a method and a network.
 
-Each law is tried on the digits, in float64, with a few users and rounds. A law that fails is told in a plain
-sentence with the likely cause.
+Each rule is tried on the digits, in float64, with a few users and rounds. If one fails, the output names the
+likely cause.
 """
 
 import tempfile
@@ -34,22 +34,22 @@ SETTINGS = (
     "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
 )  # fmt: skip
 MASKED = (0.2, 0.95)
-"""Between these mask rates a comparison says something: at 0 nothing is trained on, and all agree."""
+"""The mask rates between which a comparison is meaningful: at 0 nothing is trained, so all engines agree."""
 THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
-"""Thresholds that are tried, for methods that have one, until the mask rate lies in between."""
+"""For methods with a threshold: values that are tried until the mask rate is in this range."""
 
 
 class Law(NamedTuple):
-    """The outcome of one law."""
+    """The outcome of one rule."""
 
     name: str
     holds: bool
-    told: str
-    """What was found, and where it fails the likely cause."""
+    detail: str
+    """The measurement and, if the rule fails, the likely cause."""
 
 
 def check(method: Method | str = "anchored", model: Factory | str | None = None) -> list[Law]:
-    """Try every law on a method, by its name, import path or object, and a network; see `ssfl check`."""
+    """Test every rule with a method, given by its name, import path or object, and a network."""
     overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
     config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
     with reproducible(), warnings.catch_warnings():
@@ -64,63 +64,63 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
             worst = max(apart / (1 + size) for apart, size in (other() for other in others))
         except (SsflError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
             return Law(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
-        found = f"largest relative difference {worst:.1e}"
-        return Law(name, worst <= CLOSE, found if worst <= CLOSE else f"{found}: {why}")
+        measured = f"largest relative difference {worst:.1e}"
+        return Law(name, worst <= CLOSE, measured if worst <= CLOSE else f"{measured}: {why}")
 
     rated = "users do not train" if mask is None else f"mask rate {mask:.2f}"
     useful = mask is None or 0.02 <= mask <= 0.98 or "labels" in config.method.needs()
-    hint = "" if useful else "; engines agree trivially here: try another threshold"
+    hint = "" if useful else "; the other tests mean nothing then: try another threshold"
     yield Law("some images are trained on and some are not", useful, rated + hint)
     loop = _played(config, model)
     vmap = replace(config, run=replace(config.run, engine="vmap"))
     yield law(
         "loop equals vmap",
-        "a loss mixes users: every operation must keep the first dimension (users) apart",
+        "a loss mixes users: no operation may combine values along the first dimension (users)",
         lambda: _apart(loop, _played(vmap, model)),
     )
-    few = replace(vmap, run=replace(vmap.run, users_at_once=1))
+    one_at_a_time = replace(vmap, run=replace(vmap.run, users_at_once=1))
     yield law(
         "one user at a time equals all at once",
-        "what a user computes depends on who else trains",
-        lambda: _apart(_played(vmap, model), _played(few, model)),
+        "the update of a user depends on which other users train",
+        lambda: _apart(_played(vmap, model), _played(one_at_a_time, model)),
     )
     yield law(
         "a resumed run equals an uninterrupted one",
-        "the method keeps something outside of State.memory",
+        "the method stores something outside of State.memory",
         lambda: _apart(loop, _resumed(config, model)),
     )
     yield law(
         "a recorded step can be replayed in another round",
-        "a number of the first round was frozen into the step: use tensors of `step`, no Python numbers",
+        "the step uses a Python number from the first round: use the tensors of `step` instead",
         lambda: _replayed(vmap, model),
     )
     if torch.cuda.is_available():
         cuda = replace(config, run=replace(config.run, device="cuda", engine="vmap"))
-        yield law("a GPU equals a CPU", "see the laws above", lambda: _apart(loop, _played(cuda, model)))
+        yield law("a GPU equals a CPU", "see the rules above", lambda: _apart(loop, _played(cuda, model)))
 
 
 def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:
-    """The config with a threshold at which some images get a pseudo-label, and the mask rate."""
-    has = any(one.name == "threshold" for one in fields(config.method))
+    """Returns the config with a threshold at which some images get a pseudo-label, and the mask rate."""
+    has_threshold = any(candidate.name == "threshold" for candidate in fields(config.method))
     tried = [config]
-    if has:
+    if has_threshold:
         tried += [replace(config, method=replace(config.method, threshold=t)) for t in THRESHOLDS]  # type: ignore[call-arg]
     best, rate = config, None
-    for one in tried:
+    for candidate in tried:
         rates: list[float] = []
-        _played(one, model, rates)
+        _played(candidate, model, rates)
         if not rates:
             return config, None
         mean = sum(rates) / len(rates)
         if rate is None or abs(mean - 0.5) < abs(rate - 0.5):
-            best, rate = one, mean
+            best, rate = candidate, mean
         if MASKED[0] <= mean <= MASKED[1]:
             break
     return best, rate
 
 
 def _played(config: Config, model: Factory | str | None, rates: list[float] | None = None) -> State:
-    """The state after all rounds."""
+    """Returns the state after all rounds."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         state = sim.initial()
@@ -133,7 +133,7 @@ def _played(config: Config, model: Factory | str | None, rates: list[float] | No
 
 
 def _resumed(config: Config, model: Factory | str | None) -> State:
-    """The same, through a checkpoint and a new simulation after two rounds."""
+    """As `_played`, with a checkpoint and a new simulation after two rounds."""
     first = assemble.make(config, model)
     with closing(first.engine), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -149,29 +149,30 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
     with closing(second.engine):
         state = saved.state
         if state.memory.keys() != second.initial().memory.keys():
-            raise MethodError("the state holds other tensors than initial() names")
+            raise MethodError("the state has other tensors than initial() returns")
         while state.round < second.rounds:
             state, _ = second.play(state)
     return state
 
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
-    """A user's step, recorded in round 0 and replayed with the tensors of round 3, beside the step itself."""
+    """Records a user's step in round 0, replays it with the tensors of round 3, and returns the difference
+    from the step itself."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         if not sim.method.trains_users:
             return 0.0, 1.0
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        step, given = _flat_step(sim, 0)
-        recorded = make_fx(step)(*given)
-        step, given = _flat_step(sim, 3)
-        again, right = recorded(*given), step(*given)
+        step, arguments = _flat_step(sim, 0)
+        recorded = make_fx(step)(*arguments)
+        step, arguments = _flat_step(sim, 3)
+        again, right = recorded(*arguments), step(*arguments)
         return float((again - right).abs().max()), float(right.abs().max())
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A function of plain tensors that gives the gradient of a user's step, and its arguments in a round."""
+    """Returns a function of plain tensors for the gradient of a user's step, and its arguments in a round."""
     from ssfl.engines import local
     from ssfl.engines.vmap import Vmap
 
@@ -188,8 +189,8 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
     tensors, layout = torch.utils._pytree.tree_flatten(batch)
     known = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
-    def step(*given: Tensor) -> Tensor:
-        left = iter(given)
+    def step(*arguments: Tensor) -> Tensor:
+        left = iter(arguments)
         whole = [next(left) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
         one = engine._step_of(place, torch.utils._pytree.tree_unflatten(whole, layout))
         gradients, _ = sim.method.gradient(one, engine._losses["user"])
@@ -199,7 +200,7 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
 
 
 def _apart(one: State, two: State) -> tuple[float, float]:
-    """The largest difference of two states, and the largest number."""
+    """Returns the largest difference between two states, and the largest number in the first."""
     pairs = [(one.average, two.average), (one.streams, two.streams)]
     pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
     worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)

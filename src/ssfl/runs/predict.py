@@ -1,4 +1,4 @@
-"""Using a trained model: load it, predict with it, export it."""
+"""Load a trained model, predict with it, export it."""
 
 import io
 import json
@@ -22,13 +22,13 @@ from ssfl.models import backbones, external, networks
 from ssfl.runs import folder
 
 LONGEST = 1000
-"""Letters that the name of a class may have."""
+"""The most characters in the name of a class."""
 SLACK = 1e-3
-"""How far beyond 0 and 1 floats may be: resizing leaves a little."""
+"""Floats may be this far below 0 or above 1, because resizing can overshoot."""
 
 
 class Classifier(nn.Module):
-    """A trained network with its normalisation: images as they are in, logits out."""
+    """A trained network with its normalisation: takes images, returns logits."""
 
     mean: Tensor
     std: Tensor
@@ -38,7 +38,8 @@ class Classifier(nn.Module):
         self.network = network
         self.card = card
         self.saved = set(network.state_dict())
-        """The names of the tensors that are written; frozen weights from outside are not."""
+        """The names of the tensors that an export writes; the frozen weights of your own network are not
+        among them."""
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
         self.white = int(card.get("white", WHITE))
@@ -50,12 +51,12 @@ class Classifier(nn.Module):
     def _require_scaled(self, least: float, most: float) -> None:
         if least < -SLACK or most > 1 + SLACK:
             raise ValueError(
-                f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or give uint8"
+                f"floats must be from 0 to 1, not {least:g} to {most:g}: divide by 255, or use uint8"
             )
 
     def forward(self, images: Tensor | np.ndarray) -> Tensor:
-        """Logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an array as
-        .npz files have it, [N, H, W] or [N, H, W, 3]."""
+        """Returns logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an
+        array [N, H, W] or [N, H, W, 3] as in .npz files."""
         if not isinstance(images, Tensor):
             images = torch.from_numpy(np.array(images)).to(self.mean.device)
             images = images.unsqueeze(-1) if images.dim() == 3 else images
@@ -67,7 +68,7 @@ class Classifier(nn.Module):
             )
         scale = 1.0 if images.is_floating_point() else 255.0
         if scale == 1.0 and len(images) and not torch.compiler.is_compiling():
-            with suppress(RuntimeError):  # within vmap and on "meta" nobody can look
+            with suppress(RuntimeError):  # values cannot be read inside vmap or on the device "meta"
                 self._require_scaled(*(float(value) for value in images.detach().aminmax()))
         weight = next(self.network.parameters())
         x = images.to(weight.dtype) / scale
@@ -76,7 +77,8 @@ class Classifier(nn.Module):
 
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a card that no run writes, before anything as large as it says is built."""
+    """Raises ValueError for a card that no run writes, before a network of the size that it names is
+    built."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
         raise ValueError("its card names no network")
     classes, shape = card.get("classes"), card.get("shape")
@@ -99,25 +101,25 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
-    """The averaged model of a run, in eval mode, with `.classes`; of a run that was stopped, the model of its
-    last checkpoint, with a warning.
+    """Returns the averaged model of a run, in eval mode, with `.classes`. If the run is not finished, returns
+    the model of its last checkpoint, with a warning.
 
-    Where the network came from outside, `model` makes it again, or is the import path of what does.
+    If the run used a network of your own, `model` is the function that builds it, or its import path.
     """
     path = Path(run)
     if isinstance(model, str):
         outside.trust(model)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        config = folder.read_config(path)  # says so where it is not a run folder at all
+        config = folder.read_config(path)  # raises if this is not a run folder
         file = path / folder.UNFINISHED
         if not file.is_file():
             raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:
         warnings.warn(
-            f"{path} is not finished: this is its model after round {card.get('round')} of "
-            f"{config.federation.rounds}; `{folder.again(path)}` goes on",
+            f"{path} is not finished: its model after round {card.get('round')} of "
+            f"{config.federation.rounds} is used; `{folder.again(path)}` continues the run",
             SsflWarning,
             stacklevel=2,
         )
@@ -136,7 +138,7 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
 def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
-    """The model of these tensors, as its card says, in eval mode."""
+    """Returns the model of these tensors, built as its card says, in eval mode."""
     network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
@@ -148,9 +150,9 @@ def network_of(
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """The network that a model's card names; one from outside only if it was supplied and is unchanged.
+    """Returns the network that the card names; raises if it is your own and is missing or has changed.
 
-    What is frozen is taken from `tensors` if the model was saved whole.
+    Frozen weights are taken from `tensors` if the model was saved with them.
     """
     name, classes = card["model"], len(card["classes"])
     channels, height, width = (int(size) for size in card["shape"])
@@ -165,34 +167,42 @@ def network_of(
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
         raise RunError(
-            f"the network of {path} was passed as a Python object, so pass it again: "
-            f"ssfl.load_model({str(path)!r}, model=make)"
+            f"the network of {path} was passed as a Python object; pass it again: "
+            f"ssfl.load_model({str(path)!r}, model=make)",
+            key="model",
+            fix=f"ssfl.load_model({str(path)!r}, model=make)",
         )
-    known = card["outside"]
+    identity = card["outside"]
     if make is None:
         outside.require(name, "model.name")
-        if outside.digest(name) != known["digest"]:
-            raise RunError(f"{name} has changed since {path} was trained: supply the file as it was")
-    network = external.named(name, make, classes, (channels, height, width), int(known["seed"]))
-    _require_frozen(network, saved, known, path)
+        if outside.digest(name) != identity["digest"]:
+            raise RunError(
+                f"{name} has changed since {path} was trained: restore the file", key="model.name", value=name
+            )
+    network = external.named(name, make, classes, (channels, height, width), int(identity["seed"]))
+    _require_frozen(network, saved, identity, path)
     return network
 
 
 def _require_frozen(
-    network: nn.Module, saved: dict[str, Tensor] | None, known: dict[str, Any], path: Path
+    network: nn.Module, saved: dict[str, Tensor] | None, identity: dict[str, Any], path: Path
 ) -> None:
-    """Raises if what is frozen is not what the model was trained with. `saved` tensors are loaded first."""
+    """Load the `saved` tensors, and raise if the frozen weights are not those that the model was trained
+    with."""
     if saved is not None:
         external.plain(network).load_state_dict(saved)
-    if external.fingerprint(network) != known["frozen"]:
+    if external.fingerprint(network) != identity["frozen"]:
         raise RunError(
-            f"the layers or frozen weights of {known['name']} are not those that {path} was trained with: "
-            "supply them as they were"
+            f"the layers or frozen weights of {identity['name']} have changed since {path} was trained: "
+            "restore them",
+            key="model.name",
+            value=identity["name"],
         )
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
-    """A network with the trained tensors of a model; what is frozen it has already."""
+    """Returns the model of a network with these trained tensors; the network has its frozen weights
+    already."""
     names = set(rows.layout_of(network).names)
     if card.get("whole"):
         names = set(external.plain(network).state_dict())
@@ -200,9 +210,9 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
     if set(tensors) != names:
         raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
     network.load_state_dict(tensors, strict=False)
-    made = Classifier(external.plain(network), card).eval()
-    made.saved = names
-    return made
+    model = Classifier(external.plain(network), card).eval()
+    model.saved = names
+    return model
 
 
 def predict(
@@ -212,13 +222,13 @@ def predict(
     *,
     model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Class and confidence of each image file; a folder stands for the images in it.
+    """Returns class and confidence of each image file; a folder means all images in it.
 
-    A file that cannot be read is an error, or a line in `broken` where that is given.
+    If a file cannot be read, this raises, or adds a line to `broken` if that is passed.
     """
     classifier = load_model(run, model)
     files = sources.image_files(images)
-    told = []
+    predictions = []
     for start in range(0, len(files), 256):
         part, read = [], []
         for file in files[start : start + 256]:
@@ -234,11 +244,11 @@ def predict(
         with torch.no_grad():
             shares = classifier(torch.cat(read)).softmax(-1)
         confidence, label = shares.max(-1)
-        told += [
+        predictions += [
             {"file": str(file), "class": classifier.classes[int(index)], "confidence": float(sure)}
             for file, index, sure in zip(part, label, confidence, strict=True)
         ]
-    return told
+    return predictions
 
 
 def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
@@ -260,15 +270,18 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
 
 
 def free_files(target: str | Path) -> list[Path]:
-    """The three files of an export, none of which is there already."""
+    """Returns the three files of an export; raises if one exists."""
     target = Path(target)
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
     if not base.name:
-        raise RunError("give a name to write to, such as digits")
-    taken = [str(file) for file in files if file.exists()]
-    if taken:
-        raise RunError(f"{', '.join(taken)} is there already and is not overwritten: choose another name")
+        raise RunError("the name of the file to write is missing: use a name such as digits")
+    existing = [str(file) for file in files if file.exists()]
+    if existing:
+        raise RunError(
+            f"{', '.join(existing)} already exists and is not overwritten: choose another name",
+            value=str(target),
+        )
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -277,7 +290,7 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Write a model: the safetensors file and its JSON card, which says what becomes of an image file."""
+    """Write a model: the safetensors file, and its JSON card, which says how image files are read."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"

@@ -1,4 +1,4 @@
-"""Which code gave a number."""
+"""The commit of the code that produced a result."""
 
 import os
 import subprocess
@@ -8,12 +8,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a plus where the code differs from it; None outside of one.
+    """Returns the commit of this checkout, with a plus sign if the code was changed; None outside a checkout.
 
-    A copy without its history can be told through the environment: SSFL_COMMIT.
+    For a copy without history, the environment variable SSFL_COMMIT can name the commit.
     """
-    if told := os.environ.get("SSFL_COMMIT"):
-        return told
+    if recorded := os.environ.get("SSFL_COMMIT"):
+        return recorded
     if not (ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(ROOT)]

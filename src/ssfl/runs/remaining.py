@@ -1,14 +1,14 @@
-"""How long a run will take yet: the same number for the terminal and for the board."""
+"""The time that a run still needs, which the terminal and the board both show."""
 
 import time
 
 from ssfl.config.settings import Config
 from ssfl.core.events import Event
-from ssfl.runs import comparing
+from ssfl.runs import baseline
 
 
 class Clock:
-    """Measures the pace of rounds, with everything that comes between them."""
+    """Measures the seconds per round, including everything between rounds."""
 
     def __init__(self, config: Config, first: int) -> None:
         self.config, self.first = config, first
@@ -17,10 +17,10 @@ class Clock:
         self.rounds = config.federation.rounds or 0
 
     def left(self, event: Event) -> float:
-        """Seconds that remain after a round: of the rounds, and of what the run is compared with."""
+        """Returns the seconds left after a round, for the rounds and for the models of the comparison."""
         played: int = event["round"] - self.first
         self.server += float(event.get("phases", {}).get("server", 0.0))
         pace = (time.monotonic() - self.began) / played
         rounds = self.rounds - self.first - played
-        more = comparing.expected(self.config, pace, self.server / played)
-        return round(rounds * pace + more, 1)
+        comparison = baseline.expected(self.config, pace, self.server / played)
+        return round(rounds * pace + comparison, 1)

@@ -1,25 +1,25 @@
-"""Whether a run that was found is the one that is asked for."""
+"""Whether an existing run folder has the settings that are wanted now."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ssfl.config.settings import Config
 from ssfl.errors import ConfigError
-from ssfl.runs import assemble, folder
+from ssfl.runs import folder, resolve
 
 
 def require(config: Config, path: Path) -> None:
-    """A run found where one is asked for must be that one: a method's settings may have changed since.
+    """Raises if there is a run in this folder with other settings: defaults of a method may have changed.
 
-    What images decide, and where they lie, is left open.
+    Settings that depend on the images, and the location of the images, are not compared.
     """
     if not (path / "config.toml").is_file():
         return
-    before, count = folder.read_config(path), max(1, round(assemble.rounds(config)))
+    before, count = folder.read_config(path), max(1, round(resolve.planned_rounds(config)))
     now = replace(config, federation=replace(config.federation, rounds=count, epochs=None))
     if before.method.name != config.method.name:
         raise ConfigError(
-            f"{path} was played with method.name = {before.method.name!r}, not {config.method.name!r}: "
+            f"{path} was run with method.name = {before.method.name!r}, not {config.method.name!r}: "
             "remove it, or choose another --out",
             key="method.name",
             value=config.method.name,
@@ -29,9 +29,12 @@ def require(config: Config, path: Path) -> None:
         for key, value in wanted.items():
             left_open = value in (None, "suited") or key in ("root", "download", "path", "gate")
             users_alone = key == "server_labels" and before.split.labels_at == "users"
-            given = section == "split" and before.split.scheme == "given"  # [split] deals nothing
-            if was[key] != value and not left_open and not users_alone and not given:
+            owners_named = section == "split" and before.split.scheme == "given"  # [split] has no effect
+            if was[key] != value and not left_open and not users_alone and not owners_named:
                 raise ConfigError(
-                    f"{path} was played with {section}.{key} = {was[key]!r}, which is {value!r} now: "
-                    "remove it, or choose another --out"
+                    f"{path} was run with {section}.{key} = {was[key]!r}, and now it is {value!r}: "
+                    "remove it, or choose another --out",
+                    key=f"{section}.{key}",
+                    value=value,
+                    fix=f"{section}.{key}={was[key]}",
                 )

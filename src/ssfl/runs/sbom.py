@@ -1,9 +1,9 @@
-"""A bill of materials: what is installed here that ssfl needs, as CycloneDX JSON.
+"""A software bill of materials (SBOM): the installed packages that ssfl needs, as CycloneDX JSON.
 
 python -m ssfl.runs.sbom [EXTRA ...] > sbom.json
 
-It reads the metadata of installed packages alone, and follows the requirements of ssfl and of the extras that
-are named; what is not installed is left out and told on standard error.
+It reads only the metadata of installed packages, and follows the requirements of ssfl and of the named
+extras. Packages that are not installed are left out, and listed on standard error.
 """
 
 import json
@@ -17,13 +17,13 @@ REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[([^\]]*)\])?(
 
 
 def plain(name: str) -> str:
-    """A package's name as indexes write it."""
+    """Returns the name of a package in its normalised form."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dict[str, set[str]], set[str]]:
-    """The packages that ssfl needs, what each needs itself, and those that are not installed."""
-    found: dict[str, metadata.Distribution] = {}
+    """Returns the packages that ssfl needs, the requirements of each, and those that are not installed."""
+    packages: dict[str, metadata.Distribution] = {}
     edges: dict[str, set[str]] = {}
     missing: set[str] = set()
     done: set[tuple[str, str]] = set()
@@ -34,7 +34,7 @@ def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dic
             continue
         done.add((name, extra))
         try:
-            package = found.setdefault(name, metadata.distribution(name))
+            package = packages.setdefault(name, metadata.distribution(name))
         except metadata.PackageNotFoundError:
             missing.add(name)
             continue
@@ -45,25 +45,25 @@ def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dic
                 continue
             other = plain(match[1])
             edges[name].add(other)
-            left += [(other, more.strip()) for more in (match[2] or "").split(",")]
+            left += [(other, other_extra.strip()) for other_extra in (match[2] or "").split(",")]
             left.append((other, ""))
-    return found, edges, missing
+    return packages, edges, missing
 
 
 def _applies(marker: str | None, extra: str) -> bool:
-    """Whether a requirement belongs to this extra; conditions on the machine are taken as met."""
+    """Whether a requirement belongs to this extra; conditions on the platform are ignored."""
     named = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker or "")
     return plain(named[1]) == plain(extra) if named else not extra
 
 
 def describe(extras: Iterable[str] = ()) -> tuple[dict[str, Any], set[str]]:
-    """The bill, and what is not installed."""
-    found, edges, missing = needed(extras)
+    """Returns the bill of materials, and the packages that are not installed."""
+    packages, edges, missing = needed(extras)
     parts = []
-    for name, package in sorted(found.items()):
-        told = package.metadata
-        licence = next((told[key] for key in ("License-Expression", "License") if key in told), "")
-        one: dict[str, Any] = {
+    for name, package in sorted(packages.items()):
+        fields = package.metadata
+        licence = next((fields[key] for key in ("License-Expression", "License") if key in fields), "")
+        component: dict[str, Any] = {
             "type": "application" if name == "ssfl" else "library",
             "bom-ref": f"pkg:pypi/{name}@{package.version}",
             "name": name,
@@ -71,16 +71,16 @@ def describe(extras: Iterable[str] = ()) -> tuple[dict[str, Any], set[str]]:
             "purl": f"pkg:pypi/{name}@{package.version}",
         }
         if licence and len(licence) < 100:
-            one["licenses"] = [{"license": {"name": licence}}]
-        parts.append(one)
-    refs = {one["name"]: one["bom-ref"] for one in parts}
-    own = next(one for one in parts if one["name"] == "ssfl")
+            component["licenses"] = [{"license": {"name": licence}}]
+        parts.append(component)
+    refs = {component["name"]: component["bom-ref"] for component in parts}
+    own = next(component for component in parts if component["name"] == "ssfl")
     bill = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"component": own},
-        "components": [one for one in parts if one is not own],
+        "components": [component for component in parts if component is not own],
         "dependencies": [
             {"ref": refs[name], "dependsOn": sorted(refs[other] for other in others if other in refs)}
             for name, others in sorted(edges.items())

@@ -16,11 +16,11 @@ from ssfl.runs.text import printable
 
 MOST, ACROSS, SIDE, LINE, GAP = 24, 6, 170, 17, 14
 MARK = {"Software": "ssfl evaluate"}
-"""Stands in the file: only such a file is ever replaced."""
+"""Written into the file: only a file with this mark is ever replaced."""
 
 
 def write(evaluation: Evaluation, target: Path) -> Path | None:
-    """Write the worst mistakes, the most confident first; nothing where there is none."""
+    """Write the worst mistakes, the most confident first; returns None if there are none."""
     worst = evaluation.mistakes[:MOST]
     if not worst:
         return None
@@ -35,7 +35,7 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
 
 
 def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image.Image:
-    """Each picture with its true class, what the model said and the name of its file."""
+    """Returns a sheet of the images, each with its prediction, its true class and the name of its file."""
     across = min(ACROSS, len(answers))
     down = -(-len(answers) // across)
     tall = SIDE + 3 * LINE + GAP
@@ -46,8 +46,8 @@ def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image
         shown = _picture(answer.file, white)
         sheet.paste(shown, (x + (SIDE - shown.width) // 2, y + (SIDE - shown.height) // 2))
         lines = [
-            (f"said {classes[answer.predicted]}, {answer.confidence:.0%}", "#8f3b00"),
-            (f"is {classes[answer.label]}", "black"),
+            (f"predicted {classes[answer.predicted]}, {answer.confidence:.0%}", "#8f3b00"),
+            (f"true {classes[answer.label]}", "black"),
             (answer.file.name, "#57606a"),
         ]
         for number, (line, colour) in enumerate(lines):
@@ -56,7 +56,7 @@ def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image
 
 
 def _picture(file: Path, white: int) -> Image.Image:
-    """An image file as people see it, in its own proportions."""
+    """Returns an image file in colour and in its own proportions."""
     pixels = pictures.decode(file, 3, None, white).transpose(1, 2, 0)
     image = Image.fromarray(np.ascontiguousarray(pixels))
     scale = SIDE / max(image.size)
@@ -65,7 +65,7 @@ def _picture(file: Path, white: int) -> Image.Image:
 
 
 def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """As much of a line as fits under a picture; of a long one the middle is left out."""
+    """Returns a line that fits under an image, without its middle if it is too long."""
     line = printable(line)
     if font.getlength(line) <= SIDE:
         return line
@@ -76,7 +76,7 @@ def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
 
 
 def _require_ours(target: Path) -> None:
-    """An earlier contact sheet may be replaced, and nothing else."""
+    """Raises if the file exists and is not an earlier contact sheet."""
     if target.is_dir():
         raise RunError(f"{target} is a folder: name a file in it, such as {target / 'mistakes.png'}")
     if not target.exists():

@@ -1,4 +1,4 @@
-"""`ssfl.Federation`: a federation round by round, from Python."""
+"""`ssfl.Federation`: train round by round from Python."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +14,10 @@ from ssfl.data.arrays import Data
 from ssfl.errors import ConfigError
 from ssfl.federation import Method, State
 from ssfl.models.external import Factory
-from ssfl.runs import assemble, folder, predict, same, train
+from ssfl.runs import folder, predict, resolve, round_loop, same, train
+from ssfl.runs.result import Result, model_card
+from ssfl.runs.round_loop import Done
 from ssfl.runs.surroundings import enough_memory, reproducible
-from ssfl.runs.train import Done, Result
 from ssfl.signals import Stop, interruptible
 
 Metric = Callable[[predict.Classifier], float]
@@ -24,18 +25,18 @@ RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
     "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
-"""Names that an evaluation has already."""
+"""Names that every evaluation has already."""
 
 
 class Federation:
-    """A federation that is played one round at a time: `for done in federation`.
+    """A federation that trains one round at a time: `for done in federation`.
 
-    Each `done` has `round`, `events` and `state`. Leaving the loop pauses it, another loop goes on, and
-    `stop()` saves it and ends it. If the folder `out` exists, its run goes on. Played like this, in pieces,
-    or by `ssfl.run`, a run gives the same bytes.
+    Each `done` has `round`, `events` and `state`. Leaving the loop pauses the run, a new loop continues it,
+    and `stop()` saves it and ends it. If the folder `out` exists, the run in it is continued. The results are
+    the same bytes as with `ssfl.run`.
 
-    `metrics` are functions of the current model (see `model`) that return a number; their values are in the
-    "eval" events.
+    `metrics` are functions of the current model (see `model`) that return a number. Their values are added to
+    the "eval" events.
     """
 
     def __init__(
@@ -55,9 +56,13 @@ class Federation:
         self.metrics = dict(metrics or {})
         for name in self.metrics:
             if name in RESERVED:
-                raise ConfigError(f"metrics: {name!r} is in every evaluation already: choose another name")
+                raise ConfigError(
+                    f"metrics: {name!r} is already in every evaluation: choose another name",
+                    key="metrics",
+                    value=name,
+                )
         self.result: Result | None = None
-        """What the run gave, after the last round."""
+        """The result of the run, after the last round."""
         self._asked = Stop()
         self._open = ExitStack()
         with reproducible(), enough_memory():
@@ -77,7 +82,7 @@ class Federation:
     ) -> None:
         there = (self.path / "config.toml").is_file()
         if there:
-            same.require(assemble.taking(config, data), self.path)
+            same.require(resolve.with_data(config, data), self.path)
             config = folder.read_config(self.path)
             self._open.enter_context(folder.locked(self.path))
             begun = train.reopened(config, self.path, model, data, lambda message: None, method)
@@ -85,8 +90,8 @@ class Federation:
             begun = train.begun(config, self.path, model, data)
         self._sim, start = self._open.enter_context(begun)
         self.state: State = start.state
-        """What passes to the next round: streams, average, memory."""
-        self._left: train.Playing | None = train.playing(
+        """The state that passes to the next round: streams, average, memory."""
+        self._left: round_loop.Playing | None = round_loop.playing(
             self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate
         )
         summary = folder.read_summary(self.path)
@@ -114,18 +119,20 @@ class Federation:
         return done
 
     def stop(self) -> None:
-        """Save the last round and end here; a new `ssfl.Federation` of the folder, or `ssfl.resume`, goes
-        on."""
+        """Save the last round and end. A new `ssfl.Federation` with this folder, or `ssfl.resume`,
+        continues."""
         self._end(None)
 
     def evaluate(self) -> Event:
-        """The current model's accuracy and the metrics, as in an "eval" event; nothing is written."""
+        """Returns the accuracy of the current model and the metrics, as in an "eval" event; writes
+        nothing."""
         with reproducible():
             torch.set_num_threads(self._threads)
             return self._evaluate(self.state)
 
     def model(self) -> predict.Classifier:
-        """The averaged model as it is now, a copy: images in, logits out, as `ssfl.load_model` gives it."""
+        """Returns a copy of the current averaged model, as `ssfl.load_model` does: takes images, returns
+        logits."""
         return self._model(self.state)
 
     @property
@@ -135,7 +142,7 @@ class Federation:
 
     @property
     def round(self) -> int:
-        """How many rounds are done."""
+        """The number of rounds played so far."""
         return self.state.round
 
     @property
@@ -145,7 +152,7 @@ class Federation:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """summary.json, once the last round is played."""
+        """The content of summary.json after the last round; None before."""
         return folder.read_summary(self.path)
 
     def _end(self, result: Result | None) -> None:
@@ -158,7 +165,7 @@ class Federation:
             self._open.close()
 
     def _model(self, state: State) -> predict.Classifier:
-        card = train.model_card(self._sim, {})
+        card = model_card(self._sim, {})
         tensors = {name: tensor.detach().clone() for name, tensor in self._sim.final_tensors(state).items()}
         return predict.classifier(tensors, card, self.path, self._sim.make).to(self._sim.device)
 
@@ -171,5 +178,9 @@ class Federation:
             except (TypeError, ValueError):
                 event[name] = math.nan
             if not math.isfinite(event[name]):
-                raise ConfigError(f"metrics: {name!r} gave {value!r}: it must return a finite number")
+                raise ConfigError(
+                    f"metrics: {name!r} returned {value!r}: it must return a finite number",
+                    key=name,
+                    value=value,
+                )
         return event

@@ -1,4 +1,4 @@
-"""What surrounds a run: the same bits again, and a clear word where memory ends."""
+"""Contexts of a run: reproducible arithmetic, and a clear error if memory runs out."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ssfl.errors import SsflError
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Running out of memory is a matter of settings."""
+    """Turn an out-of-memory error into one that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -25,7 +25,7 @@ def enough_memory() -> Iterator[None]:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """The same bits every time, where torch can; its global settings are put back afterwards."""
+    """Make torch deterministic as far as it can be, and restore its global settings afterwards."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
@@ -34,7 +34,7 @@ def reproducible() -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # nothing here reads what it did not write
+    # filling is not needed, because nothing here reads memory that it did not write
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""Plain text for the terminal."""
+"""Numbers, tables and splits as plain text for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,23 +11,23 @@ MOST_USERS = 30
 
 
 def histogram(counts: list[int]) -> str:
-    """A row of bars, one for each class; the largest is at full height, none is a blank."""
+    """Returns a row of bars, one for each class; the largest has full height, and zero is a blank."""
     most = max([*counts, 1])
     return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
 
 
 def printable(line: str) -> str:
-    """The line without anything that a terminal would take for an order."""
+    """Returns the line with a question mark for every character that could control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
 def percent(share: float) -> str:
-    """A share in words."""
+    """Returns a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """A time that a person reads."""
+    """Returns a time with a suitable unit."""
     for least, unit, length in ((7200, "h", 3600), (120, "min", 60), (0.1, "s", 1)):
         if seconds >= least:
             return f"{seconds / length:.3g} {unit}"
@@ -35,33 +35,33 @@ def duration(seconds: float) -> str:
 
 
 def interval(right: float, count: int) -> str:
-    """The 95 % interval of a share, in percent."""
+    """Returns the 95 % interval of a share, in percent."""
     low, high = statistics.wilson(right, count)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
 def accuracy(right: float, count: int) -> str:
-    """An accuracy with its count and its 95 % interval."""
+    """Returns an accuracy with its count and its 95 % interval."""
     share = percent(right / count) if count else "-"
     return f"{share} ({right:,.0f} of {count:,}; 95 % interval {interval(right, count)})"
 
 
-def ending(told: Mapping[str, Any]) -> str:
-    """How good a model is, by its last evaluation or its run's summary."""
+def ending(scores: Mapping[str, Any]) -> str:
+    """Returns the accuracy of a model in words, from its last evaluation or the summary of its run."""
     for key, name in (("accuracy", "accuracy"), ("validation_accuracy", "validation accuracy")):
-        if key not in told:
+        if key not in scores:
             continue
         prefix = "validation_" if name != key else ""
-        right, count = told.get(f"{prefix}correct"), told.get(f"{prefix}count")
-        if right is None or not count:  # of an older version
-            return f"{name} {percent(told[key])}"
-        over = " over folds" if told.get("judged_by") == "folds" else ""
+        right, count = scores.get(f"{prefix}correct"), scores.get(f"{prefix}count")
+        if right is None or not count:  # a run of an older version
+            return f"{name} {percent(scores[key])}"
+        over = " over folds" if scores.get("judged_by") == "folds" else ""
         return f"{name} {accuracy(right, count)}{over}"
     return "finished"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of words as a Markdown table whose columns stand in line; the first row is its head."""
+    """Returns an aligned Markdown table; the first row is its header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -69,7 +69,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def split(config: Config, described: dict[str, Any]) -> str:
-    """Who would get what, with a histogram of classes for each user."""
+    """Returns which images the server and each user get, with a histogram of classes for each user."""
     users, classes = described["users"], described["classes"]
     sizes, rows = described["sizes"], described["user_classes"]
     wanted = config.split
@@ -80,9 +80,9 @@ def split(config: Config, described: dict[str, Any]) -> str:
     }.get(wanted.scheme, wanted.scheme)
     how = f"by {scheme}"
     if wanted.scheme == "given":
-        how = "as the data say"
+        how = "as named by the data"
     elif described["measured_skew"] is None:
-        how = "with equal shares (nobody knows their images' classes: split.scheme and skew do nothing)"
+        how = "with equal shares (their images have no labels: split.scheme and split.skew have no effect)"
     elif sum(map(sum, rows)) < sum(sizes):
         how += " (images without labels in equal shares)"
     seed = "" if wanted.scheme == "given" else f", seed {wanted.seed}"
@@ -97,49 +97,53 @@ def split(config: Config, described: dict[str, Any]) -> str:
     if users > MOST_USERS:
         least, _, middle, _, most = described["size_quartiles"]
         lines.append(
-            f"... and {users - MOST_USERS} more users; all of them hold {least:.0f} to {most:.0f} images, "
-            f"half of them at most {middle:.0f}"
+            f"... and {users - MOST_USERS} more users; all users have {least:.0f} to {most:.0f} images, "
+            f"with a median of {middle:.0f}"
         )
     skew = described["measured_skew"]
-    some = ""
+    known_only = ""
     if sum(map(sum, rows)) < sum(sizes):
-        some = f" among the {sum(described['class_totals']):,} images whose class is known"
-    told = "not known, no user's image has a label" if skew is None else f"{skew:.4f}{some}"
-    lines.append(f"measured skew R = {told} (Definition 2: 0 is iid, 1 is disjoint)")
+        known_only = f" among the {sum(described['class_totals']):,} images whose class is known"
+    shown_skew = (
+        "unknown, because the users' images have no labels" if skew is None else f"{skew:.4f}{known_only}"
+    )
+    lines.append(f"measured label skew R = {shown_skew} (Definition 2: 0 is iid, 1 is disjoint)")
     if described["validation"]:
-        lines.append(f"{described['validation']} images set aside for validation")
+        lines.append(f"{described['validation']} validation images")
     lines += untested(classes, described["test_classes"])
     lines.append(_typical(sizes[0], rows[0], classes))
     if "user_labelled" in described:
-        lines.append(f"labels at the users: {described['user_labelled_total']} images in all")
+        lines.append(f"users have {described['user_labelled_total']} labelled images in total")
     return "\n".join(lines)
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """A line about the classes that have no test image, where there are any."""
+    """Returns a line about classes without test images, if there are any."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if not missing:
         return []
     named = printable(_few(missing))
-    return [f"no test image of {len(missing)} of {len(classes)} classes ({named}): accuracy leaves them out"]
+    return [
+        f"{len(missing)} of {len(classes)} classes have no test images ({named}): accuracy leaves them out"
+    ]
 
 
 def loose(images: int) -> list[str]:
-    """A line about images beside the sub-folders of unlabelled/, where there are any."""
+    """Returns a line about images that are directly in unlabelled/, if it has sub-folders as well."""
     if not images:
         return []
-    return [f"{images} images beside the sub-folders of unlabelled/ form one more user"]
+    return [f"{images} images directly in unlabelled/, beside its sub-folders, form one more user"]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
-    """What one user would look like, in words."""
+    """Returns the images of the first user in words."""
     if not sum(counts):
-        return f"user 0 holds {size} images whose classes nobody knows"
+        return f"user 0 has {size} images without labels"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])
     shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
-    more = " and so on" if sum(count > 0 for count in counts) > 3 else ""
+    rest = " and so on" if sum(count > 0 for count in counts) > 3 else ""
     known = "" if sum(counts) == size else f", {sum(counts)} of known class"
-    return f"user 0, for example, holds {size} images{known}: {', '.join(shares)}{more}"
+    return f"for example, user 0 has {size} images{known}: {', '.join(shares)}{rest}"
 
 
 def _few(names: list[str]) -> str:

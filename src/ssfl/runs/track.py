@@ -1,7 +1,7 @@
-"""Telling a run's numbers to TensorBoard, MLflow or Weights & Biases as well (`run.track`).
+"""Logging a run to TensorBoard, MLflow or Weights & Biases (`run.track`).
 
-The run folder stays the source of truth: a tracker hears the numbers of events.jsonl, once each, and whatever
-happens to it the run goes on. A resumed run goes on in the same run of its tracker.
+The run folder remains the source of truth. A tracker gets each number of events.jsonl once. If it fails, the
+run continues without it. A resumed run continues the same run of its tracker.
 """
 
 import json
@@ -24,28 +24,33 @@ from ssfl.errors import ConfigError, SsflWarning
 from ssfl.runs.folder import read_events
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-"""What each choice of run.track needs."""
+"""The package that each value of run.track needs."""
 Numbers = dict[str, float]
 
 
 class Backend(NamedTuple):
-    """One tracker, opened for one run."""
+    """A tracker that is open for one run."""
 
     log: Callable[[int, Numbers], object]
-    """Told the round and its numbers by name."""
+    """Called with the round and its numbers by name."""
     close: Callable[[bool], object]
-    """Told whether the run is finished."""
+    """Called with whether the run is finished."""
 
 
 def require(name: str) -> None:
-    """Refuse a tracker that is not installed, before anything is trained."""
+    """Raises if the tracker is not installed."""
     if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-        raise ConfigError(f"run.track = {name!r} needs another package: `pip install {PACKAGES[name]}`")
+        raise ConfigError(
+            f"run.track = {name!r}: this package is not installed; run `pip install {PACKAGES[name]}`",
+            key="run.track",
+            value=name,
+            fix=f"pip install {PACKAGES[name]}",
+        )
 
 
 @contextmanager
 def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
-    """A function to tell each new event of a run to; what it missed of the past it hears first."""
+    """Yields a function that logs an event; events of the run folder that were not logged yet come first."""
     name = config.run.track
     if name == "none":
         yield lambda event: None
@@ -54,15 +59,16 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
     memory = Memory(path / "track.json", name)
 
     def attempt(what: Callable[[], Any]) -> Any:
-        """A tracker that fails is told of once and left out from then on."""
+        """Call a function of the tracker; if it fails, warn once and stop using the tracker."""
         nonlocal backend
         try:
             return what()
-        except Exception as error:  # the clients of others raise almost anything
+        except Exception as error:  # trackers may raise any exception
             backend = None
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             warnings.warn(
-                f"run.track = {name!r} failed ({reason}): the run goes on without it; {path} has all numbers",
+                f"run.track = {name!r} failed ({reason}): the run continues without it; {path} has all "
+                "numbers",
                 SsflWarning,
                 stacklevel=2,
             )
@@ -85,11 +91,10 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
 
 
 class Memory:
-    """What a tracker has been told, kept in the run folder: the run's name there, and the last round of each
+    """What has been logged, saved in the run folder: the tracker's id of the run, and the last round of each
     kind of event.
 
-    It is written before a number is sent: after a crash at the worst moment one may be missing, but none is
-    there twice.
+    It is written before a number is sent. So a crash can lose a number, but never log one twice.
     """
 
     def __init__(self, file: Path, tracker: str) -> None:
@@ -97,19 +102,19 @@ class Memory:
         self.told: dict[str, int] = {}
         self.id: str | None = None
         try:
-            kept = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
-            if kept["tracker"] == tracker:
-                self.told, self.id = dict(kept["told"]), str(kept["id"])
+            saved = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
+            if saved["tracker"] == tracker:
+                self.told, self.id = dict(saved["told"]), str(saved["id"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
 
     def name(self, id: str) -> None:
-        """Keep the name that the tracker knows this run by."""
+        """Save the tracker's id of this run."""
         self.id = id
         self._save()
 
     def note(self, event: Event) -> bool:
-        """Whether an event is news."""
+        """Record an event; returns whether it is new."""
         if event["round"] <= self.told.get(event["event"], -1):
             return False
         self.told[event["event"]] = event["round"]
@@ -124,41 +129,42 @@ class Memory:
 
 
 def numbers(event: Event) -> Numbers:
-    """The plain numbers of an event: `eval/accuracy`, `diversity/gradient_l2/definition`."""
-    found: Numbers = {}
+    """Returns the plain numbers of an event by name: `eval/accuracy`, `diversity/gradient_l2/definition`."""
+    values: Numbers = {}
 
     def collect(name: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 collect(f"{name}/{key}", inner)
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found[name] = float(value)
+            values[name] = float(value)
 
     collect(event["event"], {key: value for key, value in event.items() if key not in ("event", "round")})
-    return found
+    return values
 
 
 def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
-    """Event files in RUN/tensorboard, written anew from the run's history when it is resumed."""
+    """Writes event files in RUN/tensorboard; when a run is resumed, they are written again from its
+    history."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = path / "tensorboard"
     again = folder.exists()
     shutil.rmtree(folder, ignore_errors=True)
     memory.told.clear()
-    # what a TensorBoard that is looking on has read of the old files is void
+    # a TensorBoard that is open must drop what it has read from the old files
     writer = SummaryWriter(str(folder), purge_step=0 if again else None, flush_secs=10)
     writer.add_text("config", "```toml\n" + to_toml(config) + "```")
 
-    def log(step: int, found: Numbers) -> None:
-        for name, value in found.items():
+    def log(step: int, values: Numbers) -> None:
+        for name, value in values.items():
             writer.add_scalar(name, value, step)
 
     return Backend(log, lambda finished: writer.close())
 
 
 def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
-    """A run of the experiment "ssfl", where MLflow's own settings (MLFLOW_TRACKING_URI) say."""
+    """Logs to a run of the experiment "ssfl"; MLflow's own settings (MLFLOW_TRACKING_URI) say where."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
@@ -168,22 +174,22 @@ def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
         number = experiment.experiment_id if experiment else client.create_experiment("ssfl")
         opened = client.create_run(number, run_name=path.name).info.run_id
         settings = [Param(f"{s}.{k}", str(v)) for s, kind in as_dict(config).items() for k, v in kind.items()]
-        for start in range(0, len(settings), 100):  # as many as one request may carry
+        for start in range(0, len(settings), 100):  # MLflow's limit for one request
             client.log_batch(opened, params=settings[start : start + 100])
         memory.name(opened)
     else:
         client.update_run(memory.id, status="RUNNING")
     run = str(memory.id)
 
-    def log(step: int, found: Numbers) -> None:
+    def log(step: int, values: Numbers) -> None:
         now = int(1000 * time.time())
-        client.log_batch(run, metrics=[Metric(name, value, now, step) for name, value in found.items()])
+        client.log_batch(run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
     return Backend(log, lambda done: client.set_terminated(run, "FINISHED" if done else "KILLED"))
 
 
 def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
-    """A run of the project "ssfl", or where W&B's own settings (WANDB_PROJECT, WANDB_MODE) say."""
+    """Logs to a run of the project "ssfl", or as W&B's own settings (WANDB_PROJECT, WANDB_MODE) say."""
     import wandb
 
     opened = wandb.init(
@@ -193,8 +199,8 @@ def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
     memory.name(opened.id)
     opened.define_metric("*", step_metric="round_number")
 
-    def log(step: int, found: Numbers) -> None:
-        opened.log({**found, "round_number": step})
+    def log(step: int, values: Numbers) -> None:
+        opened.log({**values, "round_number": step})
 
     return Backend(log, lambda finished: opened.finish(0 if finished else 1))
 

@@ -1,4 +1,4 @@
-"""Whether the unlabelled images helped: a run's model against one that the server trained alone."""
+"""The verdict of a run, whether the unlabelled images helped: its model against a server-only model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from ssfl.core import statistics
 from ssfl.core.statistics import FEW, Paired
 
 WORDS = {"test": "test images", "validation": "validation images", "folds": "held-out labelled images"}
-"""By which images two models are compared."""
+"""The images on which two models are compared."""
 DECIDES = ("folds", "validation")
-"""By which images a model is chosen. Test images never choose."""
+"""The images by which a model is chosen; test images are never used for that."""
 FEDERATED, SERVER_ONLY = "federated", "server-only"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two models on the same images."""
+    """The federated and the server-only model on the same images."""
 
     on: str
     """"test", "validation" or "folds"."""
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: int) -> Comparison:
-    """A comparison from the labels that two models predict."""
+    """Returns the comparison of two models from the labels that they predict."""
     truth = labels.tolist()
     balanced, rights = [], []
     for predicted in (federated.tolist(), alone.tolist()):
@@ -72,58 +72,69 @@ def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: 
 
 
 def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -> dict[str, Any]:
-    """The verdict as it is stored: in words, with its numbers, and which model is kept.
+    """Returns the verdict as it is stored: its text, its numbers, and which model is kept.
 
-    The server-only model is kept if the unlabelled images hurt on images held out of training; test images
-    choose nothing.
+    The server-only model is kept if the unlabelled images hurt on images held out of training. Test images
+    are never used for this choice.
     """
-    shown = next(one for kind in ("test", "folds", "validation") for one in comparisons if one.on == kind)
-    decides = next((one for kind in DECIDES for one in comparisons if one.on == kind), None)
+    shown = next(
+        comparison
+        for kind in ("test", "folds", "validation")
+        for comparison in comparisons
+        if comparison.on == kind
+    )
+    decides = next(
+        (comparison for kind in DECIDES for comparison in comparisons if comparison.on == kind), None
+    )
     kept = SERVER_ONLY if decides is not None and decides.conclusion == "hurt" else FEDERATED
     lines = [sentence(shown, users)]
     if decides is not None and decides is not shown:
         lines.append(f"On the {_held_out(decides)}: {_numbers(decides)}, {_ending(decides)}.")
     if kept == SERVER_ONLY and decides is not None:
-        lines.append(f"So the model of this run is the server-only one, chosen by the {_held_out(decides)}.")
+        lines.append(
+            "Therefore this run keeps the server-only model; the choice was made on the "
+            f"{_held_out(decides)}."
+        )
     elif shown.on == "test" and shown.conclusion == "hurt":
         lines.append(
-            "The federated model is kept all the same, because test images must not choose a model: "
-            "--set data.validation=0.2, or --folds 5, lets held-out labels choose."
+            "The federated model is kept nevertheless, because test images must not be used to choose a "
+            "model. With --set data.validation=0.2 or --folds 5, held-out labelled images make the choice."
         )
     return {
         "text": " ".join(lines),
         "conclusion": shown.conclusion,
         "kept": kept,
-        "comparisons": [one.as_dict() for one in comparisons],
+        "comparisons": [comparison.as_dict() for comparison in comparisons],
     }
 
 
 def sentence(one: Comparison, users: str = "unlabelled images") -> str:
-    """What a comparison says."""
+    """Returns the outcome of a comparison in words."""
     images = WORDS[one.on]
     if one.conclusion == "too few":
-        told = (
-            f"{one.pair.count:,} {images} are too few to tell whether the {users} helped: with them "
-            f"{one.pair.right:,} are right, without them {one.pair.other_right:,} ({_interval(one)})."
+        text = (
+            f"{one.pair.count:,} {images} are too few to tell whether the {users} helped: "
+            f"{one.pair.right:,} are correct with them and {one.pair.other_right:,} without "
+            f"({_interval(one)})."
         )
     else:
-        told = (
-            f"With the {users} {one.pair.right:,} of {one.pair.count:,} {images} are right, without them "
+        text = (
+            f"With the {users}, {one.pair.right:,} of {one.pair.count:,} {images} are correct; without them, "
             f"{one.pair.other_right:,}: {_ending(one)}."
         )
     first, second = one.balanced
     if one.uneven and first is not None and second is not None:
-        told += f" Balanced over the classes: {100 * first:.1f} % with them, {100 * second:.1f} % without."
-    return told
+        text += f" The balanced accuracy is {100 * first:.1f} % with them and {100 * second:.1f} % without."
+    return text
 
 
 def _ending(one: Comparison) -> str:
-    said = {"helped": "they helped", "hurt": "they hurt", "unclear": "no clear difference"}
-    return f"{said.get(one.conclusion, 'too few to tell')} ({_interval(one)})"
+    words = {"helped": "they helped", "hurt": "they hurt", "unclear": "no clear difference"}
+    return f"{words.get(one.conclusion, 'too few to tell')} ({_interval(one)})"
 
 
 def _numbers(one: Comparison) -> str:
-    return f"{one.pair.right:,} of {one.pair.count:,} are right with them, {one.pair.other_right:,} without"
+    return f"{one.pair.right:,} of {one.pair.count:,} are correct with them, {one.pair.other_right:,} without"
 
 
 def _held_out(one: Comparison) -> str:
@@ -132,10 +143,10 @@ def _held_out(one: Comparison) -> str:
 
 def _interval(one: Comparison) -> str:
     low, high = (100 * end for end in one.pair.interval)
-    return f"95 % interval of the difference: {_points(low)} to {_points(high)} points"
+    return f"95 % interval of the difference: {_points(low)} to {_points(high)} percentage points"
 
 
 def _points(value: float) -> str:
-    """A difference in points, with its sign; close to zero with a digit more, so that its side shows."""
+    """Returns a difference with its sign, and with one more digit close to zero."""
     shown = f"{value:+.0f}" if abs(value) >= 0.95 else f"{value:+.1f}"
     return shown.replace("-", "−")

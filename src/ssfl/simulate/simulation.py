@@ -1,6 +1,6 @@
 """A federation on one machine: plays rounds, evaluates models, and returns events.
 
-`runs/assemble.py` makes one from a config; `runs/train.py` loops over its rounds. Nothing here writes a file.
+`runs/assemble.py` makes one from a config; `runs/round_loop.py` plays its rounds. Nothing here writes a file.
 """
 
 import math

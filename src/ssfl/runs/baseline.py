@@ -1,7 +1,7 @@
-"""What a run is compared with: a model that the server trains alone, and folds of the labelled images.
+"""The runs that a run is compared with: a server-only model, and folds of the labelled images.
 
-Both are runs inside the run's folder, with checkpoints of their own, so that a run that was killed in the
-middle of them goes on there.
+Both are inside the folder of the run and have their own checkpoints, so that a run that was killed during
+them continues there.
 """
 
 import json
@@ -27,26 +27,26 @@ from ssfl.runs import assemble, folder, verdict
 from ssfl.simulate.simulation import Simulation
 
 BASELINE, FOLDS = "baseline", "folds"
-"""The folders of the server-only run and of the folds, inside the run's."""
+"""The folders of the server-only run and of the folds, inside the run folder."""
 FOLDS_FILE = "folds.json"
 LEAST = 20
-"""A fold's runs have at least so many rounds, if the run has as many."""
+"""The runs of a fold have at least so many rounds, if the run itself has as many."""
 
 
 class Play(Protocol):
-    """Plays a run inside this one, from where it was left, and returns its last state."""
+    """Plays a run inside this one, from its last checkpoint, and returns its last state."""
 
     def __call__(self, made: Simulation, path: Path, what: str) -> State: ...
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a run's model was compared with, and what came of it."""
+    """The outcome of a comparison."""
 
     verdict: dict[str, Any] | None = None
-    """See `verdict.judge`; None where there was nothing to compare."""
+    """See `verdict.judge`; None if there was nothing to compare."""
     folds: dict[str, Any] | None = None
-    """Accuracy of the kept kind of model over the folds."""
+    """The accuracy over the folds, of the kind of model that the run keeps."""
     alone: tuple[Simulation, State] | None = None
     """The server-only model."""
 
@@ -57,7 +57,7 @@ class Compared:
 
 
 def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
-    """Train what the run is compared with, and judge."""
+    """Train the models that the run is compared with, and return the outcome."""
     config = sim.config
     if not config.run.baseline and not config.run.folds:
         return Compared()
@@ -66,20 +66,27 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
         if config.run.baseline:
             alone = _played(sim, server_only(config), sim.parts, sim.validation, path / BASELINE, play,
                             "server-only model")  # fmt: skip
-        held = cross_validate(sim, path, play) if config.run.folds else None
+        folded = cross_validate(sim, path, play) if config.run.folds else None
     except DivergedError as error:
-        warnings.warn(f"no comparison with the server alone: {error}", SsflWarning, stacklevel=2)
+        warnings.warn(
+            f"there is no verdict, because a run for comparison diverged: {error}",
+            SsflWarning,
+            stacklevel=2,
+        )
         return Compared()
-    found = [] if alone is None else _comparisons(sim, state, *alone)
-    if held is not None and held.alone is not None:
-        found.append(verdict.compare("folds", held.labels, held.federated, held.alone, held.classes))
-    judged = verdict.judge(found, _users(config)) if found else None
-    made = Compared(judged, None, alone)
-    return made if held is None else replace(made, folds=held.described(made.kept_alone))
+    comparisons = [] if alone is None else _comparisons(sim, state, *alone)
+    if folded is not None and folded.alone is not None:
+        comparisons.append(
+            verdict.compare("folds", folded.labels, folded.federated, folded.alone, folded.classes)
+        )
+    judged = verdict.judge(comparisons, _users(config)) if comparisons else None
+    compared = Compared(judged, None, alone)
+    return compared if folded is None else replace(compared, folds=folded.described(compared.kept_alone))
 
 
 def server_only(config: Config) -> Config:
-    """The same run without users: the same start, images, steps and learning rates at the server."""
+    """Returns the config of the same run without users: the server's start, images, steps and learning rates
+    stay the same."""
     federation = replace(
         config.federation, participants=1, groups=1, group_sizes="even", attackers=0.0, head_start=0.0,
         gate=False, combine="mean", check=False, dropout=0.0,
@@ -94,26 +101,26 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """[run] of a run inside another."""
+    """Returns [run] of a run inside another."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
 def _users(config: Config) -> str:
-    """What the verdict is about, in words."""
-    told = config.split.labels_at == "server" and "labels" not in config.method.needs()
-    return "unlabelled images" if told else "users' images"
+    """Returns what the users contribute, in words, for the verdict."""
+    unlabelled = config.split.labels_at == "server" and "labels" not in config.method.needs()
+    return "unlabelled images" if unlabelled else "users' images"
 
 
 def _played(
-    sim: Simulation, config: Config, parts: split.Parts, held: Index, path: Path, play: Play, what: str
+    sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    made = assemble.build(config, sim.dataset, parts, held, sim.device, sim.make)
-    with closing(made.engine):
-        return made, play(made, path, what)
+    inner = assemble.build(config, sim.dataset, parts, validation, sim.device, sim.make)
+    with closing(inner.engine):
+        return inner, play(inner, path, what)
 
 
 def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State) -> list[verdict.Comparison]:
-    """The federated model against the server-only one, on the test and on the validation images."""
+    """Compares the federated model with the server-only one, on the test and on the validation images."""
     data, rows = sim.dataset, (sim.final_row(state), other.final_row(alone))
     sets: list[tuple[str, Tensor, Tensor]] = []
     if sim.config.run.test != "never" and len(data.test_labels):
@@ -131,7 +138,7 @@ def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State)
 
 @dataclass(frozen=True)
 class Held:
-    """What models that had not seen them said of the labelled images."""
+    """Predictions for the labelled images, each by a model that was not trained on that image."""
 
     labels: Tensor
     federated: Tensor
@@ -140,10 +147,10 @@ class Held:
     folds: int
     rounds: int
     groups: int | None
-    """How many patients, or other groups, were kept together; None where nothing shows them."""
+    """The number of patients, or other groups, whose images stayed together; None if none are known."""
 
     def described(self, kept_alone: bool) -> dict[str, Any]:
-        """Accuracy over all folds, as summary.json has it."""
+        """Returns the accuracy over all folds, as in summary.json."""
         predicted = self.alone if kept_alone and self.alone is not None else self.federated
         truth = self.labels.tolist()
         matrix = statistics.confusion(truth, predicted.tolist(), self.classes)
@@ -158,7 +165,7 @@ class Held:
 
 
 def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
-    """Hold each labelled image out in one fold; folds.json keeps what is done."""
+    """Hold out each labelled image in one fold, and return the predictions; folds.json saves the progress."""
     config, data, server = sim.config, sim.dataset, sim.parts.server
     count, rounds = config.run.folds, fold_rounds(config)
     labels = data.labels.numpy()[server]
@@ -169,35 +176,35 @@ def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
     kinds = ("federated", "alone") if config.run.baseline else ("federated",)
     plan = {"folds": count, "rounds": rounds, "images": server.tolist(), "fold": fold_of.tolist()}
     new = plan | {"done": 0, **{kind: [-1] * len(server) for kind in kinds}}
-    told = _read(path / FOLDS_FILE, plan) or new
-    for fold in range(told["done"], count):
+    progress = _read(path / FOLDS_FILE, plan) or new
+    for fold in range(progress["done"], count):
         held = fold_of == fold
         parts = _without(sim, server[held])
-        for kind, made in _fold_configs(config, rounds).items():
+        for kind, fold_config in _fold_configs(config, rounds).items():
             if kind not in kinds:
                 continue
             what = f"fold {fold + 1} of {count}" + (", server only" if kind == "alone" else "")
             home = path / FOLDS / f"{fold + 1}-{kind}"
-            one, state = _played(sim, made, parts, server[held], home, play, what)
+            inner, state = _played(sim, fold_config, parts, server[held], home, play, what)
             images = sim.pool.images[torch.from_numpy(server[held]).to(sim.device)]
-            predicted = one.classified(one.final_row(state), images).tolist()
+            predicted = inner.classified(inner.final_row(state), images).tolist()
             for place, label in zip(np.flatnonzero(held).tolist(), predicted, strict=True):
-                told[kind][place] = label
-        told["done"] = fold + 1
-        folder.write_atomic(path / FOLDS_FILE, json.dumps(told).encode() + b"\n")
+                progress[kind][place] = label
+        progress["done"] = fold + 1
+        folder.write_atomic(path / FOLDS_FILE, json.dumps(progress).encode() + b"\n")
         shutil.rmtree(path / FOLDS, ignore_errors=True)
     shutil.rmtree(path / FOLDS, ignore_errors=True)
     return Held(
-        torch.from_numpy(labels), torch.tensor(told["federated"]),
-        torch.tensor(told["alone"]) if config.run.baseline else None, len(data.classes), count, rounds,
+        torch.from_numpy(labels), torch.tensor(progress["federated"]),
+        torch.tensor(progress["alone"]) if config.run.baseline else None, len(data.classes), count, rounds,
         None if groups is None else len(set(groups.tolist())),
     )  # fmt: skip
 
 
 def fold_rounds(config: Config) -> int:
-    """How many rounds a fold's runs have: all folds together cost about as much as the run itself.
+    """Returns the rounds of a fold's runs, such that all folds together cost about as much as the run itself.
 
-    Rounds on cached features are cheap, so all of them are played there.
+    Rounds on cached features are cheap, so there every fold has as many rounds as the run.
     """
     rounds = config.federation.rounds or 1
     if config.model.cached_views:
@@ -206,14 +213,15 @@ def fold_rounds(config: Config) -> int:
 
 
 def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
-    """The two runs of a fold: shorter, and judged by its images alone."""
+    """Returns the two configs of a fold: shorter, and evaluated only on the images of the fold."""
     run = replace(_inside(config), test="never", eval_every=rounds)
     short = replace(config, federation=replace(config.federation, rounds=rounds), run=run)
     return {"federated": short, "alone": server_only(short)}
 
 
 def _without(sim: Simulation, held: Index) -> split.Parts:
-    """The owners without the images of a fold; users have these too if the server shares its images."""
+    """Returns the owners without the images of a fold, which users have too if the server shares its
+    images."""
     parts = sim.parts
     users = parts.users
     if sim.config.split.shared:
@@ -224,16 +232,17 @@ def _without(sim: Simulation, held: Index) -> split.Parts:
 
 
 def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """folds.json, if it is of the same plan."""
+    """Returns the content of folds.json if it has the same plan, else None."""
     try:
-        told = plain_files.parse_json(plain_files.read(file))
-        return told if all(told[key] == value for key, value in plan.items()) else None
+        saved = plain_files.parse_json(plain_files.read(file))
+        return saved if all(saved[key] == value for key, value in plan.items()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def expected(config: Config, pace: float, server: float) -> float:
-    """About how many seconds the comparison takes, from those of a round and of the server's part of it."""
+    """Returns about how many seconds the comparison takes, from the seconds of a round and of its server
+    part."""
     rounds = config.federation.rounds or 1
     seconds = rounds * server if config.run.baseline else 0.0
     if config.run.folds:

@@ -1,4 +1,4 @@
-"""Seeing a run work: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
 
 
 def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
-    """What `play` gives, its events shown unless `quiet`."""
+    """Returns the result of `play`, which is called with a reporter of its events unless `quiet`."""
     if quiet:
         return play(None)
     with Reporter() as reporter:
@@ -26,7 +26,7 @@ def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
 
 
 def accuracy(event: Event) -> str:
-    """What an evaluation found, in words; nothing where there was no image to look at."""
+    """Returns the accuracy of an evaluation in words; "" if it used no images."""
     for key, name in (("", "accuracy"), ("validation_", "validation accuracy")):
         if f"{key}accuracy" in event:
             right, count = event[f"{key}correct"], event[f"{key}count"]
@@ -36,20 +36,20 @@ def accuracy(event: Event) -> str:
 
 
 class Reporter:
-    """Shows events as they come; use as a context."""
+    """Shows events as they come; a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.shown = time.monotonic()
         self.rounds = 0
-        self.told, self.accuracy, self.what = "starting", "", ""
+        self.metrics, self.accuracy, self.what = "starting", "", ""
         self.left: float | None = None
         self.whole: float | None = None  # when everything will be done
         self.bar = Progress(
-            TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"),
+            TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"),
             TextColumn("{task.fields[left]}"), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=None, told=self.told, left="")
+        self.task = self.bar.add_task("", total=None, metrics=self.metrics, left="")
 
     def __enter__(self) -> "Reporter":
         return self
@@ -63,7 +63,7 @@ class Reporter:
         self.bar.stop()
 
     def _count_down(self, left: float | None) -> None:
-        """Note how many seconds are left of the whole: runs inside a run know their own alone."""
+        """Update the seconds that are left in total; a run inside another knows only its own."""
         now = time.monotonic()
         if not self.what or self.whole is None:
             self.whole = None if left is None else now + left
@@ -77,27 +77,27 @@ class Reporter:
             for line in event["lines"]:
                 self.console.print(line, soft_wrap=True, highlight=False, markup=False)
             return
-        if event["event"] == "verdict":  # it is told at the end
+        if event["event"] == "verdict":  # the command prints it at the end
             return
         if event["event"] == "start":
-            self.bar.start()  # not before: what is loaded has bars of its own
+            self.bar.start()  # not earlier, because loading the data has its own progress bars
             self.rounds, self.what = event["rounds"], event.get("what", "")
-            self.accuracy, self.told = "", "starting"
+            self.accuracy, self.metrics = "", "starting"
             self.bar.update(self.task, total=self.rounds, completed=event["round"])
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
             alone = "without users  " if event.get("alone") else ""
-            self.told = f"{alone}{mask}{event['seconds']:.2f} s/round"
+            self.metrics = f"{alone}{mask}{event['seconds']:.2f} s/round"
             self._count_down(event.get("left"))
         elif event["event"] == "eval":
             self.accuracy = f"{accuracy(event)}  ".lstrip()
         what = f"{self.what}: " if self.what else ""
         left = "" if self.left is None else f"{duration(max(self.left, 1.0))} left"
-        told = what + self.accuracy + self.told
-        self.bar.update(self.task, completed=event["round"], told=told, left=left)
+        metrics = what + self.accuracy + self.metrics
+        self.bar.update(self.task, completed=event["round"], metrics=metrics, left=left)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):
             self.shown = time.monotonic()
-            told = (self.accuracy if event["event"] == "eval" else "") + self.told
-            line = f"{what}round {event['round']}/{self.rounds}  {told}  {left}"
+            metrics = (self.accuracy if event["event"] == "eval" else "") + self.metrics
+            line = f"{what}round {event['round']}/{self.rounds}  {metrics}  {left}"
             self.console.print(line, soft_wrap=True, highlight=False)

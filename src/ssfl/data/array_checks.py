@@ -1,0 +1,298 @@
+"""Checks and conversions of the arguments of `ssfl.Data`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ssfl.data.hands import Hands, Index
+from ssfl.data.own import as_images
+from ssfl.errors import ConfigError, DataError
+
+Array = Any
+"""A numpy array, a torch tensor, or a list of numbers."""
+_IMAGE_KEYS = ("image", "img")
+_LABEL_KEYS = ("label", "labels", "fine_label")
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Turn a DataError, which is about files, into a ConfigError about an argument."""
+    try:
+        yield
+    except DataError as error:
+        raise ConfigError(str(error), key=what) from error
+
+
+def _array(values: Any, what: str) -> NDArray[Any]:
+    """Returns an argument as a numpy array."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{what}: cannot be converted to an array: {reason}", key=what) from error
+
+
+def image_tensor(values: Array, what: str) -> Tensor:
+    """Returns images as uint8 [N, C, H, W]."""
+    array = _array(values, what)
+    if not array.size:
+        raise ConfigError(f"{what}: holds no images", key=what, value=0)
+    with as_config_error(what):
+        return as_images(np.array(array), what)  # a copy, which nobody else can change
+
+
+def require_same_shape(parts: Mapping[str, Tensor]) -> None:
+    """Raises unless all images have one shape."""
+    shape = tuple(parts["images"].shape[1:])
+    for what, images in parts.items():
+        if tuple(images.shape[1:]) != shape:
+            raise ConfigError(
+                f"{what} are {_shown(images)} (channels x height x width) where images are "
+                f"{_shown(parts['images'])}: give all images one shape",
+                key=what,
+                value=_shown(images),
+            )
+
+
+def _shown(images: Tensor) -> str:
+    return "x".join(map(str, images.shape[1:]))
+
+
+def require_same_length(images: Tensor, labels: Index, what: str) -> None:
+    if len(images) != len(labels):
+        raise ConfigError(
+            f"{what}: {len(images)} images but {len(labels)} labels: pass one label for each image",
+            key=what,
+            value=len(labels),
+        )
+
+
+def _labels(values: Array, what: str) -> NDArray[Any]:
+    """Returns labels as int64 or strings, one for each image; accepts N x 1 as well."""
+    array = _array(values, what)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "biuU":
+        raise ConfigError(
+            f"{what}: {array.dtype} {list(array.shape)} must be a list of whole numbers or of names",
+            key=what,
+            value=str(array.dtype),
+        )
+    return array if array.dtype.kind == "U" else array.astype(np.int64)
+
+
+def class_numbers(
+    labels: Array, test_labels: Array, classes: Sequence[str] | None
+) -> tuple[Index, Index, tuple[str, ...]]:
+    """Returns the labels as class numbers, and the names of the classes."""
+    train = _labels(labels, "labels")
+    if classes is not None:
+        names = tuple(map(str, classes))
+    elif train.dtype.kind == "U":
+        names = tuple(str(name) for name in np.unique(train))
+    else:
+        names = tuple(map(str, range(int(train.max(initial=-1)) + 1)))
+    if len(set(names)) < len(names):
+        raise ConfigError("classes: two classes have the same name: use different names", key="classes")
+    coded, test = coded_labels(train, names, "labels"), coded_labels(test_labels, names, "test_labels")
+    if (test < 0).any():
+        raise ConfigError(
+            "test_labels: every test image needs a label, and some have none (-1)",
+            key="test_labels",
+            value=-1,
+        )
+    counts = np.bincount(coded[coded >= 0], minlength=len(names))
+    if (counts == 0).any():
+        name = names[int(np.argmin(counts))]
+        raise ConfigError(
+            f"labels: no image has the class {name!r}: add one, or number the classes without gaps",
+            key="labels",
+            value=name,
+        )
+    return coded, test, names
+
+
+def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
+    """Returns labels as class numbers; -1 means unknown."""
+    array = _labels(labels, what)
+    if array.dtype.kind == "U":
+        numbers = {name: number for number, name in enumerate(names)}
+        unknown = set(array.tolist()) - set(names)
+        if unknown:
+            raise ConfigError(
+                f"{what}: {sorted(unknown)[0]!r} is not one of the classes: {', '.join(names[:12])}",
+                key=what,
+                value=sorted(unknown)[0],
+            )
+        return np.array([numbers[name] for name in array.tolist()], np.int64)
+    strange = array[(array < -1) | (array >= len(names))]
+    if len(strange):
+        raise ConfigError(
+            f"{what}: {strange[0]} is out of range: there are {len(names)} classes, 0 to {len(names) - 1} "
+            "(-1: no label)",
+            key=what,
+            value=int(strange[0]),
+        )
+    return array
+
+
+def image_numbers(values: Array, count: int, what: str) -> Index:
+    """Returns sorted numbers of images, from numbers or a mask."""
+    array = _array(values, what)
+    if array.dtype == bool:
+        array = np.flatnonzero(array)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{what}: {array.dtype} {list(array.shape)} must be a list of image numbers",
+            key=what,
+            value=str(array.dtype),
+        )
+    strange = array[(array < 0) | (array >= count)]
+    if len(strange):
+        raise ConfigError(
+            f"{what}: image {strange[0]} is out of range: there are {count}, 0 to {count - 1}",
+            key=what,
+            value=int(strange[0]),
+        )
+    return np.sort(array.astype(np.int64))
+
+
+def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
+    """Returns the images of each user."""
+    keyed = users.items() if isinstance(users, Mapping) else enumerate(users)
+    arrays = []
+    for user, numbers in keyed:
+        arrays.append(image_numbers(numbers, count, f"users[{user!r}]"))
+        if not len(arrays[-1]):
+            raise ConfigError(f"users[{user!r}] has no images: leave that user out", key=f"users[{user!r}]")
+    if not arrays:
+        raise ConfigError("users: is empty: leave it out, or pass the images of each user", key="users")
+    return Hands.of(arrays)
+
+
+def require_one_owner(
+    server: Index | None, users: Hands | None, validation: Index | None, names: Sequence[str]
+) -> None:
+    """Raises if two owners share an image."""
+    nobody = np.zeros(0, np.int64)
+    first_two = [nobody if numbers is None else numbers for numbers in (server, validation)]
+    hands = Hands.of([*first_two, *(users or [])])
+    order = np.argsort(hands.flat, kind="stable")
+    images, owners = hands.flat[order], hands.owners[order]
+    twice = np.flatnonzero(images[1:] == images[:-1])
+    if not len(twice):
+        return
+    called = ["server", "validation", *(f"users[{name!r}]" for name in names or range(len(users or [])))]
+    called = [called[owner] for owner in owners[twice[0] : twice[0] + 2]]
+    both = f"is twice in {called[0]}" if called[0] == called[1] else f"is in {called[0]} and in {called[1]}"
+    raise ConfigError(
+        f"image {images[twice[0]]} {both}: every image may have only one owner",
+        key=called[1],
+        value=int(images[twice[0]]),
+    )
+
+
+def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tuple[float, ...] | None:
+    """Returns one number for each channel."""
+    if values is None:
+        return None
+    numbers = tuple(float(number) for number in np.atleast_1d(_array(values, what)).tolist())
+    low = 0.0 if what == "std" else -np.inf
+    if len(numbers) != channels or not all(np.isfinite(number) and number > low for number in numbers):
+        above = " above 0" if what == "std" else ""
+        raise ConfigError(
+            f"{what} = {values}: pass {channels} finite numbers{above}, one for each channel",
+            key=what,
+            value=values,
+        )
+    return numbers
+
+
+def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns every image [N, H, W, C] and label of a map-style data set."""
+    try:
+        count = len(dataset)
+    except TypeError:
+        raise ConfigError(
+            f"{what}: has no length: pass a map-style data set, or a list of its items", key=what
+        ) from None
+    if not count:
+        raise ConfigError(f"{what}: holds no images", key=what, value=0)
+    images, labels = [], []
+    for place in range(count):
+        image, label = _item(dataset[place], f"{what}[{place}]")
+        images.append(_pixels(image, f"{what}[{place}]"))
+        labels.append(-1 if label is None else label if isinstance(label, str) else int(label))
+    channels = max(image.shape[2] for image in images)
+    images = [np.repeat(i, channels, 2) if i.shape[2] < channels else i for i in images]
+    for place, image in enumerate(images):
+        if image.shape != images[0].shape:
+            sizes = [f"{i.shape[1]}x{i.shape[0]}" for i in (image, images[0])]
+            raise ConfigError(
+                f"{what}[{place}] is {sizes[0]} where {what}[0] is {sizes[1]}: resize the images first",
+                key=f"{what}[{place}]",
+                value=sizes[0],
+            )
+    return np.stack(images), np.asarray(labels)
+
+
+def _item(item: Any, what: str) -> tuple[Any, Any]:
+    """Returns the image and the label of an item."""
+    if isinstance(item, Mapping):
+        for key in _IMAGE_KEYS:
+            if key in item:
+                return item[key], next((item[label] for label in _LABEL_KEYS if label in item), None)
+        raise ConfigError(
+            f"{what} has no 'image' or 'img', only {', '.join(map(repr, item))}: rename its columns",
+            key=what,
+            value=list(item),
+        )
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return item[0], item[1]
+    raise ConfigError(
+        f"{what} is a {type(item).__name__}: it must be a pair (image, label) or a dict", key=what
+    )
+
+
+def _pixels(image: Any, what: str) -> NDArray[Any]:
+    """Returns [H, W, C] of a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W]."""
+    if hasattr(image, "convert") and hasattr(image, "mode"):
+        if image.mode.startswith(("I", "F")):
+            raise ConfigError(
+                f"{what} is a PIL image of mode {image.mode}: convert it to 8 bits first",
+                key=what,
+                value=image.mode,
+            )
+        image = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    first = isinstance(image, Tensor)
+    array = _array(image, what)
+    if array.ndim == 2:
+        return array[..., None]
+    places = (0, 2) if first else (2, 0)
+    for place in places if array.ndim == 3 else ():
+        if array.shape[place] in (1, 3):
+            return array.transpose(1, 2, 0) if place == 0 else array
+    raise ConfigError(
+        f"{what} has shape {list(array.shape)}: an image has height, width and 1 or 3 channels",
+        key=what,
+        value=list(array.shape),
+    )
+
+
+def class_names(dataset: Any) -> list[str] | None:
+    """Returns the names of the classes, or None if the data set does not have them."""
+    features = getattr(dataset, "features", None)
+    if isinstance(features, Mapping):
+        for key in _LABEL_KEYS:
+            if names := getattr(features.get(key), "names", None):
+                return list(names)
+    names = getattr(dataset, "classes", None)
+    return [str(name) for name in names] if isinstance(names, list | tuple) else None

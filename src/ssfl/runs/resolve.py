@@ -1,0 +1,309 @@
+"""From a config to images, owners and a config without open choices.
+
+Every mistake that only the data show is found here, before anything is written."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ssfl.config.checks import check
+from ssfl.config.settings import Config, ModelSettings, SplitSettings
+from ssfl.core import outside
+from ssfl.data import sources, split
+from ssfl.data.arrays import Data
+from ssfl.data.dataset import Dataset
+from ssfl.data.hands import Hands, Index
+from ssfl.errors import ConfigError
+from ssfl.models import backbones, networks
+from ssfl.simulate.privacy import library
+
+VIEWS = 4
+"""The number of weak and of strong views of an image that are cached if a network has a frozen trunk."""
+
+
+def load_data(config: Config, data_object: Data | None = None) -> Dataset:
+    """Returns the images of `data_object`, or those that [data] names."""
+    data = config.data
+    if data_object is None and outside.is_path(data.name):
+        data_object = _from_outside(data.name or "")
+    if data_object is not None:
+        return data_object.resized(data.size)
+    if data.name == outside.IN_MEMORY:
+        raise ConfigError(
+            "data.name = 'in memory': these images were passed from Python; pass them again, as data=...",
+            key="data.name",
+            value=data.name,
+        )
+    return sources.load(
+        data.name, data.path, root=Path(data.root), download=data.download, size=data.size,
+        test_fraction=0.0 if config.run.folds else data.test_fraction, broken=data.broken,
+    )  # fmt: skip
+
+
+def _from_outside(name: str) -> Data:
+    """Returns the data that a function of yours returns."""
+    data = outside.called(name, "data.name")
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"data.name = {name!r} returned a {type(data).__name__}: return an ssfl.Data",
+            key="data.name",
+            value=name,
+        )
+    return data
+
+
+def with_data(config: Config, data: Data | str | None) -> Config:
+    """Returns the config with data that were passed from Python, as an object or an import path."""
+    if data is None:
+        return config
+    if isinstance(data, str):
+        outside.trust(data)
+    name = data if isinstance(data, str) else outside.IN_MEMORY
+    return replace(config, data=replace(config.data, name=name, path=None))
+
+
+def planned_rounds(config: Config) -> float:
+    """Returns the number of rounds; if it follows from federation.epochs, before rounding."""
+    federation = config.federation
+    if federation.rounds is not None:
+        return federation.rounds
+    steps = (federation.epochs or 0) * federation.epoch_images / config.train.batch_size
+    return steps / federation.period
+
+
+def resolve(config: Config, dataset: Dataset) -> Config:
+    """Returns the config with every choice made that depends on the data."""
+    config = _with_owners(config, dataset)
+    federation, split_settings = config.federation, config.split
+    participants = federation.participants or split_settings.users
+    groups, method = federation.groups, config.method
+    if groups is None:
+        groups = min(participants, max(2, -(-participants // 10))) if method.grouped else 1
+    full = -(-participants // groups)
+    if federation.group_sizes == "filled" and (groups - 1) * full >= participants:
+        raise ConfigError(
+            f"federation.group_sizes = 'filled' leaves one of {groups} groups without users: set "
+            f"federation.groups={-(-participants // full)}",
+            key="federation.groups",
+            value=groups,
+            fix=f"federation.groups={-(-participants // full)}",
+        )
+    count = max(1, round(planned_rounds(config)))
+    if count > 10**9:
+        raise ConfigError(
+            f"federation.epochs = {federation.epochs} makes {count:.0e} rounds: lower it",
+            key="federation.epochs",
+            value=federation.epochs,
+        )
+    counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
+    labels = split_settings.server_labels
+    owners_named = dataset.server is not None or (dataset.users is not None and labels is None)
+    if owners_named and split_settings.labels_at != "users":
+        labels = len(_server_images(config, dataset))
+    elif labels is None:
+        smallest = int(counts.min() * (1 - config.data.validation))
+        labels = len(counts) * min(100, max(smallest // 2, 1))
+        if bool((dataset.labels < 0).any()):  # the others are the users'
+            _, available = set_aside(config, dataset)
+            everything = int((dataset.labels[available] >= 0).sum())
+            labels = everything if split_settings.labels_at == "server" else len(counts) * smallest
+    user_labels = split_settings.user_labels
+    if split_settings.labels_at != "server" and user_labels is None:
+        user_labels = labels
+    if split_settings.labels_at == "users":
+        labels = 0
+    if config.model.norm_statistics != "average" and labels == 0:
+        raise ConfigError(
+            f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server: "
+            "use 'average'",
+            key="model.norm_statistics",
+            value=config.model.norm_statistics,
+            fix="model.norm_statistics=average",
+        )
+    if "labels" in method.needs() and bool((dataset.labels < 0).any()):
+        raise ConfigError(
+            f"method.name = {method.name!r} needs a label on every image, and some of {dataset.name} have "
+            "none: choose another method",
+            key="method.name",
+            value=method.name,
+        )
+    flip = dataset.flip if config.data.flip is None else config.data.flip
+    path = None if config.data.path is None else _absolute(config.data.path)
+    privacy = config.privacy
+    if privacy.clip is not None:
+        library()
+        delta = min(1e-5, 0.1 / split_settings.users) if privacy.delta is None else privacy.delta
+        privacy = replace(privacy, delta=delta)
+    gpu = torch.cuda.is_available() if config.run.device == "auto" else config.run.device != "cpu"
+    views = config.train.server_views
+    if views == "suited":
+        views = "both" if min(dataset.shape[1:]) >= 16 else "weak"
+    return replace(
+        config,
+        data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
+        split=replace(split_settings, server_labels=labels, user_labels=user_labels),
+        train=replace(config.train, server_views=views),
+        privacy=privacy,
+        model=_chosen_model(config, dataset, gpu),
+        federation=replace(
+            federation,
+            participants=participants,
+            groups=groups,
+            rounds=count,
+            epochs=None,
+            gate=bool(federation.gate),
+        ),
+        run=replace(
+            config.run,
+            eval_every=config.run.eval_every or max(5, count // 100),
+            checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
+            baseline=_compared(config, labels),
+        ),
+    )
+
+
+def _compared(config: Config, server_labels: int) -> bool:
+    """Whether a run also trains a server-only model: if users and server train, and by default only on your
+    own images."""
+    own = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    return wanted and config.method.trains_users and server_labels > 0
+
+
+def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
+    """Returns [model] with every choice made."""
+    model = config.model
+    name, views = model.name or networks.suited(dataset.shape, gpu), model.cached_views
+    if views is None:
+        views = VIEWS if name in backbones.NAMES and model.train != "all" else 0
+    weights = None if model.weights is None else _absolute(model.weights)
+    return replace(model, name=name, cached_views=views, weights=weights)
+
+
+def _with_owners(config: Config, dataset: Dataset) -> Config:
+    """Returns the config for users that the data name: then [split] divides nothing."""
+    if dataset.users is None:
+        return config
+    owners, users = len(dataset.users), config.split.users
+    if config.split.scheme == "given" or (config.data.path is not None and users != SplitSettings.users):
+        # the number comes from a resumed run, or somebody set it
+        require_users(users, owners, config.data.path is not None)
+    unchanged = {
+        key: getattr(config.split, key) for key in ("server_labels", "labels_at", "user_labels", "shared")
+    }
+    config = replace(config, split=SplitSettings("given", owners, seed=config.split.seed, **unchanged))
+    check(config)
+    return config
+
+
+def require_users(users: int, owners: int, folder: bool) -> None:
+    """Raises if split.users is not the number of users that the data name."""
+    if users != owners:
+        where = "unlabelled/ has a sub-folder for each of" if folder else "the data name"
+        raise ConfigError(
+            f"split.users = {users}, but {where} {owners} users: set split.users={owners}, or leave it out",
+            key="split.users",
+            value=users,
+            fix=f"split.users={owners}",
+        )
+
+
+def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
+    """Returns the validation images, and all others."""
+    if dataset.validation is None:
+        return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
+    return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
+
+
+def _server_images(config: Config, dataset: Dataset) -> Index:
+    """Returns the labelled images of the server: those that the data name, or all that belong to no user."""
+    _, available = set_aside(config, dataset)
+    if config.split.labels_at == "users":
+        return available[:0]
+    if dataset.server is not None:
+        return np.intersect1d(available, dataset.server)
+    free = available if dataset.users is None else np.setdiff1d(available, dataset.users.flat)
+    return free[dataset.labels.numpy()[free] >= 0]
+
+
+def _absolute(path: str) -> str:
+    """Returns an absolute path, so that a run can be resumed from any folder."""
+    return str(Path(path).absolute())
+
+
+def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
+    """Returns who gets which images, and the validation images."""
+    settings = config.split
+    labels = dataset.labels.numpy()
+    if settings.users > len(labels):
+        raise ConfigError(
+            f"split.users = {settings.users}: there are only {len(labels)} training images, and every user "
+            "needs one; lower it",
+            key="split.users",
+            value=settings.users,
+        )
+    validation, available = set_aside(config, dataset)
+    if dataset.users is not None:
+        parts = _given_parts(config, dataset, available)
+    else:
+        parts = _dealt_parts(config, dataset, available)
+    if settings.labels_at != "server":
+        parts = split.label_some(labels, parts, settings.user_labels or 0, settings.seed)
+    if settings.shared:
+        parts = split.share(parts)
+    empty = int((Hands.of(parts.users).sizes == 0).sum())
+    if empty:
+        raise ConfigError(
+            f"{empty} of {len(parts.users)} users would have no image: lower split.users "
+            "or split.server_labels, or use more images",
+            key="split.users",
+            value=len(parts.users),
+        )
+    return parts, validation
+
+
+def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
+    """Returns the users that the data name, without validation images, and the server's images."""
+    labels, settings = dataset.labels.numpy(), config.split
+    left = np.zeros(len(labels), bool)
+    left[available] = True
+    assert dataset.users is not None
+    server = _server_images(config, dataset)
+    if dataset.server is None and len(server) != (settings.server_labels or 0):
+        server = server[split.iid(labels[server], 1, settings.server_labels or 0, settings.seed).server]
+    return split.Parts(server, dataset.users.where(left))
+
+
+def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
+    """Returns the images divided as [split] says; if the data name the server's images, it keeps them."""
+    labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
+    if dataset.server is not None:
+        available, count = np.setdiff1d(available, dataset.server), 0
+    usable = available[labels[available] >= 0]
+    labels_and_users = (labels[usable], settings.users)
+    count_and_seed = (count, settings.seed)
+    if len(usable) < len(available) and count == len(usable):  # however uneven the classes are
+        parts = split.Parts(np.arange(len(usable)), [np.zeros(0, np.int64)] * settings.users)
+    elif settings.scheme == "skew":
+        parts = split.skewed(*labels_and_users, settings.skew, *count_and_seed)
+    elif settings.scheme == "iid":
+        parts = split.iid(*labels_and_users, *count_and_seed)
+    elif settings.scheme == "dirichlet":
+        parts = split.dirichlet(*labels_and_users, settings.alpha, *count_and_seed, capped=settings.capped)
+    elif settings.scheme == "shards":
+        parts = split.shards(*labels_and_users, settings.classes_per_user, *count_and_seed)
+    elif settings.scheme == "mixture":
+        parts = split.mixture(*labels_and_users, settings.mixtures, *count_and_seed)
+    else:
+        raise ConfigError(
+            "split.scheme = 'given' needs data that say who owns which image: pass ssfl.Data(users=...), "
+            "or make a sub-folder of unlabelled/ for each user",
+            key="split.scheme",
+            value="given",
+        )
+    parts = split.Parts(usable[parts.server], Hands.of(parts.users).renamed(usable))
+    if len(usable) < len(available):
+        parts = split.deal_unlabelled(parts, available[labels[available] < 0], settings.seed)
+    return parts if dataset.server is None else replace(parts, server=_server_images(config, dataset))

@@ -1,0 +1,147 @@
+"""The result of a run: its accuracy, its model file with a card, and summary.json."""
+
+import math
+import signal
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssfl.core.events import Event
+from ssfl.core.statistics import wilson
+from ssfl.federation import State
+from ssfl.models import backbones
+from ssfl.runs import folder, provenance, text
+from ssfl.runs.baseline import Compared
+from ssfl.simulate import privacy
+from ssfl.simulate.simulation import Simulation, is_saved_whole
+
+SCORES = (
+    "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
+    "validation_accuracy", "validation_correct", "validation_count", "validation_interval",
+)  # fmt: skip
+"""The keys of summary.json that say how good the model is."""
+MODEL = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run."""
+
+    accuracy: float
+    """Of the averaged model on the test images, after the last round; nan if they are never used."""
+    history: list[Event] = field(repr=False)
+    """The events in order: "round", "eval" and "diversity" objects."""
+    path: Path
+    """The run folder."""
+    stopped: int | None = None
+    """The last round, if Ctrl-C came in it: this run is finished, but a series of runs must stop here."""
+    stopped_by: int = signal.SIGINT
+    """The signal that came in the last round: Ctrl-C or SIGTERM."""
+    summary: dict[str, Any] = field(default_factory=dict, repr=False)
+    """summary.json: the accuracy with its count and interval, the verdict, the costs."""
+
+    @property
+    def verdict(self) -> str | None:
+        """Whether the unlabelled images helped, in words; None if nothing was compared."""
+        judged = self.summary.get("verdict")
+        return judged["text"] if isinstance(judged, dict) else None
+
+    @property
+    def score_text(self) -> str:
+        """The accuracy in words, with its count and interval; on validation images if there is no other."""
+        return text.ending(self.summary or last_event(self.history, "eval"))
+
+
+def finish(
+    sim: Simulation,
+    path: Path,
+    state: State,
+    totals: dict[str, float],
+    events: list[Event],
+    compared: Compared,
+) -> Result:
+    """Write the model and summary.json of a run that has played all its rounds, and return its result."""
+    evaluation = last_event(events, "eval")
+    chosen, final_state = sim, state
+    if compared.alone is not None and compared.kept_alone:
+        chosen, final_state = compared.alone
+        evaluation = chosen.evaluate(final_state)
+    judged = judged_by(evaluation, compared)
+    tensors = chosen.final_tensors(final_state)
+    folder.write_model(path / MODEL, tensors, model_card(chosen, evaluation | judged))
+    (path / folder.UNFINISHED).unlink(missing_ok=True)
+    summary: dict[str, Any] = {
+        **{key: (evaluation | judged)[key] for key in SCORES if key in evaluation | judged},
+        "rounds": state.round,
+        "seconds": totals["seconds"],
+        "bytes_up": int(totals["bytes_up"]),
+        "bytes_down": int(totals["bytes_down"]),
+        "parameters": sim.layout.weights,
+        "method": sim.config.method.name,
+        "data": sim.dataset.name,
+        "engine": sim.config.run.engine,
+        "device": device_name(sim.device),
+        "threads": sim.config.run.threads,
+        "precision": str(sim.pool.dtype).removeprefix("torch."),
+        "compile": sim.config.run.compile,
+        "users_at_once": sim.config.run.users_at_once,
+        "versions": folder.versions(),
+        "commit": provenance.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if compared.verdict is not None:
+        summary["verdict"] = compared.verdict
+    if compared.folds is not None:
+        summary["folds"] = compared.folds
+    if sim.config.privacy.clip is not None:
+        spent = last_event(events, "privacy")
+        summary["privacy"] = {key: spent[key] for key in ("clip", "noise", "delta", *privacy.EPSILONS)}
+    folder.write_summary(path, summary)
+    return Result(summary.get("accuracy", math.nan), events, path, summary=summary)
+
+
+def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
+    """Returns the accuracy of a run with its interval: on test images, else over folds, else on validation
+    images."""
+    if "accuracy" in evaluation:
+        return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
+    if compared.folds is not None:
+        keys = ("accuracy", "correct", "count", "interval", "balanced_accuracy")
+        return {"judged_by": "folds", **{key: compared.folds[key] for key in keys}}
+    if "validation_accuracy" in evaluation:
+        count = evaluation["validation_count"]
+        interval = [*wilson(evaluation["validation_correct"], count)]
+        return {"judged_by": "validation", "validation_interval": interval}
+    return {}
+
+
+def last_event(events: list[Event], kind: str) -> Event:
+    return [event for event in events if event["event"] == kind][-1]
+
+
+def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
+    """Returns the card of a model file: what is needed to build and use the network."""
+    return {
+        "model": sim.config.model.name,
+        "norm": sim.config.model.norm,
+        "classes": list(sim.dataset.classes),
+        "shape": list(sim.dataset.shape),
+        **({"white": sim.dataset.white} if sim.dataset.deep else {}),
+        "mean": list(sim.dataset.mean),
+        "std": list(sim.dataset.std),
+        "data": sim.dataset.name,
+        "method": sim.config.method.name,
+        "accuracy": evaluation.get("accuracy"),
+        "versions": folder.versions(),
+        **({"train": sim.config.model.train} if sim.config.model.name in backbones.NAMES else {}),
+        **({"whole": True} if is_saved_whole(sim.config) else {}),
+        **({"outside": sim.brought["model"]} if "model" in sim.brought else {}),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,227 @@
+"""The loop over the rounds of a run: play, evaluate, write events and checkpoints, then finish."""
+
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ssfl.config.settings import Config
+from ssfl.core.events import Event
+from ssfl.data import inventory
+from ssfl.engines import dist
+from ssfl.errors import RunError, Stopped
+from ssfl.federation import State
+from ssfl.runs import baseline, checkpoints, folder, track
+from ssfl.runs.checkpoints import Checkpoint
+from ssfl.runs.remaining import Clock
+from ssfl.runs.result import Result, device_name, finish, last_event, model_card
+from ssfl.signals import interruptible
+from ssfl.simulate import privacy
+from ssfl.simulate.simulation import Simulation
+
+SAVED = 120.0
+"""Save a checkpoint at least every so many seconds, whatever `run.checkpoint_every` says."""
+Report = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A round that was played."""
+
+    round: int
+    """The number of rounds played so far."""
+    events: list[Event]
+    """The events of this round: a "round" object, and others."""
+    state: State = field(repr=False)
+    """The state that passes to the next round: streams, average, memory."""
+
+
+Playing = Generator[Done, None, "Result"]
+
+
+class Interrupted(Stopped):
+    """The run was stopped by Ctrl-C or SIGTERM and saved."""
+
+    def __init__(self, path: Path, round: int, again: str, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round} and saved; continue with `{again}`", by)
+        self.path, self.round = path, round
+
+
+class SweepInterrupted(Stopped):
+    """One of several runs of a command was stopped by Ctrl-C or SIGTERM and saved."""
+
+    def __init__(self, round: int, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round} and saved; run the same command to continue", by)
+
+
+def again(config: Config, path: Path) -> str:
+    """Returns the line that continues a run: a command, or Python if an object was passed."""
+    names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
+    return folder.again(path, config.run.engine == "sites", names)
+
+
+def is_leader(config: Config) -> bool:
+    """Whether this process writes the run folder; of several ranks, only the first does."""
+    return config.run.engine != "dist" or dist.rank() == 0
+
+
+def conditions(sim: Simulation) -> dict[str, str]:
+    """Returns everything besides the config that the last digits of a run depend on."""
+    settings = {name: str(getattr(sim.config.run, name)) for name in folder.CONDITIONS}
+    ranks = {} if sim.ranks is None else {"ranks": str(sim.ranks.size)}
+    frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
+    return {**folder.versions(), **settings, **ranks, **frozen, "device": device_name(sim.device)}
+
+
+def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
+    """Play the remaining rounds of a run."""
+    crowded = sim.ranks is not None and sim.ranks.size > 1
+    with interruptible(report is not None, crowded) as interrupted:
+        left = playing(sim, path, start, report, lambda: interrupted.by, sim.evaluate)
+        while True:
+            try:
+                next(left)
+            except StopIteration as end:
+                result: Result = end.value
+                by = interrupted.by or (result.stopped_by if result.stopped else 0)
+                return replace(result, stopped=sim.rounds, stopped_by=by) if by else result
+
+
+def playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], int],
+    evaluate: Callable[[State], Event],
+) -> Playing:
+    """Yields after each of the remaining rounds; an error is recorded in the run folder.
+
+    Closing the generator early saves the last round.
+    """
+    arguments = (sim, path, start, report, interrupted, evaluate)
+    if not is_leader(sim.config):
+        return (yield from _playing(*arguments, lambda event: None))
+    with folder.recorded_failures(path), track.tracking(path, sim.config) as tracked:
+        return (yield from _playing(*arguments, tracked))
+
+
+def _playing(
+    sim: Simulation,
+    path: Path,
+    start: Checkpoint,
+    report: Report | None,
+    interrupted: Callable[[], int],
+    evaluate: Callable[[State], Event],
+    tracked: Report,
+    what: str = "",
+) -> Playing:
+    """As `playing`; `what` names a run inside another, and is "" for the run itself."""
+    state, line = start.state, again(sim.config, path)
+    totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
+    every, now, leads = sim.config.run, conditions(sim), is_leader(sim.config)
+    saving, saved = 0.0, time.monotonic()  # `saving`: seconds of a checkpoint that no event reports yet
+    saved_round = state.round
+    history = list(folder.read_events(path)) if leads else []
+    stop = 0  # the signal that asks the run to stop
+    if report is not None:
+        report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": what})
+    clock = Clock(sim.config, state.round)
+
+    def tell(event: Event) -> None:
+        if leads:
+            folder.append_event(path, event)
+        tracked(event)
+        history.append(event)
+        if report is not None:
+            report(event)
+
+    def save() -> None:
+        nonlocal saving, saved, saved_round
+        began = time.perf_counter()
+        checkpoints.write(path, Checkpoint(state, totals, now))
+        if state.round < sim.rounds:  # so that `ssfl predict` works with a stopped run
+            known = [event for event in history if event["event"] == "eval"]
+            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
+            folder.write_model(path / folder.UNFINISHED, sim.final_tensors(state), card)
+        saving, saved, saved_round = time.perf_counter() - began, time.monotonic(), state.round
+
+    private = sim.config.privacy.clip is not None
+    if private:
+        plan = privacy.planned(sim.config)
+        if not history:
+            tell(plan)
+        elif report is not None:
+            report(plan)
+    try:
+        while state.round < sim.rounds:
+            began = time.perf_counter()
+            state, events = sim.play(state)
+            last = state.round == sim.rounds
+            events[0]["seconds"] = time.perf_counter() - began
+            if saving:
+                events[0]["phases"]["checkpoint"], saving = saving, 0.0
+            events[0]["left"] = clock.left(events[0])
+            if last or state.round % (every.eval_every or 1) == 0:
+                began = time.perf_counter()
+                events.append(evaluate(state))
+                events[-1]["seconds"] = time.perf_counter() - began
+            for event in events:
+                for key in totals:
+                    totals[key] += event.get(key, 0)
+                tell(event)
+            stop = interrupted() if sim.ranks is None else sim.ranks.agree(interrupted())
+            late = time.monotonic() - saved >= SAVED
+            if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
+                save()
+            if stop and not last:
+                raise Interrupted(path, state.round, line, stop)
+            try:
+                yield Done(state.round, events, state)
+            except GeneratorExit:
+                if leads and saved_round < state.round:
+                    save()
+                raise
+        if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
+            tell(evaluate(state))  # the run was stopped after its last checkpoint and before this event
+        over = {event["event"] for event in history if event["round"] == state.round}
+        if private and "privacy" not in over:
+            tell(privacy.spent(sim.config, history))
+        if not leads:
+            return Result(last_event(history, "eval").get("accuracy", math.nan), history, path)
+        play = partial(_inside, report=report, interrupted=interrupted)
+        try:
+            compared = baseline.compare(sim, path, state, play)
+        except Interrupted as stopped:
+            raise Interrupted(path, state.round, line, stopped.by) from None
+        if compared.verdict is not None and "verdict" not in over:
+            tell({"event": "verdict", "round": state.round, **compared.verdict})
+        result = finish(sim, path, state, totals, history, compared)
+        return replace(result, stopped=state.round, stopped_by=stop) if stop else result
+    except RunError as error:
+        raise RunError(
+            f"{error}; then continue with `{line}`", key=error.key, value=error.value, fix=error.fix
+        ) from error
+
+
+def _inside(
+    sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
+) -> State:
+    """Play a run inside the folder of another, from its last checkpoint, and return its last state."""
+    now = conditions(sim)
+    start = Checkpoint(sim.initial(), {}, now)
+    if (path / "config.toml").is_file():
+        start = checkpoints.newest(path, sim.device) or start
+        folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # stopped before its folder was complete
+        parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
+        folder.create(path, sim.config, parts, sim.brought)
+    state = start.state
+    for done in _playing(sim, path, start, report, interrupted, sim.evaluate, lambda event: None, what):
+        state = done.state
+    return state
