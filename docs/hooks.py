@@ -64,7 +64,12 @@ def cli_page() -> str:
     """Every verb with its arguments and options, in the order of `ssfl --help`."""
     group: Any = typer.main.get_command(main.app)
     context = typer.Context(group, info_name="ssfl")
-    lines = ["# Commands", "", "From the code's docstrings; `ssfl VERB --help` says the same."]
+    lines = [
+        "# Commands",
+        "",
+        "This page lists every command with its arguments and options, for looking things up."
+        " `ssfl --help` and the option `--help` of each command show the same. A default is in [brackets].",
+    ]
     for title, names in GROUPS.items():
         lines += ["", f"## {title}"]
         for name in names:
@@ -105,13 +110,18 @@ def config_page() -> str:
     lines = [
         "# Settings",
         "",
-        "A config is a TOML file with these sections; `--set section.key=value` overrides one key."
-        " What stands as – is chosen when the data are known: the `config.toml` of a run shows it."
-        " Some defaults come from the [method](methods.md); keys that you set win.",
+        "This page lists every setting with its default, for looking things up."
+        " `ssfl settings` shows the same.",
+        "",
+        "- A config is a TOML file with these sections."
+        " `--set section.key=value` changes one key on the command line.",
+        "- A default of – is chosen when the data are known."
+        " The `config.toml` of a run shows the chosen value.",
+        "- Some defaults come from the [method](methods.md). Keys that you set have priority.",
     ]
     for section, kind in settings.SECTIONS.items():
         lines += ["", f"## [{section}]", "", *_settings(section, kind)]
-    lines += ["", "## [method]", "", "`name`, and the fields of that method alone:"]
+    lines += ["", "## [method]", "", "`name`, and the settings of that method:"]
     for name in methods.METHODS:
         lines += ["", f"### {name}", "", *_settings("method", methods.find(name))]
     return "\n".join(lines) + "\n"
@@ -157,9 +167,11 @@ def api_page() -> str:
     lines = [
         "# Python API",
         "",
-        f"From the docstrings of ssfl {ssfl.__version__} (`ssfl.__version__`).",
+        "This page lists every public name of the package, for people who use it from Python."
+        f" It is made from the docstrings of ssfl {ssfl.__version__} (`ssfl.__version__`).",
+        "",
         "**What is stable:** the names on this page, the commands, the settings and the files of a run folder"
-        " keep their meaning within a minor version (0.2.x); all other names may change at any time.",
+        " keep their meaning within a minor version (0.2.x). All other names may change at any time.",
     ]
     for title, names in API.items():
         lines += ["", f"## {title}"]

@@ -26,10 +26,10 @@ METHODS = {
     "anchored (recommended)": ["method.name=anchored"],
 }
 WHY = """\
-Once users are sure of themselves (mask rate), ten of them outvote the server's few labels: under FedAvg they
-agree on one wrong class, and under grouping each of the two streams does, so that only their mean still tells
-digits apart. Letting the server train last, after the average, keeps the users' pseudo-labels right, and only
-then do they add to what the server knows."""
+Once users are confident (mask rate), ten of them outvote the server's few labels. Under FedAvg they agree on
+one wrong class. Under grouping each of the two streams does, and only the mean of the streams is useful. With
+anchored the server trains last, after the average. This keeps the users' pseudo-labels correct, and only then
+do the users improve the model."""
 
 
 def main() -> None:

@@ -98,6 +98,17 @@ def test_every_field_of_an_event_is_documented(more: list[str], tmp_path: Path) 
         assert f"`{name}" in page, name
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_every_picture_is_small_and_shown_on_some_page() -> None:
+    shown = "".join(page.read_text("utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    for picture in sorted((ROOT / "docs/images").iterdir()):
+        assert f"images/{picture.name})" in shown, picture.name
+        assert picture.stat().st_size < 200_000, picture.name
+
+
 def test_the_picture_of_a_collapse_is_that_of_the_recorded_demo(tmp_path: Path) -> None:
     demo = plots.read(ROOT / "results/demo.json")
     runs = {run["title"]: run for run in demo["runs"] if run["seed"] == collapse.SEED}

@@ -1,16 +1,16 @@
-"""Your own method: after AdaMatch (Berthelot et al. 2022), written with public names alone.
+"""An example of your own method: AdaMatch (Berthelot et al. 2022), written with public names only.
 
     ssfl run --set method.name=examples/own/adamatch.py:AdaMatch
     ssfl contest --methods alternate,examples/own/adamatch.py:AdaMatch --seeds 3
 
-AdaMatch has two ideas. The threshold is relative: a share of the mean confidence on labelled images, so it
-rises while the model learns. And pseudo-labels are aligned: predictions are divided by their mean over
-unlabelled images and multiplied by that over labelled ones, so that no class takes over.
+AdaMatch has two ideas. First, the threshold is relative: a share of the mean confidence on labelled images.
+So it rises while the model learns. Second, pseudo-labels are aligned: predictions are divided by their mean
+over unlabelled images and multiplied by that over labelled ones. So no class takes over.
 
-What differs here: users hold no labelled images. Both means are of a user's own images in a round. Alignment
-divides by the power `align` of the mean, which draws the labels towards equally frequent classes: with 1 a
-user that holds one class would lose it. Labels are made once a round, and AdaMatch's interpolation of logits
-is left out. The defaults of both fields were not tuned.
+What differs here: users hold no labelled images, so both means are over a user's own images in a round.
+Alignment divides by the mean to the power `align`, which moves the labels towards equally frequent classes.
+With a power of 1, a user that holds one class would lose it. Labels are made once a round, and AdaMatch's
+interpolation of logits is left out. The defaults of both fields were not tuned.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ import ssfl
 
 @dataclass(frozen=True)
 class AdaMatch(ssfl.Method):
-    """Users label once a round, relative to how sure they are on average, and the server trains last."""
+    """Users make pseudo-labels once a round, relative to their mean confidence; the server trains last."""
 
     share: float = ssfl.setting(0.9, least=0, most=1, what="a share of the mean confidence")
     """An image gets a pseudo-label when its confidence is at least this share of the mean."""
     align: float = ssfl.setting(0.5, least=0, most=1, what="0 leaves predictions as they are")
-    """How strongly classes that are predicted often are held back."""
+    """How strongly predictions of frequent classes are reduced."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -1,4 +1,4 @@
-"""A torch data set with its own partition: who holds which image is yours to say."""
+"""An example of your own data: a torch data set, and a partition that says who holds which image."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import ssfl
 
 
 class Digits(Dataset[Any]):
-    """Any map-style data set will do: items are pairs (image, label)."""
+    """Any map-style data set works: its items are pairs (image, label)."""
 
     classes = tuple("0123456789")
 
@@ -30,7 +30,7 @@ class Digits(Dataset[Any]):
 
 
 def darker(images: Tensor, draws: Tensor) -> Tensor:
-    """A strong view of one's own: every image keeps between a half and all of its brightness."""
+    """Returns a strong view: every image keeps between half and all of its brightness."""
     share = 0.5 + 0.5 * ssfl.augment.uniform(draws[:, 0])
     return (images * share.view(-1, 1, 1, 1)).to(torch.uint8)
 

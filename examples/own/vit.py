@@ -4,8 +4,8 @@
     ssfl predict runs/quickstart scan.png --with examples/own/vit.py
 
 or, from Python, `python examples/own/vit.py`. A network is a function without arguments that makes any
-`nn.Module`; the module takes float images [B, C, H, W] and returns logits [B, classes]. Every user trains a
-copy of it, and parameters with `requires_grad=False` would stay as they are and never be sent.
+`nn.Module`. The module takes float images [B, C, H, W] and returns logits [B, classes]. Every user trains a
+copy of it. Parameters with `requires_grad=False` would stay fixed and never be sent.
 """
 
 import torch
@@ -15,7 +15,7 @@ import ssfl
 
 
 class ViT(nn.Module):
-    """Patches of 4×4 pixels, their places, five transformer layers, and the mean over patches."""
+    """Patches of 4×4 pixels, position embeddings, five transformer layers, and the mean over patches."""
 
     def __init__(self, classes: int, channels: int = 1, size: int = 32, width: int = 128) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ViT(nn.Module):
 
 
 def make() -> nn.Module:
-    """Ten classes of grey images, such as the digits."""
+    """Returns a network for ten classes of grey images, such as the digits."""
     return ViT(classes=10)
 
 
