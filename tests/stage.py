@@ -28,6 +28,7 @@ METHODS = {
     "anchored": ["method.name=anchored"],
     "alternate": ["method.name=alternate"],
     "full pace": ["method.name=anchored", "method.pace=full"],
+    "relative": ["method.name=anchored", "method.relative=true", "method.threshold=1"],
     "grouping": ["method.name=grouping", "federation.groups=2"],
     "replicas": ["method.name=grouping", "federation.groups=2", "method.server_replicas=true"],
     "fedavg": ["method.name=crl-gn"],

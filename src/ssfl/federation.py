@@ -31,6 +31,7 @@ NEEDS = {
     "models": "the single models of the users, and not only their average",
     "reports": "numbers that users report about their images",
     "sends": "to send users more than a model",
+    "numbers": "to send users a few numbers with the model",
     "sizes": "how many images each user has",
     "labels": "the true labels of users' images",
 }

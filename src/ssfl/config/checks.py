@@ -178,7 +178,7 @@ def _check_dist(config: Config) -> None:
                 f"cannot be combined with run.engine = 'dist': set {key}={plain} or run.engine=auto",
                 f"{key}={plain}",
             )  # fmt: skip
-    why = obstacle(config, ("models", "reports", "sends", "sizes"))
+    why = obstacle(config, ("models", "reports", "sends", "numbers", "sizes"))
     if why:
         message = f"cannot be combined with {why}: set run.engine=auto"
         raise _error("run.engine", "dist", message, "run.engine=auto")

@@ -44,7 +44,7 @@ from ssfl.runs import (
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.result import Result
 from ssfl.simulate.gate import STRIKES
-from ssfl.simulate.rounds import Round
+from ssfl.simulate.rounds import Extra, Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
@@ -113,12 +113,17 @@ class _Sites:
     phases: Phases
     answers: Answers = field(default_factory=lambda: Answers((), {}, {}, {}))
 
-    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+    def send(
+        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
+    ) -> Cohort:
         """Send the models, wait for answers; the cohort of those that came."""
-        rows = {user: start[stream] for user, stream in zip(cohort.users, cohort.streams, strict=True)}
+        models = {
+            user: wire.Sent(start[stream], {} if extra is None else extra([user]))
+            for user, stream in zip(cohort.users, cohort.streams, strict=True)
+        }
         with self.phases.during("users"):
             self.answers = self.centre.fleet.train(
-                rows, self.centre.terms, self.round, meanwhile, self.centre.has_server
+                models, self.centre.terms, self.round, meanwhile, self.centre.has_server
             )
         back = only(cohort, self.answers.sent, self.answers.came)
         if not back.users and not self.centre.has_server:

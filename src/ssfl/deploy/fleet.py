@@ -292,7 +292,7 @@ class Fleet:
 
     def train(
         self,
-        rows: Mapping[int, Tensor],
+        models: Mapping[int, wire.Sent],
         terms: str,
         round: int,
         meanwhile: Callable[[], None],
@@ -309,13 +309,13 @@ class Fleet:
         sent: list[int] = []
         while True:
             nodes = self.gather()
-            left = [user for user in rows if self.names[user] not in self.left_out]
+            left = [user for user in models if self.names[user] not in self.left_out]
             users = {
                 nodes[user]: user for user in left if user in nodes and not (user in came or user in refused)
             }
             self._tell_missing([self.names[user] for user in left if user not in nodes])
             sent += users.values()
-            new = self._ask(users, rows, terms, round, wait, meanwhile)
+            new = self._ask(users, models, terms, round, wait, meanwhile)
             numbers = {name: user for user, name in enumerate(self.names)}
             refused |= {numbers[name]: why for name, why in self._refused.items()}
             heard = time.monotonic() if new or self._refused else heard
@@ -348,7 +348,7 @@ class Fleet:
     def _ask(
         self,
         users: Mapping[int, int],
-        rows: Mapping[int, Tensor],
+        models: Mapping[int, wire.Sent],
         terms: str,
         round: int,
         wait: float,
@@ -356,14 +356,15 @@ class Fleet:
     ) -> dict[int, tuple[Tensor, dict[str, float]]]:
         """Send a model to these nodes; the models and numbers that come back in time, by user."""
         contents = {
-            node: wire.pack(rows[user], terms=terms, user=user, round=round) for node, user in users.items()
+            node: wire.pack_work(models[user], terms=terms, user=user, round=round)
+            for node, user in users.items()
         }
         self.doing |= {self.names[user]: "training" for user in users.values()}
         came = {}
         for node, content in self.exchange(contents, "train", wait, meanwhile).items():
             user = users[node]
             try:
-                came[user] = wire.read_trained(content, rows[user].numel(), round)
+                came[user] = wire.read_trained(content, models[user].row.numel(), round)
                 self.doing[self.names[user]] = "answered"
                 self.images[self.names[user]] = wire.read_images(content)
             except DataError as error:

@@ -20,8 +20,8 @@ from ssfl.config.loading import as_dict, from_dict, to_toml
 from ssfl.config.settings import Config, DataSettings, RunSettings
 from ssfl.data.dataset import WHITE, Dataset
 from ssfl.engines.local import Returned
-from ssfl.errors import ConfigError, DataError
-from ssfl.federation import METRICS
+from ssfl.errors import ConfigError, DataError, MethodError
+from ssfl.federation import METRICS, Named
 
 LOSS = 1e3
 """The largest loss that a site may tell: a single huge number would be all that a mean shows."""
@@ -30,6 +30,19 @@ LARGEST = 1e15
 MOST_CLASSES = 100_000
 MODEL, ROW = "model", "row"
 """What a model is called in a message."""
+NUMBERS = "numbers"
+"""What the numbers are called that a method sends users with the model."""
+MOST_NUMBERS = 1000
+"""How many of them there may be under one name."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a user is sent for a round."""
+
+    row: Tensor
+    numbers: Named
+    """[1] or [1, n] each: what the method sends besides the model."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +161,34 @@ def pack(row: Tensor, **more: str | int) -> RecordDict:
     if more:
         content["config"] = ConfigRecord(dict(more))
     return content
+
+
+def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
+    """A round's work on its way to a site."""
+    content = pack(sent.row, **settings)
+    for name, tensor in sent.numbers.items():
+        if tensor.ndim > 2 or tensor.numel() > MOST_NUMBERS:
+            raise MethodError(
+                f"the round sends {tensor.numel()} numbers {name!r} with the model: real sites take at most "
+                f"{MOST_NUMBERS}"
+            )
+    if sent.numbers:
+        values = {name: tensor[0].detach().double().cpu().tolist() for name, tensor in sent.numbers.items()}
+        content[NUMBERS] = MetricRecord(values)
+    return content
+
+
+def read_numbers(content: RecordDict, like: Tensor) -> Named:
+    """The numbers that the method sends with the model, checked: [1, ...] each, of the model's type."""
+    numbers = {}
+    for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
+        values = np.asarray(value, np.float64)
+        if values.ndim > 1 or values.size > MOST_NUMBERS or not (np.abs(values) <= LARGEST).all():
+            raise DataError(
+                f"the centre's numbers {name!r} are not at most {MOST_NUMBERS} finite ones: ask its keeper"
+            )
+        numbers[str(name)] = torch.from_numpy(values)[None].to(like)
+    return numbers
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:

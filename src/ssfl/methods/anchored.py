@@ -47,7 +47,7 @@ class Anchored(Method):
     }
 
     def needs(self) -> tuple[str, ...]:
-        return ("sends",) if self.relative else ()
+        return ("numbers",) if self.relative else ()
 
     def uses(self) -> tuple[str, ...]:
         return ("strong",)

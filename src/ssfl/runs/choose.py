@@ -194,8 +194,6 @@ def _pretrained(
     Returns the reasons."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
-    if sites:
-        method.pop("relative")  # sites are sent a model and nothing else
     if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
         settings["method"] = method
     for section, values in preset.items():

@@ -55,12 +55,18 @@ class Experiment(Protocol):
     def prepare(self, round: int) -> None: ...
 
 
+Extra = Callable[[Sequence[int]], Named]
+"""(n users) -> the tensors that they are sent besides a model, [n, ...] each."""
+
+
 class Workers(Protocol):
     """Trains a round's users and the server, in this process or elsewhere."""
 
-    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
-        """Sends the groups' models and returns the cohort without dropouts. While real sites train, it calls
-        `meanwhile`, which trains the server."""
+    def send(
+        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
+    ) -> Cohort:
+        """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While real
+        sites train, it calls `meanwhile`, which trains the server."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
         """Returns what some of the cohort's users trained from the rows and tensors that they were sent."""
@@ -198,10 +204,10 @@ class Round:
         server: Tensor | None = None,
         server_weight: float | None = None,
         replicas: int = 1,
-        send: Callable[[Sequence[int]], Named] | None = None,
+        send: Extra | None = None,
     ) -> Users:
         """Sends every user the model of its group, lets it train, and averages the updates that come back."""
-        if send is not None and "sends" not in self.needs:
+        if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
                 f"the round needs {NEEDS['sends']}: add 'sends' to what needs() returns", key="sends"
             )
@@ -211,7 +217,7 @@ class Round:
             if server is not None and not server_results:
                 server_results.append(self._train_server(server.repeat(replicas, 1)))
 
-        cohort = self.cohort = self.workers.send(start, self.cohort, train_server)
+        cohort = self.cohort = self.workers.send(start, self.cohort, train_server, send)
         returned = self._trained_users(start, cohort, server is not None, server_weight, send)
         train_server()
         return self._averaged(start, returned, server_results, server_weight)
@@ -222,7 +228,7 @@ class Round:
         cohort: Cohort,
         server: bool,
         server_weight: float | None,
-        send: Callable[[Sequence[int]], Named] | None,
+        send: Extra | None,
     ) -> "CohortResult | None":
         """Trains the cohort, a part at a time. Each part's models are added to their groups' sums at once, so
         that only one part is held in memory, unless all models are needed together."""

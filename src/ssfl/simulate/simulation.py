@@ -32,7 +32,7 @@ from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
 from ssfl.simulate.gate import ROUNDS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import USUAL, Round
+from ssfl.simulate.rounds import USUAL, Extra, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
@@ -336,7 +336,9 @@ class _Simulated:
     server_work: Work | None
     phases: Phases
 
-    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+    def send(
+        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
+    ) -> Cohort:
         """Sends nothing: dropouts were drawn with the cohort."""
         return cohort
 
