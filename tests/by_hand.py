@@ -53,7 +53,9 @@ class Workers:
     users: Trainer
     server: Trainer
 
-    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+    def send(
+        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: object = None
+    ) -> Cohort:
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:

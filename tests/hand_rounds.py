@@ -43,7 +43,9 @@ class Adding:
     served: list[list[float]] = field(default_factory=list)
     """What the server was given to train."""
 
-    def send(self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None]) -> Cohort:
+    def send(
+        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: object = None
+    ) -> Cohort:
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:

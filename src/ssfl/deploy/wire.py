@@ -173,7 +173,9 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
                 f"{MOST_NUMBERS}"
             )
     if sent.numbers:
-        values = {name: tensor[0].detach().double().cpu().tolist() for name, tensor in sent.numbers.items()}
+        values: dict[str, int | float | list[int] | list[float]] = {
+            name: tensor[0].double().tolist() for name, tensor in sent.numbers.items()
+        }
         content[NUMBERS] = MetricRecord(values)
     return content
 

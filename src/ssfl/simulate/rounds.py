@@ -65,8 +65,8 @@ class Workers(Protocol):
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While real
-        sites train, it calls `meanwhile`, which trains the server."""
+        """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While
+        real sites train, it calls `meanwhile`, which trains the server."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
         """Returns what some of the cohort's users trained from the rows and tensors that they were sent."""
