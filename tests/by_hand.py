@@ -38,12 +38,17 @@ class Experiment(Simulation):
     """An experiment without images or a network: `judged` says how good a row is."""
 
     judged: Callable[[Tensor], ModelScore] = lambda row: ModelScore(0.0, 0.0, [])
+    direction: Tensor | None = None
+    """What the gate compares updates with."""
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> ModelScore:
         return self.judged(row)
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
         return torch.zeros(0), torch.zeros(0)
+
+    def descent(self, row: Tensor, round: int) -> Tensor | None:
+        return self.direction
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def make_round(
     keep: bool = False,
     weights: int = 1,
     judged: Callable[[Tensor], ModelScore] | None = None,
+    direction: Tensor | None = None,
     norm_statistics: str = "average",
     **federation: Any,
 ) -> tuple[Experiment, Round]:
@@ -100,6 +106,7 @@ def make_round(
     sim = Experiment(dataset, Parts(own, hers), own[:0], unused, nn.Identity(), layout, unused, plan, CPU)
     if judged is not None:
         sim = replace(sim, judged=judged)
+    sim = replace(sim, direction=direction)
     workers = Workers(users, users if server is None else server)
     return sim, Round(sim, state, cohort, workers, keep)
 

@@ -19,6 +19,7 @@ from ssfl.data import sources, split
 from ssfl.federation import State
 from ssfl.runs import assemble, checkpoints, folder, resolve
 from ssfl.runs.surroundings import reproducible
+from ssfl.simulate.simulation import Simulation
 from waiting import wait_until
 
 NAMES = ("aachen", "bonn", "calais")
@@ -44,11 +45,8 @@ def config_of(folders: Path, sets: list[str]) -> Config:
     return replace(config, split=replace(config.split, users=3))
 
 
-def simulated(
-    config: Config, folders: Path, arrivals: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
-) -> State:
-    """What the engine "loop" makes of the same images, all of them in one process; `arrivals` says for each
-    round which users were sent a model and which came back."""
+def simulation(config: Config, folders: Path) -> Simulation:
+    """The engine "loop" with the same images, all of them in one process."""
     data = resolve.load_data(config)
     labels = data.labels.numpy()
     parts = [data.images, *(sources.read_image_files(files(folders, name), *data.shape) for name in NAMES)]
@@ -59,10 +57,18 @@ def simulated(
     config = replace(config, split=replace(config.split, server_labels=len(labels)))
     config = resolve.resolve(config, data)
     config = replace(config, run=replace(config.run, engine="loop"))
+    return assemble.build(
+        config, everything, split.Parts(owned[0], owned[1:]), owned[0][:0], torch.device("cpu")
+    )
+
+
+def simulated(
+    config: Config, folders: Path, arrivals: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
+) -> State:
+    """What a simulation of the same users gives; `arrivals` says for each round which users were sent a model
+    and which came back."""
     with reproducible():
-        sim = assemble.build(
-            config, everything, split.Parts(owned[0], owned[1:]), owned[0][:0], torch.device("cpu")
-        )
+        sim = simulation(config, folders)
         state = sim.initial()
         while state.round < sim.rounds:
             if arrivals is not None:

@@ -72,6 +72,75 @@ def test_the_gate_cuts_what_is_longer_than_is_usual() -> None:
     assert torch.equal(gate.remembered(before, torch.tensor(0.2), 0.3), torch.tensor([0.1, 0.4, 0.3]))
 
 
+def test_trust_is_the_mean_cosine_with_the_servers_direction() -> None:
+    updates = torch.tensor([[3.0, 4], [0, -2], [0, 0], [math.nan, 1], [math.inf, 1]])
+    trust = gate.trusted(torch.tensor([0, 0.5, -0.1, 0.1, 0.2]), updates, torch.tensor([0.0, 7]))
+    assert trust.tolist() == pytest.approx([0.16, 0.2, -0.08, 0.08, 0.16])
+
+
+def test_who_is_not_trusted_has_less_weight_unless_most_are_not() -> None:
+    def weights(*trust: float) -> list[float]:
+        return gate.weighted(torch.tensor(trust)).tolist()
+
+    assert weights(0.4, 0, 0.1, 0) == [1, 1, 1, 1]
+    assert weights(0.4, -0.05, 0.1, -0.4) == pytest.approx([1, 0.75, 1, 0])
+    assert weights(-0.4, -0.5, -0.4, -0.4, -0.7) == pytest.approx([1, 0.5, 1, 1, 0], abs=1e-5)
+    assert weights(0.3, -0.3) == [1, 0]
+    assert weights() == []
+    sent = torch.full((4, 2), 100.0, dtype=torch.float64)
+    updates = torch.tensor([[1, 0], [0, -2], [1.5, 0], [0, 30]], dtype=torch.float64)
+    trust = torch.tensor([0.3, 0, 0, -0.3], dtype=torch.float64)
+    found = gate.judge(sent, sent + updates, torch.zeros(4), None, trust)
+    assert found.reasons == [""] * 4  # nobody is left out for good: an honest user may be opposed for a time
+    assert found.weights.tolist() == [1, 1, 1, 0]
+    assert float(found.usual) == 1.5  # lengths are judged whoever is trusted
+
+
+def test_a_dropped_user_does_not_count_and_its_trust_is_kept() -> None:
+    memory = {"trust": torch.tensor([0.0, 0.0, 0.0, -0.1], dtype=torch.float64)}
+    start = State(
+        0, column(10, 20), column(15)[0], torch.zeros(0, 1), torch.zeros(4, dtype=torch.int64), memory
+    )
+    settings: dict[str, Any] = {"gate": True, "direction": column(1)[0]}
+    new, fed = play(Grouping(), start, COHORT, train(2, 2, 2, -2), train(5), **settings)
+    assert fed.log.against == {3: 0}
+    assert not fed.log.refused
+    assert new.strikes.tolist() == [0, 0, 0, 0]
+    assert new.streams.flatten().tolist() == pytest.approx([(20 + 12 + 12) / 3, (20 + 22) / 2])
+    assert new.memory["trust"].tolist() == pytest.approx([0.2, 0.2, 0.2, -0.28])
+
+
+def test_the_servers_direction_lowers_the_loss_of_its_labels_alone(quick: Make) -> None:
+    sim = assemble.make(quick("federation.gate=true", "train.precision=float64", "run.engine=loop"))
+    row = sim.initial().average
+    direction = sim.descent(row, 0)
+    assert direction is not None
+    step = row.clone()
+    step[: sim.layout.weights] += 1e-3 * direction / direction.norm()
+    images = sim.server_images()
+    assert sim.score(step, *images).loss < sim.score(row, *images).loss
+    assert torch.equal(direction, sim.descent(row, 0))  # type: ignore[arg-type]
+    assert not torch.equal(direction, sim.descent(row, 1))  # type: ignore[arg-type]
+    hidden = torch.ones(len(sim.pool.labels), dtype=torch.bool)
+    hidden[sim.plan.server.images] = False
+    blind = replace(sim, pool=replace(sim.pool, labels=sim.pool.labels.masked_fill(hidden, 0)))
+    assert torch.equal(direction, blind.descent(row, 0))  # type: ignore[arg-type]
+
+
+def test_who_works_against_the_labels_is_told_and_loses_its_weight(quick: Make) -> None:
+    sets = ["federation.attackers=0.25", "federation.attack=sign", "method.threshold=0.5"]
+    sim = assemble.make(quick("federation.gate=true", "split.users=4", "federation.rounds=18", *sets))
+    [bad] = attacks.who(4, 0.25, 1)
+    state, weights = sim.initial(), []
+    for _ in range(18):
+        state, [event, *_] = sim.play(state)
+        weights.append(gate.weighted(state.memory["trust"]).tolist())
+        assert event.get("against", {}).keys() <= {str(bad)}
+        assert event["refused"] == {}
+    assert event["against"][str(bad)] == pytest.approx(weights[-1][bad], abs=0.01)
+    assert weights[-1][bad] < gate.NAMED < min(one for user, one in enumerate(weights[-1]) if user != bad)
+
+
 def test_a_long_update_is_cut_told_and_remembered(quick: Make) -> None:
     sim = assemble.make(
         quick(

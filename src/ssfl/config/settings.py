@@ -140,8 +140,9 @@ class FederationSettings:
     slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
     """Evaluate and save a slow average over rounds; this much of it stays in each. 0: the plain model."""
     gate: bool | None = None
-    """Cut updates that are longer than is usual, and refuse models that are not finite or whose update is
-    far too long. A user that is refused three times is left out. Default: only with real sites."""
+    """Cut updates that are longer than is usual, give users whose updates work against the server's labels
+    less weight or none, and refuse models that are not finite or whose update is far too long. A user that is
+    refused three times is left out. Default: only with real sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
     """How the models of a group become one: their "mean" (the paper), or robustly, coordinate by coordinate,
     a "trimmed" mean or the "median"."""

@@ -23,6 +23,7 @@ PURPOSES = {
     "privacy": 13,  # the noise on a simulated user's update
     "consensus": 14,  # which users form a sub-consensus of RSCFed
     "features": 15,  # the views of an image whose features are computed once
+    "gate": 16,  # the views of labelled images that the gate compares updates with
 }
 SERVER = -1  # the server's number where a user's number stands
 

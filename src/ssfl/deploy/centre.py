@@ -69,6 +69,8 @@ class Centre(Simulation):
             self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counted=True)
         for place, times in fed.log.cut.items():
             self.fleet.cut(self.fleet.names[fed.cohort.users[place]], times)
+        for place, weight in fed.log.against.items():
+            self.fleet.weakened(self.fleet.names[fed.cohort.users[place]], weight)
         strikes = new.strikes.clone()
         for user in answers.refused:
             strikes[user] += 1

@@ -100,8 +100,8 @@ class Fleet:
     """Nodes that were asked who they are, in which message, and until when they may answer."""
     _turned_away: dict[int, float] = field(default_factory=dict)
     """Nodes that are not asked who they are, and until when."""
-    _cut: dict[str, int] = field(default_factory=dict)
-    """How often a site's update was cut."""
+    _limits: dict[tuple[str, str], int] = field(default_factory=dict)
+    """How often a site's update was "cut" or "weakened"."""
     _reached: bool = True
     """Whether the exchange itself could be reached when it was last asked."""
 
@@ -124,12 +124,20 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Name a site whose update was cut; who goes on with it is named ever less often."""
-        count = self._cut[name] = self._cut.get(name, 0) + 1
+        """Name a site whose update was cut."""
+        self._limited(name, "cut", f"an update {times:.3g} times as long as is usual: it was cut")
+
+    def weakened(self, name: str, weight: float) -> None:
+        """Name a site that counts less or not at all because it works against the centre's labels."""
+        how = f"this one counts {weight:.0%}" if weight else "this one was dropped"
+        self._limited(name, "weakened", f"updates that work against the centre's labels: {how}")
+
+    def _limited(self, name: str, what: str, why: str) -> None:
+        """A line and an event; who goes on with it is named ever less often: the 1st, 2nd, 4th, ... time."""
+        count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
-            self.tell(
-                f"{name} sent an update {times:.3g} times as long as is usual: it was cut ({count} so far)"
-            )
+            self.log.append({"event": "limited", "site": name, "reason": f"{why} ({count} so far)"})
+            self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
         """Take in what the port told; gives the nodes whose answer cannot come any more."""

@@ -82,7 +82,10 @@ def setting(run: Run) -> list[str]:
         sentences.append("What is evaluated and kept is a slow average of the model over the rounds.")
     sentences += _privacy(run)
     if federation.gate:
-        sentences.append("A gate cuts updates that are too long and refuses models that are not finite.")
+        sentences.append(
+            "A gate cuts updates that are too long, refuses models that are not finite, and gives users "
+            "whose updates work against the server's labels less weight."
+        )
     if federation.combine != "mean":
         sentences.append(f"The users of a group are combined by the {federation.combine}, not the mean.")
     if federation.attackers:

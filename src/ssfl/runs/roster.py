@@ -10,6 +10,7 @@ from ssfl.config.settings import Config
 from ssfl.core import plain_files
 from ssfl.errors import RunError
 from ssfl.federation import State
+from ssfl.simulate.rounds import TRUST
 
 
 def begun_with(path: Path) -> list[str]:
@@ -52,4 +53,6 @@ def joined(config: Config, sites: int) -> Config:
 
 def grown(state: State, users: int) -> State:
     """Returns the state with an entry for new sites, of which no update has been refused yet."""
-    return replace(state, strikes=F.pad(state.strikes, (0, users - len(state.strikes))))
+    new = users - len(state.strikes)
+    trust = {name: F.pad(kept, (0, new)) for name, kept in state.memory.items() if name == TRUST}
+    return replace(state, strikes=F.pad(state.strikes, (0, new)), memory=state.memory | trust)

@@ -21,12 +21,14 @@ from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.errors import MethodError
 from ssfl.federation import METRICS, NEEDS, Momentum, Named, State, Trained, Users
-from ssfl.simulate.gate import LENGTH, judge
+from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
 from ssfl.simulate.plan import Plan
 from ssfl.simulate.scoring import ModelScore
 
 USUAL = "usual"
 """The name of the last rounds' usual update norms in a state's memory, see `gate.py`."""
+TRUST = "trust"
+"""The name of the users' trust in a state's memory, see `gate.py`."""
 
 
 class Experiment(Protocol):
@@ -52,6 +54,7 @@ class Experiment(Protocol):
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]: ...
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> ModelScore: ...
     def predicted(self, row: Tensor, images: Tensor) -> Tensor: ...
+    def descent(self, row: Tensor, round: int) -> Tensor | None: ...
     def prepare(self, round: int) -> None: ...
 
 
@@ -116,6 +119,10 @@ class Log:
     """The norms of updates that were far too long and were cut, as multiples of the usual norm."""
     usual: Tensor | None = None
     """The usual norm of an update, if there is a gate."""
+    trust: Tensor | None = None
+    """[n]: the trust in the cohort's users after this round, with a gate and labels at the server."""
+    against: dict[int, float] = field(default_factory=dict)
+    """The weights of users that are hardly trusted, by their positions in the cohort."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics that the method recorded."""
     sent_bytes: int = 0
@@ -292,7 +299,7 @@ class Round:
             sent = torch.cat([part for part, _ in returned.held])
             rows, weight, report = _joined([result for _, result in returned.held])
             self.log.reported_bytes = sum(t.numel() * t.element_size() for t in report.values())
-            rows, counted = self._passed(sent, rows, weight)
+            rows, weight, counted = self._passed(sent, rows, weight)
             momentum = _only(momentum, counted) if len(counted) < len(rows) else momentum
             groups = _regrouped(cohort.groups, counted)
             report = {name: tensor[counted] for name, tensor in report.items()}
@@ -315,21 +322,37 @@ class Round:
             sizes = self.sim.plan.users.sizes[indices]
         return Users(means, average, any_counted, indices, groups, momentum, self.needs, rows, report, sizes)
 
-    def _passed(self, sent: Tensor, rows: Tensor, weight: Tensor | None) -> tuple[Tensor, list[int]]:
-        """Returns the models, long updates cut, and the positions of those that count: the gate did not
-        refuse them and their weight is above 0."""
+    def _passed(
+        self, sent: Tensor, rows: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Returns the models, long updates cut, their weights, and the positions of those that count: the gate
+        did not refuse them and their weight is above 0."""
         if self.sim.config.federation.gate:
-            strikes = self.state.strikes[list(self.cohort.users)]
-            verdict = judge(sent, rows, strikes, self.state.memory.get(USUAL))
-            rows, self.log.usual = verdict.rows, verdict.usual
-            self.log.refused = {place: reason for place, reason in enumerate(verdict.reasons) if reason}
-            self.log.cut = {
+            users, log = list(self.cohort.users), self.log
+            trust = log.trust = self._trust(users, rows - sent)
+            verdict = judge(sent, rows, self.state.strikes[users], self.state.memory.get(USUAL), trust)
+            rows, log.usual, given = verdict.rows, verdict.usual, verdict.weights
+            log.refused = {place: reason for place, reason in enumerate(verdict.reasons) if reason}
+            log.cut = {
                 place: times
                 for place, times in enumerate(verdict.times)
-                if times > LENGTH and place not in self.log.refused
+                if times > LENGTH and place not in log.refused
             }
+            shares = given.tolist()
+            log.against = {place: share for place, share in enumerate(shares) if share < NAMED}
+            if min(shares) < 1:
+                weight = given if weight is None else weight * given
         heavy = [True] * len(rows) if weight is None else (weight > 0).tolist()
-        return rows, [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
+        who = [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
+        return rows, weight, who
+
+    def _trust(self, users: list[int], updates: Tensor) -> Tensor | None:
+        """Returns the trust in the cohort's users after this round; None if the server has no labels."""
+        before = self.state.memory.get(TRUST)
+        direction = None if before is None else self.sim.descent(self.state.average, self.state.round)
+        if before is None or direction is None:
+            return None
+        return trusted(before[users], updates[:, : self.layout.weights], direction)
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
         """Returns the mean or robust average of a group's rows, or of all rows if the group is empty."""

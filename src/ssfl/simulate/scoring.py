@@ -7,9 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ssfl.core.rows import Layout
 from ssfl.engines.work import Pool
 
 BATCH = 1000
+STEP = 64
+"""Images whose gradient is computed at once."""
 
 
 class ModelScore(NamedTuple):
@@ -51,3 +54,23 @@ def _tensor_cores(allowed: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def descent(
+    model: nn.Module, layout: Layout, pool: Pool, row: Tensor, places: Tensor, keys: Tensor
+) -> Tensor:
+    """The direction [P] in which the loss of strong views of labelled images falls fastest, at a row
+    [P + Q]; a view for each place in the pool and its key. Weak views where no strong ones are kept."""
+    kind = "strong" if pool.features is None or len(pool.features.views) > 1 else "weak"
+    tensors = {name: tensor.detach().clone() for name, tensor in layout.unflatten(row).items()}
+    weights = [tensors[name].requires_grad_() for name in layout.names[: layout.trained]]
+    total = row.new_zeros(layout.weights)
+    model.eval()
+    with torch.enable_grad():
+        for part, names in zip(places.split(STEP), keys.split(STEP), strict=True):
+            views = pool.views(kind, pool.source(part), names).to(pool.wide)
+            answers = torch.func.functional_call(model, tensors, (views,))
+            loss = nn.functional.cross_entropy(answers, pool.labels[part], reduction="sum")
+            slopes = torch.autograd.grad(loss, weights)
+            total -= torch.cat([slope.flatten() for slope in slopes])
+    return total

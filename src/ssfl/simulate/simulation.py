@@ -30,9 +30,9 @@ from ssfl.errors import DivergedError
 from ssfl.federation import Method, Named, State
 from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
-from ssfl.simulate.gate import ROUNDS, remembered
+from ssfl.simulate.gate import ROUNDS, VIEWS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import USUAL, Extra, Round
+from ssfl.simulate.rounds import TRUST, USUAL, Extra, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
@@ -118,6 +118,7 @@ class Simulation:
             memory[SLOW] = row.clone()
         if gate:
             memory[USUAL] = row.new_zeros(ROUNDS)
+            memory[TRUST] = row.new_zeros(self.config.split.users)
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
@@ -158,6 +159,10 @@ class Simulation:
             usual = new.streams.new_zeros(()) if log.usual is None else log.usual
             server = 0.0 if log.server is None else log.server.norms.max()
             new = replace(new, memory=new.memory | {USUAL: remembered(new.memory[USUAL], usual, server)})
+        if log.trust is not None:
+            trust = new.memory[TRUST].clone()
+            trust[list(fed.cohort.users)] = log.trust
+            new = replace(new, memory=new.memory | {TRUST: trust})
         if log.refused:
             strikes = new.strikes.clone()
             strikes[[fed.cohort.users[place] for place in log.refused]] += 1
@@ -249,14 +254,29 @@ class Simulation:
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
         """Returns images to evaluate models on, about `most`, some of every class, and their labels. They are
         the server's labelled images, or with train.server_held_out only those that it does not train on."""
+        images, labels = self._server_places(most)
+        return self.pool.images[images], labels
+
+    def _server_places(self, most: int | None) -> tuple[Tensor, Tensor]:
+        """Where those images are in the pool, and their labels on the CPU."""
         if most not in self._server_images:
             images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
                 images = images[self.pool.labels[images].argsort(stable=True)]
                 images = images[:: -(-len(images) // most)]
             self._server_images[most] = images, self.pool.labels[images].cpu()
-        images, labels = self._server_images[most]
-        return self.pool.images[images], labels
+        return self._server_images[most]
+
+    def descent(self, row: Tensor, round: int) -> Tensor | None:
+        """The direction [P] that the server's labels give, on strong views drawn for this round; None without
+        labels."""
+        if not self.has_server:
+            return None
+        places = self._server_places(VIEWS)[0]
+        places = places.repeat(max(1, VIEWS // len(places)))
+        key = torch.tensor(draws.key(self.config.run.seed, "gate", round))
+        keys = draws.fold(key, torch.arange(len(places))).to(places.device)
+        return scoring.descent(self.model, self.layout, self.pool, row, places, keys)
 
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
@@ -285,6 +305,10 @@ class Simulation:
         if log.cut:
             event["cut"] = {
                 str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()
+            }
+        if log.against:
+            event["against"] = {
+                str(cohort.users[place]): float(f"{weight:.3g}") for place, weight in log.against.items()
             }
         if log.users is not None:
             names = list(log.users.metrics)
