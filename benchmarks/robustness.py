@@ -71,7 +71,7 @@ class Case(NamedTuple):
 def settings_of(case: Case) -> list[str]:
     """The settings of one run."""
     users, share = SITES[case.sites]
-    sets = ["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=last"]
+    sets = ["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=every"]
     sets += [*case.given, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
     sets += [f"run.seed={case.seed}", f"split.seed={case.seed}"]
     return sets + ([f"federation.attackers={share}"] if ATTACKS[case.attack] else [])

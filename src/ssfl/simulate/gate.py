@@ -57,12 +57,12 @@ def judge(
     trust: Tensor | None = None,
 ) -> GateResult:
     """Decides about models [n, P + Q]; `strikes` counts how often each user was refused, `before` holds the
-    usual lengths of earlier rounds (the larger of users' and server's), 0 where unknown, and `trust` [n] comes
+    usual lengths of earlier rounds (the larger of users' and server's), 0 where unknown, and `trust` [n] is
     from `trusted`.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
-    median of the others, and by earlier rounds, since most users of one round may be bad by chance. The median
-    includes users that are not trusted, so that nobody who gains trust by a trick escapes the cut. The
+    median of the others, and by earlier rounds, since most users of one round may be bad by chance. This
+    median includes users that are not trusted, so that nobody who gains trust by a trick escapes the cut. The
     accuracy of a single model on the server's labels is not used: in the middle of training, honest users
     with few classes return models no better than chance, although their average is good.
     """
@@ -98,10 +98,11 @@ def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:
         trust = 0.8 · trust + 0.2 · cos(update, direction)
 
     The direction is the one in which the loss of strong views of the server's labelled images falls fastest.
-    This follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the server's own update,
-    with two changes. The server memorises its few labelled images, so their plain gradient is uninformative;
-    it has not memorised their strong views, on which users train too. And a single round's cosine is too noisy
-    for skewed users, whose updates may oppose the direction once. So it is averaged over rounds, from 0.
+    This follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the server's own
+    update, with two changes. The server memorises its few labelled images, so their plain gradient is
+    uninformative; it has not memorised their strong views, on which users train too. And a single round's
+    cosine is too noisy for skewed users, whose updates may oppose the direction once. So it is averaged over
+    rounds, from 0.
     """
     cosines = torch.nn.functional.cosine_similarity(updates, direction[None], dim=1)
     return KEEPS * trust + (1 - KEEPS) * torch.where(cosines.isfinite(), cosines, 0.0)
