@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EVERY = [command for page in PAGES for command in commands(page)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+BESIDE = ("CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")
 GENERATED = {"docs/api.md", "docs/cli.md", "docs/config.md", "docs/changelog.md", "docs/contributing.md"}
 
 
@@ -41,7 +42,8 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"))],
+    "page",
+    [*PAGES, *(ROOT / f"{name}.md" for name in BESIDE)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )  # fmt: skip
 def test_links_lead_somewhere(page: Path) -> None:

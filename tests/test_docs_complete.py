@@ -10,7 +10,7 @@ import pytest
 
 import ssfl
 from benchmarks import collapse, plots
-from documents import ROOT
+from documents import PAGES, ROOT
 from ssfl.cli import verbs
 from ssfl.config.settings import SECTIONS
 from ssfl.core.fields import limits_of
@@ -96,6 +96,15 @@ def test_every_field_of_an_event_is_documented(more: list[str], tmp_path: Path) 
     written = {path.name for path in (tmp_path / "run").iterdir()}
     for name in written - {".lock"}:
         assert f"`{name}" in page, name
+
+
+@pytest.mark.parametrize("name", ["api", "cli", "config"])
+def test_links_into_generated_pages_lead_to_a_heading(name: str) -> None:
+    headings = re.findall(r"^#+ (.+)$", getattr(hooks(), f"{name}_page")(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
+    for page in PAGES:
+        for anchor in re.findall(rf"\((?:docs/)?{name}\.md#([^)]+)\)", page.read_text("utf-8")):
+            assert anchor in anchors, f"{page.name}: {name}.md#{anchor}"
 
 
 def test_the_readme_is_short() -> None:
