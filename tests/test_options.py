@@ -59,14 +59,16 @@ def test_a_relative_threshold_follows_the_confidence_on_labelled_images(quick: M
     answers = torch.tensor([[[0.5, 0.3, 0.2], [0.7, 0.2, 0.1]]]).double()
     images, keys = torch.arange(2).reshape(1, 1, 2), torch.zeros(1, dtype=torch.int64)
     method = Anchored(threshold=0.8, relative=True)
-    for confidence, mask in ((1.0, [0, 0]), (0.8, [0, 1]), (0.6, [1, 1])):
-        given = {"confidence": torch.tensor([confidence]).double()}
-        made = method.label(Look(answers, images, keys, given, False))
+    for threshold, mask in ((0.8, [0, 0]), (0.64, [0, 1]), (0.48, [1, 1])):
+        sent = {"threshold": torch.tensor([threshold]).double()}
+        made = method.label(Look(answers, images, keys, sent, False))
         assert made.tensors["mask"].flatten().tolist() == mask
     settings = ["method.relative=true", "method.threshold=0.9", "run.engine=vmap"]
     sim = assemble.make(quick(*settings))
-    state, (event, *_) = sim.play(sim.initial())
+    state, (first, *_) = sim.play(sim.initial())
+    assert first["mask_rate"] == 0  # the first model has learned nothing
+    state, (event, *_) = sim.play(state)
     assert 0.1 < event["labelled_confidence"] < 0.5
     plain = assemble.make(quick("method.threshold=0.9"))
-    assert event["mask_rate"] > plain.play(plain.initial())[1][0]["mask_rate"]
-    assert state.round == 1
+    assert event["mask_rate"] > plain.play(plain.play(plain.initial())[0])[1][0]["mask_rate"]
+    assert state.round == 2

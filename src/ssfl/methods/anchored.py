@@ -16,6 +16,8 @@ SLOWEST = 1 / 30
 """The smallest factor on the learning rate of a user with few classes."""
 IMAGES = 1000
 """About how many of the server's images the guard and the relative threshold use."""
+NEVER = 2.0
+"""A threshold that no probability reaches."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Anchored(Method):
 
     relative: bool = False
     """AdaMatch's relative threshold: τ times the received model's mean confidence on the server's labelled
-    images. Users are sent that confidence. With train.server_held_out it is measured on images that the
-    server does not train on."""
+    images. The users are sent the threshold; in the first round they make no pseudo-labels. With
+    train.server_held_out the confidence is measured on images that the server does not train on."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -54,10 +56,8 @@ class Anchored(Method):
 
     def label(self, look: Look) -> Labels:
         threshold: float | Tensor = self.threshold
-        if "confidence" in look.tensors:
-            threshold = self.threshold * look.tensors["confidence"][:, None].expand(
-                -1, look.probabilities.shape[2]
-            )
+        if "threshold" in look.tensors:
+            threshold = look.tensors["threshold"][:, None].expand(-1, look.probabilities.shape[2])
         sure = parts.confident(look, threshold)
         labels = parts.labelled(look, sure)
         if self.pace == "full" or look.has_labels:
@@ -89,15 +89,16 @@ class Anchored(Method):
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:
-        """Trains the users; for a relative threshold they are sent the model's confidence on labelled
-        images."""
+        """Trains the users; a relative threshold is computed here and sent to them."""
         if not self.relative or not fed.has_server or not fed.cohort.users:
             return fed.train_users(state.streams)
         confidence = fed.confidence(state.average, most=IMAGES)
         fed.record(labelled_confidence=confidence)
+        # the initial model has learned nothing, so in the first round no image gets a pseudo-label
+        threshold = self.threshold * confidence if state.round else NEVER
 
         def send(users: Sequence[int]) -> Named:
-            return {"confidence": state.average.new_full((len(users),), confidence)}
+            return {"threshold": state.average.new_full((len(users),), threshold)}
 
         return fed.train_users(state.streams, send=send)
 
