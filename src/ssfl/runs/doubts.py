@@ -121,8 +121,9 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
     if not 0 < count < FEW or config.run.test == "never":
         return []
     low, high = wilson(0.8 * count, count)
-    divided = config.run.folds or config.run.engine == "sites"
-    hint = "" if divided else "; --folds 5 tests every labelled image"
+    hint = "" if config.run.folds else "; --folds 5 tests every labelled image"
+    if config.run.engine == "sites":  # which cannot be asked to train once for each fold
+        hint = "; `ssfl run FOLDER --folds 5` on the labelled images tests every one of them"
     return [
         f"{count} test images are few: for an accuracy of 80 %, the 95 % interval would be "
         f"{100 * low:.0f} to {100 * high:.0f} %{hint}"
