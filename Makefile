@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+LOCKED := $(BIN)/pip --disable-pip-version-check install --quiet --require-hashes --requirement
+OWN := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 # Two processes of one thread each: most tests cannot use a second core by themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-slow browser lint format docs sbom bench bench-venvs clean
+.PHONY: demo test test-all test-slow browser lint format docs sbom lock bench bench-venvs clean
 
 demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture (about two minutes)
 	$(BIN)/python examples/demo.py
@@ -41,6 +43,20 @@ sbom: $(VENV)/dev.stamp  ## what is installed that ssfl needs, as CycloneDX JSON
 	mkdir -p build
 	$(BIN)/python -m ssfl.runs.sbom report board flower privacy > build/sbom.json
 
+# torch itself is fixed by version alone, because its builds differ by device; what it needs in Python is locked, and so
+# is setuptools, which builds ssfl.
+LOCK := build/lock/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --upgrade \
+	--python-version 3.11 --no-config --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
+	--override build/without-torch.txt --constraint constraints.txt pyproject.toml build/beside.txt
+
+lock:  ## requirements-dev.lock and requirements-demo.lock anew: versions and hashes of everything but torch, for all platforms
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip --disable-pip-version-check install --quiet uv==0.13.8
+	echo "torch ; python_version < '3'" > build/without-torch.txt
+	printf '%s\n' 'setuptools>=77' filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions > build/beside.txt
+	$(LOCK) --extra dev --output-file requirements-dev.lock
+	$(LOCK) --extra report --constraint requirements-dev.lock --output-file requirements-demo.lock
+
 bench: $(VENV)/demo.stamp bench-venvs  ## the digits job on every runtime (a few minutes)
 	$(BIN)/python -m benchmarks digits --repeats 3
 
@@ -52,18 +68,14 @@ $(VENV)-%/stamp: benchmarks/requirements-%.txt constraints.txt pyproject.toml
 	$(subst $(BIN),$(VENV)-$*/bin,$(PIP)) --editable . --requirement $<
 	touch $@
 
-# torch first and alone, so that every later, wider request finds it there.
-$(VENV)/torch.stamp: constraints.txt
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+
+# torch after what it needs, so that pip takes nothing but torch (and a GPU's libraries) without a hash
+$(VENV)/%.stamp: requirements-%.lock constraints.txt pyproject.toml | $(BIN)/pip
+	$(LOCKED) $<
 	$(PIP) torch==2.13.0
-	touch $@
-
-$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) --editable '.[report]'
-	touch $@
-
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) --editable '.[dev]'
+	$(OWN)
 	touch $@
 
 clean:
