@@ -167,7 +167,7 @@ def mixed_sizes() -> None:
     [
         (["run", "--set", "split.usrs=3"], None, "did you mean split.users?"),
         (["run", "--set", "split.users=three"], None, "must be a whole number"),
-        (["run", "--set", "federation.participants=11"], None, "set it to at most 10"),
+        (["run", "--set", "federation.participants=11"], None, "use at most 10"),
         (["run", "--set", "method.name=grouping", "--set", "federation.groups=11"], None, "at most 10"),
         (["run", "--set", "split.skew=2"], None, "between 0 and 1"),
         (["run", "--set", "method.threshold=2"], None, "between 0 and 1"),

@@ -175,7 +175,7 @@ def test_a_setting_that_is_gone_says_what_to_do_instead(old: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart", [f"{old}=none"])
     assert (caught.value.key, caught.value.value, caught.value.fix) == (old, "none", GONE[old])
-    assert str(caught.value) == f"{old} is no setting any more: {GONE[old]}"
+    assert old in str(caught.value)
     words = re.findall(r"[a-z]+\.[a-z_]+(?:=[a-z0-9]+)?", GONE[old])
     assert words
     for word in words:

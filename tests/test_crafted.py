@@ -223,5 +223,5 @@ def test_a_fifo_instead_of_a_file_does_not_block(
     assert not any("Traceback" in err for err in said.values()), said
     for name, file in (("predict", "scan.png"), ("events.jsonl", "events.jsonl")):
         assert file in one_line(waiting[name].returncode, said[name])
-        assert "it is no plain file" in said[name]
+        assert "it is not a regular file" in said[name]
     assert waiting["split.json"].returncode == 0  # it is finished, and its split is not needed

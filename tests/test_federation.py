@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from by_hand import play
+from hand_rounds import play
 from ssfl.core.cohort import Cohort, draw_cohort
 from ssfl.engines.work import TrainedRows
 from ssfl.federation import Method, State

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ssfl
-from by_hand import Trainer, make_round, play
+from hand_rounds import Trainer, make_round, play
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.core import averaging

@@ -1,4 +1,4 @@
-"""What can go wrong through somebody's input: one line that says what to do, and an exit code."""
+"""Errors that a person's input can cause: a message of one line that says what to do, and an exit code."""
 
 import signal
 from typing import Any
@@ -7,10 +7,10 @@ from ssfl.signals import exit_code
 
 
 class SsflError(Exception):
-    """A mistake that its author can mend; the CLI prints the message alone, without a traceback.
+    """A mistake in the input; the CLI prints only its message, without a traceback.
 
-    A program can ask it for `key`, the setting (section.name) or argument that is wrong; `value`, what it was
-    set to; and `fix`, what to type instead, such as split.users=3, or None if there is no single answer.
+    Attributes for programs: `key` is the wrong setting (section.name) or argument, `value` is its value, and
+    `fix` is what to type instead, such as split.users=3, or None if there is no single answer.
     """
 
     exit_code = 2
@@ -27,7 +27,7 @@ class ConfigError(SsflError):
 
 
 class MethodError(SsflError):
-    """A method that uses something it did not declare, or returns something else than it should."""
+    """A method that uses something it did not declare, or returns something wrong."""
 
 
 class DataError(SsflError):
@@ -35,11 +35,12 @@ class DataError(SsflError):
 
 
 class RunError(SsflError):
-    """A run folder or checkpoint that is missing, broken, or does not belong to this config."""
+    """A run folder or checkpoint that is missing, broken, or from another config; or a run that cannot go
+    on."""
 
 
 class Stopped(SsflError):
-    """Stopped by Ctrl-C or SIGTERM with everything saved, which is no failure."""
+    """A run stopped by Ctrl-C or SIGTERM after everything was saved; not a failure."""
 
     def __init__(self, message: str, by: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -47,10 +48,10 @@ class Stopped(SsflError):
 
 
 class SsflWarning(UserWarning):
-    """Something that is done less well than it could be, and why."""
+    """A warning: what will be worse or slower than expected, and why."""
 
 
 class DivergedError(SsflError):
-    """Training produced a number that is not finite."""
+    """Training produced a loss or an update that is not finite."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the round ends and is saved, and the exit code tells which of the two it was.
+"""Ctrl-C and SIGTERM: the current round is finished and saved, and the exit code shows which signal it was.
 
 SIGTERM is what systemd, Slurm, containers and `timeout` send, often to every process of a group at once.
 """
@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SETTLE = 0.5
-"""Seconds in which a further SIGTERM counts as the first: `timeout` sends one to the process it started and
-another one to the whole group."""
+"""Seconds in which a second SIGTERM is ignored: `timeout` sends one to the process it started and another one
+to the whole group."""
 
 
 class Terminated(BaseException):
-    """SIGTERM where no round is being played. No KeyboardInterrupt: typer would exit with 130 for it."""
+    """SIGTERM outside of a round. It is not a KeyboardInterrupt, for which typer would exit with 130."""
 
 
 @dataclass
 class Stop:
-    """The signal that asked this process to stop; 0 while none did."""
+    """The signal that asked this process to stop; 0 if there was none."""
 
     by: int = 0
 
@@ -31,13 +31,13 @@ class Stop:
 
 
 def exit_code(by: int) -> int:
-    """Returns what a shell shows for a process that a signal stopped: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Returns the exit code of a process that a signal stopped: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + (by or signal.SIGINT)
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises Terminated, so that everything opened is closed; a later SIGTERM ends the process."""
+    """Makes SIGTERM raise Terminated, so that open files are closed; a later SIGTERM ends the process."""
     if not _ours(signal.SIGTERM):
         yield
         return
@@ -64,10 +64,10 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
-    """The first Ctrl-C or SIGTERM is noted, so that the round ends and is saved; a second stops at once.
+    """Notes the first Ctrl-C or SIGTERM, so that the round can be finished and saved; a second stops at once.
 
-    `supervised` is for the processes of torchrun, which passes on a SIGTERM that they had already, and ends
-    those that take too long by itself.
+    `supervised` is for the processes of torchrun: it sends them a SIGTERM that they have received already,
+    and itself ends those that take too long.
     """
     noted = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -88,7 +88,7 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
             settling = True
             if kind == signal.SIGTERM:
                 time.sleep(SETTLE)
-        # from here on Python is not needed to end the process: it may be busy in a long computation
+        # a second signal ends the process without Python, which may be busy with a long computation
         if signal.SIGTERM in before:
             signal.signal(signal.SIGTERM, signal.SIG_IGN if supervised else signal.SIG_DFL)
         signal.signal(signal.SIGINT, before[signal.SIGINT])
@@ -105,7 +105,7 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
 
 
 def _ours(kind: signal.Signals) -> bool:
-    """Whether nobody but ssfl has a handler: a program that embeds ssfl keeps its own."""
+    """Returns whether no other code has set a handler: a program that embeds ssfl keeps its own."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(kind)

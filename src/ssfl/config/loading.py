@@ -1,6 +1,6 @@
-"""Configs: TOML in and out, dotted overrides, errors that name the key, the value and the fix.
+"""Reads and writes configs: TOML, dotted overrides, and errors with the key, the value and the fix.
 
-Order of precedence: a person's keys, the method's `defaults`, the defaults in `settings.py`.
+Order of precedence: settings that a person types, the method's `defaults`, the defaults in `settings.py`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent / "presets"
 PROJECT = "ssfl.toml"
-"""The config in a folder that `ssfl new` made; the folder's name will do for it."""
+"""The config file in a folder that `ssfl new` made. The folder can be named in place of this file."""
 RENAMED = {
     "method.slow": "federation.slow_average",
     "method.head_start": "federation.head_start",
@@ -34,7 +34,7 @@ RENAMED = {
     "method.server_views": "train.server_views",
     "method.server_momentum": "method.momentum",
 }
-"""Settings that had another name in the first release."""
+"""Settings that had another name in the first release, and their names today."""
 GONE = {
     "method.objective": "choose another method.name",
     "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
@@ -42,11 +42,12 @@ GONE = {
     "method.fill": "choose method.name=semifl",
     "method.weighting": "choose method.name=fl2 or cbafed",
     "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
-    "method.server": "split.labels_at=users or split.server_labels=0 leaves the server nothing to train on",
+    "method.server": "set split.labels_at=users or split.server_labels=0 to leave the server without labels",
 }
-"""Settings of the first release that have no successor, and what to do instead."""
+"""Settings of the first release that were removed, and what to do instead."""
 OUTSIDE = ("data.name", "model.name", "method.name")
 """Settings that may name code from outside by an import path."""
+_SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
     "from_dict",
@@ -57,75 +58,77 @@ __all__ = [
 def load_config(
     source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
 ) -> Config:
-    """A config from a preset's name, a TOML file or a folder with ssfl.toml in it, and `key=value`s.
+    """Returns a config from a preset's name, a TOML file or a folder with ssfl.toml, and
+    `section.key=value`s.
 
-    The default is `quickstart`, or `own` where the overrides name other data: the quickstart's settings
-    are for the digits. A `method` object takes the place of [method].
+    The default is `quickstart`, or `own` if the overrides name other data, since the quickstart's settings
+    are for the digits. A `method` object replaces [method].
     """
     return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """What a person said, section by section; the rest is open."""
+    """Returns the settings that a person typed, section by section; the others are missing."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
-        other = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
-        source = "own" if other else "quickstart"
-    given = _read(source)
-    apply(given, overrides)
-    return given
+        own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
+        source = "own" if own_data else "quickstart"
+    sections = _read(source)
+    apply(sections, overrides)
+    return sections
 
 
-def apply(given: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Put `section.key=value`s into the nested dict of a config."""
+def apply(sections: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Puts `section.key=value`s into the nested dict of a config."""
     for override in overrides:
-        _set(given, override)
+        _set(sections, override)
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Raises if one of the `section.key=value`s can be seen to be wrong without the rest of a config.
+    """Raises if one of the `section.key=value`s is wrong whatever the rest of the config says.
 
-    Without method.name, a setting of any method will do: the config may name that method.
+    Without method.name, settings of all methods are allowed: the config may name that method.
     """
-    given: dict[str, Any] = {}
-    apply(given, overrides)
-    own = given.pop("method", {})
-    name = own.pop("name", None)
+    sections: dict[str, Any] = {}
+    apply(sections, overrides)
+    method_settings = sections.pop("method", {})
+    name = method_settings.pop("name", None)
     if isinstance(name, str):
         methods.check_name(name)
-        _check_method(name, own)
+        _check_method(name, method_settings)
     else:
-        for key, value in own.items():
-            known = [one for one in methods.METHODS if key in limits_of(methods.settings_of(one) or Config)]
-            _check_method(known[0] if len(known) == 1 else "" if known else methods.DEFAULT, {key: value})
-    for section, values in given.items():
+        for key, value in method_settings.items():
+            fits = [name for name in methods.METHODS if key in limits_of(methods.settings_of(name) or Config)]
+            _check_method(fits[0] if len(fits) == 1 else "" if fits else methods.DEFAULT, {key: value})
+    for section, values in sections.items():
         _section(section, SECTIONS[section], values)
 
 
 def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> None:
-    """Raises for the mistakes that can be seen before torch is imported, which takes seconds."""
+    """Raises for mistakes that can be found before torch is imported, which takes seconds."""
     overrides = list(overrides)
-    given = read(source, overrides)
-    name = given.get("method", {}).get("name", methods.DEFAULT)
-    _check_keys(given)
-    said: dict[str, Any] = {}
-    apply(said, overrides)
-    if "name" not in said.get("method", {}) and is_image_folder(source):
+    sections = read(source, overrides)
+    name = sections.get("method", {}).get("name", methods.DEFAULT)
+    _check_keys(sections)
+    overridden: dict[str, Any] = {}
+    apply(overridden, overrides)
+    if "name" not in overridden.get("method", {}) and is_image_folder(source):
         check_overrides(overrides)  # the method is chosen when the images are known
     elif isinstance(name, str):
         methods.check_name(name)
-        _check_method(name, {key: value for key, value in given.get("method", {}).items() if key != "name"})
+        values = {key: value for key, value in sections.get("method", {}).items() if key != "name"}
+        _check_method(name, values)
     for section, kind in SECTIONS.items():
-        _section(section, kind, given.get(section, {}))
+        _section(section, kind, sections.get(section, {}))
 
 
-def _check_keys(given: dict[str, Any]) -> None:
+def _check_keys(sections: dict[str, Any]) -> None:
     """Raises for a section that does not exist."""
-    for section, values in given.items():
+    for section, values in sections.items():
         if section not in NAMES:
             close = closest(section, NAMES)
             raise ConfigError(
-                f"unknown section [{section}]{meant(close)}",
+                f"there is no section [{section}]{meant(close) or _SECTIONS_HINT}",
                 key=section,
                 value=values,
                 fix=f"[{close}]" if close else None,
@@ -141,53 +144,53 @@ def _check_method(name: str, values: dict[str, Any]) -> None:
 
 
 def from_dict(
-    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+    sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """A checked config: the given keys over the method's defaults over those of `settings.py`.
+    """Returns a checked config: these settings, then the method's defaults, then those of `settings.py`.
 
     A resolved config names every setting, so that the method's defaults do not apply to it.
     """
-    config = unchecked(given, resolved=resolved, method=method)
+    config = unchecked(sections, resolved=resolved, method=method)
     check(config)
     return config
 
 
 def unchecked(
-    given: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
+    sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """A config whose settings are each allowed; whether they go together nobody has asked."""
-    _check_keys(given)
-    own = dict(given.get("method", {}))
-    name = own.pop("name", methods.DEFAULT)
+    """Returns a config in which each setting is checked by itself, but not their combinations."""
+    _check_keys(sections)
+    method_settings = dict(sections.get("method", {}))
+    name = method_settings.pop("name", methods.DEFAULT)
     if not isinstance(name, str):
         raise ConfigError(f"method.name = {name!r} must be a string", key="method.name", value=name)
     methods.check_name(name)
-    rest = {section: given.get(section, {}) for section in SECTIONS}
+    rest = {section: sections.get(section, {}) for section in SECTIONS}
     for section, values in rest.items():  # typing mistakes show before torch is imported
         _section(section, SECTIONS[section], values)
     if method is None:
-        _check_method(name, own)
+        _check_method(name, method_settings)
     if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
-        method = methods.recorded(name, own)
+        method = methods.recorded(name, method_settings)
     if method is None:
-        method = _section("method", methods.find(name), own)
+        method = _section("method", methods.find(name), method_settings)
     defaults = {} if resolved else type(method).defaults
-    sections = {
+    typed = {
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
         for section, kind in SECTIONS.items()
     }
-    return Config(method=method, **sections)
+    return Config(method=method, **typed)
 
 
 def as_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """A config as plain values, section by section."""
+    """Returns a config as plain values, section by section."""
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in NAMES}
     sections["method"] = {"name": config.method.name, **sections["method"]}
     return sections
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML; a setting that is None is left out."""
+    """Returns the config as TOML; a setting that is None is left out."""
     blocks = []
     for section, values in as_dict(config).items():
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
@@ -196,7 +199,7 @@ def to_toml(config: Config) -> str:
 
 
 def presets() -> list[str]:
-    """The names of the ready-made configs."""
+    """Returns the names of the ready-made configs."""
     return sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
 
@@ -210,17 +213,17 @@ def _read(source: str | Path) -> dict[str, Any]:
             return _read_folder(Path(source))
         if not path.is_file():
             close = closest(str(source), presets())
-            hint = meant(close) or f"; presets: {', '.join(presets())}"
-            what = "folder or preset" if len(path.parts) > 2 else "preset"
+            hint = meant(close) or f". Presets: {', '.join(presets())}"
+            kinds = "folder or preset" if len(path.parts) > 2 else "preset"
             raise ConfigError(
-                f"no {what} {str(source)!r} (a file's name must end in .toml){hint}",
+                f"there is no {kinds} {str(source)!r} (a config file must end in .toml){hint}",
                 value=str(source),
                 fix=close or None,
             )
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        close = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        close = closest(path.name, [file.name for file in path.parent.glob("*.toml")])
         raise ConfigError(
             f"cannot read the config {path}: {error.strerror}{meant(close)}",
             value=str(source),
@@ -231,26 +234,26 @@ def _read(source: str | Path) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """The config of a folder of images: the preset `own` with its path."""
+    """Returns the config of a folder of images: the preset `own` with its path."""
     if (folder / "config.toml").is_file():
         raise ConfigError(
-            f"{folder} is a run folder: `ssfl resume {folder}` goes on with it",
+            f"{folder} is a run folder, not a config: continue it with `ssfl resume {folder}`",
             value=str(folder),
             fix=f"ssfl resume {folder}",
         )
     if not is_image_folder(folder):
         raise ConfigError(
-            f"{folder} holds neither {PROJECT} nor images: put the images of each class in a sub-folder, and "
-            "those without labels in unlabelled/",
+            f"{folder} holds neither {PROJECT} nor images: put the images of each class into a sub-folder, "
+            "and unlabelled ones into unlabelled/",
             value=str(folder),
         )
-    given = _read("own")
-    given["data"] = {**given.get("data", {}), "path": str(folder)}
-    return given
+    sections = _read("own")
+    sections["data"] = {**sections.get("data", {}), "path": str(folder)}
+    return sections
 
 
 def is_image_folder(source: str | Path | None) -> bool:
-    """Whether a config is the name of a folder of images: it has sub-folders and no config."""
+    """Returns whether a config names a folder of images: one with sub-folders and without a config."""
     if source is None or (CONFIGS / f"{source}.toml").is_file():
         return False
     folder = Path(source)
@@ -262,28 +265,28 @@ def is_image_folder(source: str | Path | None) -> bool:
         return False
 
 
-def _set(given: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into the nested dict; the value is TOML, or else a plain word."""
+def _set(sections: dict[str, Any], override: str) -> None:
+    """Puts one `section.key=value` into the nested dict; the value is TOML, or else a plain word."""
     key, equals, text = override.partition("=")
     section, dot, name = (part.strip() for part in key.partition("."))
     if not equals or not dot:
         homes = _homes(section) if equals else []
-        like = f"{homes[0]}.{override}" if homes else "split.users=20"
+        example = f"{homes[0]}.{override}" if homes else "split.users=20"
         raise ConfigError(
-            f"--set {override!r}: write section.key=value, such as {like}",
+            f"--set {override!r}: write section.key=value, such as {example}",
             key=key.strip(),
             value=text.strip() or None,
-            fix=like if homes else None,
+            fix=example if homes else None,
         )
     if section not in NAMES:
         close = closest(section, NAMES)
         raise ConfigError(
-            f"unknown section {section!r} in --set {override}{meant(close)}",
+            f"--set {override}: there is no section {section!r}{meant(close) or _SECTIONS_HINT}",
             key=f"{section}.{name}",
             value=_value(text.strip()),
             fix=f"{close}.{name}={text.strip()}" if close else None,
         )
-    values = given.setdefault(section, {})
+    values = sections.setdefault(section, {})
     _check_section(section, values)
     limits = limits_of(SECTIONS[section]) if section in SECTIONS else {}
     values.pop(limits[name].instead if name in limits else "", None)
@@ -293,7 +296,7 @@ def _set(given: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value from the command line: TOML, or a number as people write it (.4), or a plain word."""
+    """Returns a value from the command line: TOML, or a number as people write it (.4), or a plain word."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -312,47 +315,51 @@ def _check_section(section: str, values: Any) -> None:
 
 
 def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
-    """A section as an object of its dataclass, every value checked against its field's type and limits."""
+    """Returns a section as an object of its dataclass; checks every value against its field's type and
+    limits."""
     limits, typed = limits_of(kind), {}
     try:
         hints = typing.get_type_hints(kind)
     except (NameError, TypeError) as error:
-        raise ConfigError(f"[{name}] the types of {kind.__name__}'s fields are unclear: {error}") from error
+        raise ConfigError(
+            f"[{name}] the type of a field of {kind.__name__} cannot be found: {error}", key=name
+        ) from error
     for field, value in values.items():
         key = f"{name}.{field}"
         if field not in limits:
             raise _unknown(key, value, limits)
         typed[field] = checked(key, value, hints[field], limits[field])
-    for one in dataclasses.fields(kind):
-        needed = one.default is MISSING and one.default_factory is MISSING
-        if needed and one.name in limits and one.name not in typed:
-            raise ConfigError(f"{name}.{one.name} has no default: set it", key=f"{name}.{one.name}")
+    for field_ in dataclasses.fields(kind):
+        needed = field_.default is MISSING and field_.default_factory is MISSING
+        if needed and field_.name in limits and field_.name not in typed:
+            key = f"{name}.{field_.name}"
+            raise ConfigError(f"{key} has no default: set it, such as --set {key}=VALUE", key=key)
     return kind(**typed)
 
 
-def _unknown(key: str, value: Any, known: Iterable[str]) -> ConfigError:
-    """The error for a key that its section does not have: what it is called now, or what may be meant."""
+def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
+    """Returns the error for a key that its section does not have: its new name, or a similar one."""
     section, _, field = key.partition(".")
     if key in RENAMED:
-        right, message = RENAMED[key], f"{key} is now {RENAMED[key]}"
+        new_key, message = RENAMED[key], f"{key} was renamed: use {RENAMED[key]}"
     elif key in GONE:
-        return ConfigError(f"{key} is no setting any more: {GONE[key]}", key=key, value=value, fix=GONE[key])
+        return ConfigError(f"{key} was removed: {GONE[key]}", key=key, value=value, fix=GONE[key])
     else:
-        close = closest(field, known)
+        close = closest(field, fields)
         homes = [section] if close else _homes(field)
-        right = f"{homes[0]}.{close or field}" if homes else ""
-        hint = meant(right) or f"; [{section}] has {', '.join(known) or 'none but name'}"
-        message = f"unknown key {key}{hint}"
-    return ConfigError(message, key=key, value=value, fix=f"{right}={_word(value)}" if right else None)
+        new_key = f"{homes[0]}.{close or field}" if homes else ""
+        hint = meant(new_key) or f": [{section}] has {', '.join(fields) or 'only name'}"
+        message = f"there is no setting {key}{hint}"
+    return ConfigError(message, key=key, value=value, fix=f"{new_key}={_word(value)}" if new_key else None)
 
 
 def _homes(field: str) -> list[str]:
-    """The sections that have a field of this name."""
+    """Returns the sections that have a field of this name."""
     return [section for section, kind in SECTIONS.items() if field in limits_of(kind)]
 
 
 def _word(value: Any) -> str:
-    """A value as it is written after --set."""
+    """Returns a value as it is written after --set."""
     return value if isinstance(value, str) else _toml(value)
 
 

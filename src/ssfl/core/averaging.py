@@ -1,8 +1,8 @@
-"""How rows are averaged: every linear rule is one small mixing matrix times the rows.
+"""How models are averaged: every linear rule is a small mixing matrix times the rows.
 
-A stream i becomes  s_i · w_s + (1 - s_i) · mean of w_k over its group G_i.  FedAvg is one group of
-everybody with s = 1/(C+1); grouping is S groups with s_i = 1/(|G_i|+1); a server-weighted average is
-one group with s given.
+The model of group i becomes  s_i · w_s + (1 - s_i) · mean of w_k over its users G_i,  where w_s is the
+server's model, w_k that of user k, and s_i the server's share. FedAvg is one group of all C users with s =
+1/(C+1); grouping is S groups with s_i = 1/(|G_i|+1); a server-weighted average is one group with any s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +13,17 @@ from torch import Tensor
 
 
 def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
-    """The matrix [S, 1 + C] that takes (server, users) to streams; each row sums to one.
+    """Returns the matrix [S, 1 + C] that maps the rows (server, users) to the groups' models.
 
-    `groups` deals the places 0 to C - 1 of the users' rows. Without a server its column is zero. A
-    group without users takes the server's model, or without a server everybody's mean.
+    Each row sums to one. `groups` lists the users' positions, 0 to C - 1, each in one group. Without a server
+    its column is zero. A group without users gets the server's model, or without a server the mean of all
+    users.
     """
     everybody = sorted(user for group in groups for user in group)
     if everybody != list(range(len(everybody))):
-        raise ValueError(f"groups must deal every user from 0 to C - 1 once, not {everybody}")
+        raise ValueError(f"groups must contain every user from 0 to C - 1 once, not {everybody}")
     if not everybody and not server:
-        raise ValueError("nobody to average: no users and no server")
+        raise ValueError("there is nothing to average: no users and no server")
     matrix = torch.zeros(len(groups), 1 + len(everybody), dtype=torch.float64)
     for stream, group in enumerate(groups):
         share = 1 / (len(group) + 1) if server_weight is None else server_weight
@@ -38,9 +39,9 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """One row of many: their "mean", by `weights` [n] if some are given, or coordinate by coordinate their
-    "median" or "trimmed" mean, without the fifth (at least one) that is least and the fifth that is most,
-    where there are more than two."""
+    """Returns the average of rows by a rule: their "mean", weighted by `weights` [n] if given, or coordinate
+    by coordinate their "median" or "trimmed" mean. The trimmed mean leaves out the smallest and the largest
+    fifth (at least one each). Two rows or fewer are averaged by their mean."""
     count = len(rows)
     if weights is not None and rule == "mean":
         return (weights / weights.sum()) @ rows
@@ -56,7 +57,7 @@ def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], f
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Streams [S, P] and their mean [P]: equation (7) with the given mixing matrix."""
+    """Returns the groups' models [S, P] and their mean [P]: equation (7) with this mixing matrix."""
     rows = users if server is None else torch.cat([server[None], users])
     weights = matrix.to(rows)
     streams = (weights[:, 1:] if server is None else weights) @ rows
@@ -64,32 +65,32 @@ def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tenso
 
 
 def fedavg(server: Any, users: Any) -> Tensor:
-    """Equation (8): (w_s + sum of w_k) / (C + 1); without a server (None) the mean of the users."""
+    """Returns equation (8), (w_s + sum of w_k) / (C + 1); without a server (None) the mean of the users."""
     return grouping(server, users, [range(len(users))])[1]
 
 
 def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
-    """One average in which the server's share is a given number."""
+    """Returns the average of server and users in which the server has the share `server_weight`."""
     rows = as_rows(users)
     everybody = [list(range(len(rows)))]
     return average(as_rows(server), rows, mixing(everybody, True, server_weight))[1]
 
 
 def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Equation (7): every group averages its users with the server; w_avg is the groups' mean.
+    """Returns equation (7): the average of each group's users with the server, and w_avg, the groups' mean.
 
-    Rows may be tensors, arrays or lists; `groups` lists each group's places among the users.
+    Rows may be tensors, arrays or lists; `groups` lists each group's positions among the users.
     """
-    dealt = [[int(user) for user in group] for group in groups]
+    members = [[int(user) for user in group] for group in groups]
     rows = as_rows(users)
-    if sum(map(len, dealt)) != len(rows):
-        raise ValueError(f"groups deal {sum(map(len, dealt))} users, but there are {len(rows)} rows")
-    own = None if server is None else as_rows(server).to(rows)
-    return average(own, rows, mixing(dealt, own is not None))
+    if sum(map(len, members)) != len(rows):
+        raise ValueError(f"groups contain {sum(map(len, members))} users, but there are {len(rows)} rows")
+    server_row = None if server is None else as_rows(server).to(rows)
+    return average(server_row, rows, mixing(members, server_row is not None))
 
 
 def as_rows(rows: Any) -> Tensor:
-    """A floating tensor from a tensor, an array, or a list of numbers or rows."""
+    """Returns a floating-point tensor from a tensor, an array, or a list of numbers or rows."""
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Tensor):
         rows = torch.stack(list(rows))
     tensor = torch.as_tensor(rows)

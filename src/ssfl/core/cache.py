@@ -1,8 +1,8 @@
-"""The cache folder: what takes long to compute, shared by commands and processes, and safe to delete.
+"""The cache folder: results that take long to compute, shared by commands and processes, and safe to delete.
 
-It lies in `~/.cache/ssfl`; the environment variable SSFL_CACHE moves it. An entry is a folder named after the
-fingerprint of what it was made from. It is written under another name and renamed when it is whole. Beyond
-SSFL_CACHE_GB gigabytes (default: 20) the entries that nobody has used for longest are deleted.
+It is `~/.cache/ssfl`; the environment variable SSFL_CACHE changes that. An entry is a folder named after the
+fingerprint of what it was made from. It is written under another name and renamed when it is complete. If the
+cache exceeds SSFL_CACHE_GB gigabytes (default: 20), the entries that were not used for longest are deleted.
 """
 
 import fcntl
@@ -18,19 +18,19 @@ PART = ".part"
 
 
 def root() -> Path:
-    """Where the cache lies."""
-    moved = os.environ.get(PLACE)
-    if moved:
-        return Path(moved).expanduser().absolute()
+    """Returns the cache folder."""
+    folder = os.environ.get(PLACE)
+    if folder:
+        return Path(folder).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "ssfl"
 
 
 def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The folder of an entry, and whether `make` had to write it now.
+    """Returns the folder of an entry, and whether `make` had to write it now.
 
-    Of several processes that want the same entry one makes it and the others wait. Raises OSError where the
-    cache cannot be written.
+    If several processes want the same entry, one makes it and the others wait. Raises OSError if the cache
+    cannot be written.
     """
     place = root() / kind
     entry, part = place / key, place / f"{key}{PART}"
@@ -54,11 +54,10 @@ def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, boo
 
 
 def trim(keep: Path | None = None) -> None:
-    """Delete the entries that were not used for longest until the rest is within the limit. A process that
+    """Deletes the entries that were not used for longest until the rest is within the limit. A process that
     has mapped the files of an entry keeps them until it ends."""
-    found = sorted(entries(), reverse=True)
     total = 0
-    for _, size, entry in found:
+    for _, size, entry in sorted(entries(), reverse=True):
         total += size
         if total > limit() and entry != keep:
             shutil.rmtree(entry, ignore_errors=True)
@@ -66,7 +65,7 @@ def trim(keep: Path | None = None) -> None:
 
 
 def limit() -> float:
-    """The most bytes that the cache may have."""
+    """Returns the most bytes that the cache may hold."""
     try:
         return 1e9 * float(os.environ.get(LIMIT, GIGABYTES))
     except ValueError:
@@ -74,21 +73,21 @@ def limit() -> float:
 
 
 def entries() -> list[tuple[float, int, Path]]:
-    """When each entry was last used, its bytes and its folder."""
-    found = []
+    """Returns for each entry when it was last used, its bytes and its folder."""
+    listed = []
     for entry in root().glob("*/*"):
         with suppress(OSError):
             if entry.is_dir() and entry.suffix != PART:
                 size = sum(file.stat().st_size for file in entry.iterdir())
-                found.append((entry.stat().st_mtime, size, entry))
-    return found
+                listed.append((entry.stat().st_mtime, size, entry))
+    return listed
 
 
 def _used(entry: Path) -> bool:
-    """Whether an entry is there; if so, it counts as used now."""
+    """Returns whether an entry exists, and marks it as used now."""
     try:
         os.utime(entry)
-    except PermissionError:  # somebody else's, to be read
+    except PermissionError:  # another user's entry, which may still be read
         return entry.is_dir()
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""How long the phases of a round take."""
+"""Measures how long the phases of a round take."""
 
 import time
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import torch
 
 
 class Phases:
-    """Adds up seconds by phase. A GPU works behind our back: there, marks in its queue tell the time, which
-    waits for nothing, and they are read when the round has ended."""
+    """Adds up seconds by phase. A GPU works asynchronously: there, CUDA events are put into its queue, which
+    does not make it wait, and they are read at the end of the round."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -18,7 +18,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What happens inside belongs to this phase."""
+        """Counts the time inside the `with` block for this phase."""
         if self._gpu:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -31,7 +31,7 @@ class Phases:
             self._add(phase, time.perf_counter() - began)
 
     def seconds(self) -> dict[str, float]:
-        """The phases so far."""
+        """Returns the seconds of each phase so far."""
         for phase, first, last in self._marks:
             last.synchronize()
             self._add(phase, first.elapsed_time(last) / 1000)

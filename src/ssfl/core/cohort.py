@@ -16,13 +16,13 @@ class Cohort:
     drawn: tuple[int, ...]
     """C_t: the users that were sent a model."""
     users: tuple[int, ...]
-    """Those of them that came back, in the order of `drawn`."""
+    """The users that did not drop out, in the order of `drawn`."""
     groups: tuple[tuple[int, ...], ...]
-    """G_1 .. G_S: places in `users`."""
+    """G_1 .. G_S: positions in `users`."""
     streams: tuple[int, ...]
     """The group of each of `users`."""
     slots: tuple[int, ...] = ()
-    """Where each of `users` was dealt, 0 to C - 1: the seat it takes for this round."""
+    """The slot of each of `users` in this round, 0 to C - 1, in random order."""
 
 
 def draw_cohort(
@@ -36,7 +36,7 @@ def draw_cohort(
     filled: bool = False,
     own_streams: bool = False,
 ) -> Cohort:
-    """C of K users at random, dealt at random into S groups; each fails to return by chance.
+    """Draws C of K users at random, divides them at random into S groups, and draws who drops out.
 
     Groups are as even as possible, or `filled` one after another. With `own_streams` every user is a group.
     """
@@ -45,20 +45,20 @@ def draw_cohort(
         return draws.fold(torch.tensor(draws.key(seed, purpose, round)), members)
 
     everybody = torch.arange(users)
-    # the C least of K hashes, no two of which are equal: a selection, where sorting K would be slow
+    # the users with the C smallest hashes, which are all different; sorting all K would be slow
     least = hashes("participants", everybody).topk(participants, largest=False, sorted=False).indices
     drawn = least.sort().values
-    back = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
-    dealt = hashes("groups", drawn).argsort(stable=True)
-    seat = {int(drawn[place]): deal for deal, place in enumerate(dealt.tolist())}
-    slots = tuple(seat[user] for user in back.tolist())
+    returned = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
+    shuffled = hashes("groups", drawn).argsort(stable=True)
+    slot_of = {int(drawn[place]): slot for slot, place in enumerate(shuffled.tolist())}
+    slots = tuple(slot_of[user] for user in returned.tolist())
     if own_streams:
-        streams = tuple(back.tolist())
+        streams = tuple(returned.tolist())
     elif filled:
         streams = tuple(slot // -(-participants // groups) for slot in slots)
     else:
         streams = tuple(slot % groups for slot in slots)
-    return Cohort(tuple(drawn.tolist()), tuple(back.tolist()), _members(streams, groups), streams, slots)
+    return Cohort(tuple(drawn.tolist()), tuple(returned.tolist()), _members(streams, groups), streams, slots)
 
 
 def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
@@ -67,9 +67,10 @@ def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]
     )
 
 
-def only(cohort: Cohort, sent: Collection[int], back: Collection[int]) -> Cohort:
-    """The cohort, of which a model was sent to some alone, and fewer came back."""
-    places = [place for place, user in enumerate(cohort.users) if user in back]
+def only(cohort: Cohort, sent: Collection[int], returned: Collection[int]) -> Cohort:
+    """Returns the cohort restricted to the users that were `sent` a model, and to those that `returned`
+    one."""
+    places = [place for place, user in enumerate(cohort.users) if user in returned]
     users, streams, slots = (
         tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)
     )

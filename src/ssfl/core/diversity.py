@@ -1,7 +1,7 @@
 """Gradient diversity: Definition 1 and the variants of Appendix D, in two normalisations.
 
-Low diversity means that the trainers move one way. That is what agreement looks like, and also what
-a collapse looks like: read it beside the mask rate and the accuracy.
+Low diversity means that all users and the server move in the same direction. This can be agreement or a
+collapse: compare it with the mask rate and the accuracy.
 """
 
 import math
@@ -16,9 +16,10 @@ from ssfl.core.averaging import as_rows
 
 
 def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Sum over k of ‖g_k‖^q / ‖sum of g_k‖^q for rows [n, P]; q is 2 (squared) or 1.
+    """Returns the sum over k of ‖g_k‖^q / ‖sum of g_k‖^q for rows [n, P]; q is 2 (squared) or 1.
 
-    Definition 1 is `order=2, squared=True`. Nothing over nothing is nan; something over nothing, inf.
+    Definition 1 is `order=2, squared=True`. If the sum of the gradients is zero, the result is inf, or nan if
+    all gradients are zero.
     """
     rows = as_rows(gradients).double()
     norms = torch.linalg.vector_norm(rows, order, dim=1)
@@ -28,10 +29,10 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 
 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """What the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
+    """Returns what the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
 
-    It is 1 where all agree and n where they are orthogonal (more where they oppose each other), so that
-    larger cohorts look more diverse; Definition 1 is 1/n and 1.
+    It is 1 if all gradients are equal, n if they are orthogonal, and more if they oppose each other, so that
+    larger cohorts look more diverse. Definition 1 gives 1/n and 1.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)
@@ -42,21 +43,21 @@ def variants(
     server: dict[str, Tensor | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
-    """All sixteen variants, each in both normalisations, over everybody and within groups.
+    """Returns all sixteen variants, each in both normalisations, over all users and within groups.
 
-    `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names
-    "gradient" and "update"; `server` likewise, a row each or None. Within groups: each group's value
-    (with the server in every group where it counts), averaged over the users, so that a group counts by its
-    size. Undefined is None.
+    `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names "gradient" and
+    "update"; `server` holds the server's, a row each or None. The value within groups is the mean of the
+    groups' values, weighted by their numbers of users; variants with the server include it in every group.
+    Undefined values are None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(
         rows.items(), (2, 1), (True, False), (False, True)
     ):
-        own = server.get(kind) if with_server else None
-        if with_server and own is None:
+        server_row = server.get(kind) if with_server else None
+        if with_server and server_row is None:
             continue
-        head = users[:0] if own is None else own[None]
+        head = users[:0] if server_row is None else server_row[None]
         everybody = torch.cat([head, users])
         within = [torch.cat([head, users[list(group)]]) for group in groups if group]
         shares = [len(group) / len(users) for group in groups if group]
@@ -71,5 +72,5 @@ def variants(
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no nan and no inf: an undefined diversity is null."""
+    """Returns None for nan and inf, which JSON does not have."""
     return value if math.isfinite(value) else None

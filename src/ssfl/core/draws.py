@@ -1,7 +1,8 @@
-"""Named randomness: every draw is a hash of (seed, purpose, round, user, step, index), never a state.
+"""Named randomness: every draw is a hash of its name (seed, purpose, round, user, step, index). No generator
+has a state.
 
-The same name gives the same bits on every device, in every engine and in every process, whoever
-else runs and in whatever order. Integer arithmetic in 64 bits, after splitmix64 (Steele et al. 2014).
+The same name gives the same bits on every device, in every engine and in every process, in whatever order
+draws are made. Integer arithmetic in 64 bits, after splitmix64 (Steele et al. 2014).
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 PURPOSES = {
     "participants": 1,  # which users take part in a round
     "groups": 2,  # which of them share a group
-    "return": 3,  # whether a participant comes back
+    "return": 3,  # whether a participant drops out
     "batches": 4,  # the order of a user's images
     "labelled": 5,  # the order of a trainer's labelled images
     "weak": 6,  # the weak view of an image
@@ -18,21 +19,21 @@ PURPOSES = {
     "dropout": 8,  # dropout masks inside the model
     "diversity": 9,  # views for the full-data gradients
     "split": 10,  # who gets which image
-    "noise": 11,  # the image that FedMatch tells models apart by
-    "attack": 12,  # which users send garbage, and what
+    "noise": 11,  # the image by which FedMatch compares models
+    "attack": 12,  # which users are attackers, and what they send
     "privacy": 13,  # the noise on a simulated user's update
     "consensus": 14,  # which users form a sub-consensus of RSCFed
     "features": 15,  # the views of an image whose features are computed once
     "gate": 16,  # the views of labelled images that the gate compares updates with
 }
-SERVER = -1  # the server's number where a user's number stands
+SERVER = -1  # the server's number, in place of a user's
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits, read as the signed integer that torch and safetensors hold."""
+    """Returns the same 64 bits, read as the signed integer that torch and safetensors hold."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
@@ -48,7 +49,7 @@ def _mix_int(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
+    """Returns the logical shift to the right; torch's own keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -59,7 +60,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
-    """The key of a named draw, for example `key(seed, "weak", round, user, step)`."""
+    """Returns the key of a named draw, for example `key(seed, "weak", round, user, step)`."""
     state = _mix_int((int(seed) + _GAMMA) & _WORD)  # int: numpy's would overflow
     for part in (PURPOSES[purpose], *parts):
         state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)
@@ -67,31 +68,31 @@ def key(seed: int, purpose: str, *parts: int) -> int:
 
 
 def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
-    """Keys extended by one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
+    """Extends keys by one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
     if isinstance(parts, int):
         return _mix(keys + _signed((parts + 1) * _GAMMA))
-    # or-ing nothing keeps a compiler from folding a range of numbers into a narrower product
+    # `| 0` keeps a compiler from folding a range of numbers into a narrower product
     return _mix(keys + ((parts + 1) | 0) * _signed(_GAMMA))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:
-    """`count` draws of 64 bits for each key: shape [..., count], int64."""
+    """Returns `count` draws of 64 bits for each key: shape [..., count], int64."""
     index = torch.arange(count, device=keys.device)
     return fold(keys.unsqueeze(-1), index)
 
 
 def below(draw: Tensor, bound: Tensor | int) -> Tensor:
-    """Draws of 64 bits as integers from 0 up to, not including, `bound` (at most 2**31)."""
+    """Maps draws of 64 bits to integers from 0 up to, not including, `bound` (at most 2**31)."""
     return (_shift(draw, 32) * bound) >> 32
 
 
 def uniform(draw: Tensor) -> Tensor:
-    """Draws of 64 bits as float32 in [0, 1), exact: 24 bits, the most that float32 holds evenly."""
+    """Maps draws of 64 bits to float32 in [0, 1), in steps of 2**-24, which float32 holds exactly."""
     return _shift(draw, 40).to(torch.float32) * 2.0**-24
 
 
 def normal(draw: Tensor) -> Tensor:
-    """Draws of 64 bits [..., 2n] as n independent normal numbers in float64 (Box and Muller 1958).
+    """Maps draws of 64 bits [..., 2n] to n independent normal numbers in float64 (Box and Muller 1958).
 
     Devices may round the last digits differently.
     """

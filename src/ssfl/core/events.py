@@ -1,4 +1,4 @@
-"""What happens in a run is told in events: one JSON object a line in `events.jsonl`."""
+"""The events of a run: one JSON object per line of `events.jsonl`."""
 
 from typing import Any
 

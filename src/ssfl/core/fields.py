@@ -1,8 +1,8 @@
-"""Settings are fields of frozen dataclasses. What a field may hold stands beside it:
+"""Settings are fields of frozen dataclasses, each with its limits:
 
     users: int = setting(10, least=1, most=10_000_000, what="users")
 
-A field with a plain default has no limits besides its type. `checked` compares a value with both.
+A field with a plain default is limited only by its type. `checked` checks a value against type and limits.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ class Limits:
     what: str = ""
     """What the number counts or means, for error messages."""
     choices: tuple[str, ...] = ()
-    """The words allowed; empty if any are."""
+    """The allowed words; empty if all are allowed."""
     paths: bool = False
-    """Whether an import path or "in memory" may stand for one of the words."""
+    """Whether an import path or "in memory" is allowed in place of one of the words."""
     instead: str = ""
     """A field of the same section that is cleared when this one is set on the command line."""
 
@@ -47,45 +47,46 @@ def setting(
     paths: bool = False,
     instead: str = "",
 ) -> T:
-    """A dataclass field with a default and limits."""
-    made: T = field(default=default, metadata={"limits": Limits(least, most, what, choices, paths, instead)})
-    return made
+    """Returns a dataclass field with a default and limits."""
+    limits = Limits(least, most, what, choices, paths, instead)
+    with_limits: T = field(default=default, metadata={"limits": limits})
+    return with_limits
 
 
 def limits_of(kind: type) -> dict[str, Limits]:
-    """The limits of every setting of a dataclass, by field name."""
+    """Returns the limits of every setting of a dataclass, by field name."""
     limits: dict[str, Any] = {
-        one.name: one.metadata.get("limits", Limits()) for one in fields(kind) if one.init
+        setting.name: setting.metadata.get("limits", Limits()) for setting in fields(kind) if setting.init
     }
     return limits
 
 
 def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
-    """The value as the field's type, or an error that says what is allowed."""
+    """Returns the value as the field's type; raises if it is not allowed."""
     if value == "" and isinstance(value, str):
-        raise ConfigError(f"{key} is empty: give it a value or leave it out", key=key, value=value)
+        raise ConfigError(f"{key} is empty: set a value or leave it out", key=key, value=value)
     try:
         typed = _as(value, hint)
     except (TypeError, ValueError):
-        raise ConfigError(f"{key} = {value!r} must be {_wanted(hint)}", key=key, value=value) from None
+        raise ConfigError(f"{key} = {value!r} must be {_in_words(hint)}", key=key, value=value) from None
     check_choice(key, typed, limits)
     _check_range(key, typed, limits)
     return typed
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """The value as a type, or TypeError or ValueError.
+    """Returns the value as a type; raises TypeError or ValueError if it is not one.
 
-    A whole number may stand for a float, and a list for a tuple.
+    A whole number is allowed for a float, and a list for a tuple.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        for one in inner:
+        for option in inner:
             with contextlib.suppress(TypeError, ValueError):
-                return _as(value, one)
+                return _as(value, option)
         raise TypeError
     if origin is tuple and isinstance(value, list | tuple):
-        items = tuple(_as(item, one) for item, one in zip(value, _items(inner, len(value)), strict=True))
+        items = tuple(_as(item, kind) for item, kind in zip(value, _items(inner, len(value)), strict=True))
         rows = [item for item in items if isinstance(item, tuple)]
         if len({len(row) for row in rows}) > 1:
             raise ValueError
@@ -98,19 +99,19 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _items(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The types of a tuple's items."""
+    """Returns the types of a tuple's items."""
     return inner[:1] * count if inner[1:] == (...,) else inner
 
 
-def _wanted(hint: Any) -> str:
-    """A type in words."""
+def _in_words(hint: Any) -> str:
+    """Returns a type in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_wanted(one) for one in inner if one is not type(None))
+        return " or ".join(_in_words(option) for option in inner if option is not type(None))
     if origin is tuple:
         nested = typing.get_origin(inner[0]) is tuple
-        like = "equally long rows of numbers, such as [[0.5, 0.5], [0.1, 0.9]]"
-        return like if nested else f"a list, each item {_wanted(inner[0])}"
+        rows = "equally long rows of numbers, such as [[0.5, 0.5], [0.1, 0.9]]"
+        return rows if nested else f"a list, each item {_in_words(inner[0])}"
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, inner))}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -118,7 +119,7 @@ def _wanted(hint: Any) -> str:
 
 
 def check_choice(key: str, value: Any, limits: Limits) -> None:
-    """Raises if the value is not one of the words allowed."""
+    """Raises if the value is not one of the allowed words."""
     if limits.paths and outside.is_outside(value):
         return
     if value is not None and limits.choices and value not in limits.choices:
@@ -140,13 +141,13 @@ def _check_range(key: str, value: Any, limits: Limits) -> None:
             allowed = f"lie between {least} and {most}"
             if least is None or most is None:
                 allowed = f"be at most {most}" if least is None else f"be at least {least}"
-            why = f" ({limits.what})" if limits.what else ""
+            meaning = f" ({limits.what})" if limits.what else ""
             fix = f"{key}={least if too_small else most}" if number is value else None
-            raise ConfigError(f"{key} = {number} must {allowed}{why}", key=key, value=value, fix=fix)
+            raise ConfigError(f"{key} = {number} must {allowed}{meaning}", key=key, value=value, fix=fix)
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """The numbers in a value."""
+    """Yields the numbers in a value."""
     if isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
@@ -155,10 +156,10 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, or "" if none is similar."""
+    """Returns the known word that was probably meant, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1)), "")
 
 
 def meant(word: str) -> str:
-    """The end of an error message that suggests a word."""
+    """Returns the end of an error message that suggests a word."""
     return f": did you mean {word}?" if word else ""

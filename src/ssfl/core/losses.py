@@ -1,7 +1,8 @@
-"""The losses of section 3.1 as pure functions of logits, one value per image.
+"""The losses of the paper's section 3.1 as pure functions of logits, one value per image.
 
-The mean over a batch estimates the paper's mean over D_s or D_k. Images below the threshold count as zeros in
-it, as in the paper and in FixMatch.
+The mean over a batch estimates the paper's mean over D_s, the server's images, or D_k, those of user k.
+Images below the threshold count as zeros in it, as in the paper and in FixMatch. ȳ are the predicted
+probabilities.
 """
 
 from typing import NamedTuple
@@ -14,29 +15,31 @@ class Losses(NamedTuple):
     """The loss of each image of a batch, [n, B], or of each model, [n]."""
 
     loss: Tensor
-    """The image's loss, zero where it is masked out."""
+    """The image's loss, zero if it is masked out."""
     mask: Tensor
-    """[n, B]: whether the image is trained on, the indicator 1[max ȳ ≥ τ]."""
+    """[n, B]: 1 if the image is trained on, else 0: the indicator 1[max ȳ ≥ τ]."""
     label: Tensor
-    """[n, B]: the class it is trained towards, argmax ȳ or the true one."""
+    """[n, B]: the label it is trained with, the pseudo-label argmax ȳ or the true one."""
     metrics: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
     """[n] each: further metrics that the method declares in `metrics`."""
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
-    """Cross-entropy with true labels: the server's L_s (3), and the oracle users of equation (6)."""
+    """Returns the cross-entropy with true labels: the server's L_s (3), and that of the users in equation
+    (6)."""
     loss = cross_entropy(logits, labels)
     return Losses(loss, (labels >= 0).to(loss.dtype), labels, {})
 
 
 def pseudo_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """argmax ȳ and 1[max ȳ ≥ τ], without gradient."""
+    """Returns the pseudo-label argmax ȳ and the mask 1[max ȳ ≥ τ], without gradient."""
     confidence, label = logits.detach().softmax(-1).max(-1)
     return label, (confidence >= threshold).to(logits.dtype)
 
 
 def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
-    """Equation (4), the users' L_k: the confident prediction for one view is the label of the other.
+    """Returns the users' L_k, equation (4): the teacher's confident prediction for one view of an image is
+    the student's label for another view.
 
     With the weak view for both it is self-training, equation (5).
     """
@@ -45,16 +48,16 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
 
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
-    """Cross-entropy with pseudo-labels that exist already, zero where the mask is."""
+    """Returns the cross-entropy with pseudo-labels, times their mask."""
     return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 
 def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
-    """The loss of mixed images: partly one class and partly another (mixup)."""
+    """Returns the mixup loss of images that are `share` of one image and the rest of another."""
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(logits, others)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of every image, whatever the dimensions in front of the classes."""
+    """Returns the cross-entropy of every image, for logits [..., classes] and labels [...]."""
     flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)

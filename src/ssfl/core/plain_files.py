@@ -1,4 +1,4 @@
-"""Reading files that nobody vouches for: plain files alone, of a bounded size, without deep nesting.
+"""Reads untrusted files safely: only regular files, of limited size, without deep nesting.
 
 A FIFO would block its reader for ever, and a deeply nested file would exhaust the parser's stack.
 """
@@ -12,28 +12,28 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG = 16 << 20
-"""Bytes that a config may have."""
+"""The most bytes that a config may have."""
 LARGEST = 2 << 30
-"""Bytes that the events or the split of a run may have: far more than real ones have."""
+"""The most bytes that the events or the split of a run may have, far more than real ones."""
 
 
 def require_plain(path: Path) -> None:
-    """Raises OSError for what is there but is no plain file."""
+    """Raises OSError if a path exists but is not a regular file."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Returns a plain file, open for reading; raises OSError for anything else, such as a FIFO."""
+    """Opens a regular file for reading; raises OSError for anything else, such as a FIFO."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
 def read(path: Path, most: int = LARGEST) -> bytes:
-    """Returns what a plain file holds; raises OSError for anything else, and for too large a file."""
+    """Returns the content of a regular file; raises OSError for anything else, and for too large a file."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -41,7 +41,7 @@ def read(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Returns what JSON says; raises ValueError for everything that cannot be read."""
+    """Returns the value of a JSON text; raises ValueError if it cannot be read."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -49,7 +49,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Returns what TOML says; raises ValueError for everything that cannot be read."""
+    """Returns the values of a TOML text; raises ValueError if it cannot be read."""
     try:
         return tomllib.loads(content.decode("utf-8"))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A progress bar for what takes long before the first round; only the command line shows any."""
+"""Progress bars for long preparations before the first round. Only the command line shows them."""
 
 import sys
 import time
@@ -7,27 +7,27 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 1.0
-"""Seconds after which a bar appears: most things are quicker."""
+"""Seconds after which a bar appears; most preparations are quicker."""
 LINE_EVERY = 5.0
-"""Seconds between plain lines where there is no terminal."""
+"""Seconds between plain lines if there is no terminal."""
 _visible = False
 
 
 def show(visible: bool) -> None:
-    """Whether progress is shown in this process."""
+    """Sets whether progress is shown in this process."""
     global _visible
     _visible = visible
 
 
 def say(line: str) -> None:
-    """A line about what was done, where progress is shown."""
+    """Prints a line, if progress is shown."""
     if _visible:
         print(line, file=sys.stderr)
 
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told how many more of `total` are done."""
+    """Shows a progress bar; yields a function to call with how many more of `total` are done."""
     began = shown = time.monotonic()
     done, line = 0, None
 
@@ -42,8 +42,8 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
             line.update(0, completed=done)
         elif now - shown >= LINE_EVERY and done < total:
             shown = now
-            left = (now - began) / done * (total - done)
-            print(f"{label} {done:,} of {total:,}  {left:.0f} s left", file=sys.stderr)
+            remaining = (now - began) / done * (total - done)
+            print(f"{label} {done:,} of {total:,}  {remaining:.0f} s left", file=sys.stderr)
 
     try:
         yield advance
@@ -56,10 +56,10 @@ def _rich(label: str, total: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    made = Progress(
+    progress = Progress(
         TextColumn(label), MofNCompleteColumn(), BarColumn(), TextColumn("left"), TimeRemainingColumn(),
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
-    made.add_task("", total=total)
-    made.start()
-    return made
+    progress.add_task("", total=total)
+    progress.start()
+    return progress

@@ -1,4 +1,4 @@
-"""A model is a row: its weights, flattened, then its normalisation statistics, if it has any.
+"""A model is a row: its P weights, flattened, then the Q running statistics of its normalisation, if any.
 
 Layer shapes appear only here and inside the networks. Everything else (averaging, momentum,
 diversity, checkpoints, messages) works on rows.
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a network lies in its row."""
+    """The order and shapes of a network's tensors in its row."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     weights: int
-    """How many of the row's numbers are trained; the statistics follow."""
+    """P, how many of the row's numbers are weights; the statistics follow."""
 
     @property
     def length(self) -> int:
@@ -32,9 +32,9 @@ class Layout:
         return next(i for i in range(len(self.sizes) + 1) if sum(self.sizes[:i]) == self.weights)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """The named tensors of one row, or of a matrix of rows (its first dimension stays first).
+        """Returns the named tensors of one row, or of a matrix of rows (its first dimension stays first).
 
-        Rows without statistics give the weights alone.
+        A row without statistics gives only the weights.
         """
         count = len(self.sizes) if row.shape[-1] == self.length else self.trained
         parts = row.split(self.sizes[:count], dim=-1)
@@ -45,7 +45,7 @@ class Layout:
         }
 
     def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
-        """The row of these tensors: all of them, or the weights alone; `lead` dimensions stay."""
+        """Returns the row of these tensors, all or only the weights; the first `lead` dimensions stay."""
         return torch.cat(
             [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
             dim=-1,
@@ -53,47 +53,48 @@ class Layout:
 
 
 def lengths(parts: Sequence[Tensor]) -> Tensor:
-    """How long each of n models' tensors [n, ...] are together, [n]."""
+    """Returns the norm of each of n models, [n], over all its tensors [n, ...]."""
     return torch.stack([part.flatten(1).square().sum(1) for part in parts]).sum(0).sqrt()
 
 
 def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
-    """Numbers on a device, without waiting until it has done what it was told before."""
-    made = torch.as_tensor(values)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    """Copies numbers to a device without waiting for it."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training moves, by name; frozen ones are no part of the row."""
+    """Returns the parameters that are trained, by name; frozen ones are not part of the row."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def learning(model: nn.Module) -> dict[str, bool]:
-    """Whether each module learns, by name: it or, if it has no parameters, what it is a part of has
-    parameters that are trained. The others stay as they are, in evaluation mode."""
+    """Returns whether each module learns, by name: whether it has trained parameters or, if it has none at
+    all, whether its parent learns. Modules that do not learn stay in evaluation mode."""
     learns: dict[str, bool] = {}
-    for name, module in model.named_modules():  # what a module is a part of comes before it
+    for name, module in model.named_modules():  # a parent comes before its parts
         weights = list(module.parameters())
-        around = learns.get(name.rpartition(".")[0], True)
-        learns[name] = any(weight.requires_grad for weight in weights) if weights else around
+        parent = learns.get(name.rpartition(".")[0], True)
+        learns[name] = any(weight.requires_grad for weight in weights) if weights else parent
     return learns
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of normalisation layers that learn, by name."""
+    """Returns the running statistics of normalisation layers that learn, by name."""
     learns = learning(model)
-    found = {}
+    running = {}
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
-        both = [buffers.get("running_mean"), buffers.get("running_var")]
-        if learns[name] and all(value is not None for value in both):
+        values = [buffers.get("running_mean"), buffers.get("running_var")]
+        if learns[name] and all(value is not None for value in values):
             prefix = f"{name}." if name else ""
-            found.update({f"{prefix}{key}": buffers[key] for key in ("running_mean", "running_var")})
-    return found
+            running.update({f"{prefix}{key}": buffers[key] for key in ("running_mean", "running_var")})
+    return running
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The layout of a network: trained parameters in their order, then running statistics in theirs."""
+    """Returns the layout of a network: trained parameters in their order, then running statistics in
+    theirs."""
     parameters: dict[str, Tensor] = {**trained(model)}
     tensors = parameters | statistics(model)
     return Layout(
@@ -105,13 +106,13 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def row_of(model: nn.Module, layout: Layout) -> Tensor:
-    """The row of a network's present weights and statistics, a copy."""
+    """Returns a copy of a network's current weights and statistics as a row."""
     state = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     return layout.flatten(state).clone()
 
 
 def write_row(model: nn.Module, layout: Layout, row: Tensor) -> None:
-    """Set a network's trained weights and statistics to those of a row."""
+    """Sets a network's trained weights and statistics to those of a row."""
     values = layout.unflatten(row)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,10 +1,10 @@
-"""When users come in, and the learning rate."""
+"""The learning rate schedule, and the rounds before users take part."""
 
 import math
 
 
 def head_start(share: float, rounds: int) -> int:
-    """How many of the rounds the server plays before users take part; never all."""
+    """Returns how many rounds only the server trains before users take part."""
     return int(share * rounds + 1e-9)
 
 
@@ -18,11 +18,12 @@ def learning_rate(
     floor: float = 1e-4,
     annealing: bool = False,
 ) -> float:
-    """The paper's formula, literally: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)), floor).
+    """Returns the learning rate at a step: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)),
+    floor).
 
-    Before `warmup` the rate rises linearly from zero. The cosine is periodic: with `cycles` above
-    1/2 it reaches the floor, and above 3/2 it rises again before the end, at 2 to the full base rate (2.3
-    ends on the way down again, at 0.588 · base). With `annealing` it is base · (1 + cos(π · progress)) / 2.
+    This is the paper's formula. Before `warmup` the rate rises linearly from zero. The cosine is periodic:
+    with `cycles` above 1/2 it reaches the floor, above 3/2 it rises again before the end, and at 2 it ends at
+    the full base rate. With `annealing` the rate is base · (1 + cos(π · progress)) / 2.
     """
     if step < warmup:
         return base * step / warmup

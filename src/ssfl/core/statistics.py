@@ -1,7 +1,6 @@
-"""How sure one can be of a number of right answers: intervals, paired differences, balanced accuracy,
-calibration.
+"""Statistics of accuracies: confidence intervals, paired differences, balanced accuracy, calibration.
 
-Plain arithmetic without torch: the board and the command line use it too.
+Plain arithmetic without torch, since the board and the command line use it too.
 """
 
 import math
@@ -12,9 +11,9 @@ from typing import NamedTuple
 Z = 1.959963984540054
 """The normal quantile of a two-sided interval of 95 %."""
 FEW = 100
-"""Below so many images an accuracy says little: its interval is wider than about 12 points."""
+"""With fewer images than this an accuracy says little: its interval is wider than about 12 points."""
 UNEVEN = 1.5
-"""Classes are uneven if the largest has more than so many times as many images as the smallest."""
+"""Classes are uneven if the largest has more than this many times the images of the smallest."""
 
 
 class Interval(NamedTuple):
@@ -26,7 +25,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Paired:
-    """Two models judged by the same images."""
+    """Two models compared on the same images."""
 
     count: int
     right: int
@@ -40,22 +39,22 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """By how much the first model's share of right answers is larger."""
+        """The accuracy of the first model minus that of the second."""
         return (self.won - self.lost) / self.count
 
     @property
     def interval(self) -> Interval:
-        """Of the difference, see `paired_interval`."""
+        """The confidence interval of the difference, see `paired_interval`."""
         return paired_interval(self.count, self.right, self.other_right, self.won, self.lost)
 
     @property
     def p(self) -> float:
-        """Of the exact McNemar test."""
+        """The p-value of the exact McNemar test."""
         return mcnemar(self.won, self.lost)
 
 
 def wilson(right: float, count: int) -> Interval:
-    """The interval of a share, by Wilson's score: it stays within 0 and 1 and is good for few images too."""
+    """Returns Wilson's score interval of a share: it stays within 0 and 1 and also suits few images."""
     if count < 1:
         return Interval(0.0, 1.0)
     share, square = right / count, Z * Z / count
@@ -66,14 +65,15 @@ def wilson(right: float, count: int) -> Interval:
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Which of the same images each of two models gets right."""
+    """Returns how two models compare, from whether each gets each of the same images right."""
     pairs = list(zip(first, second, strict=True))
     won, lost = (sum(bool(a) > bool(b) for a, b in each) for each in (pairs, [(b, a) for a, b in pairs]))
     return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
 
 
 def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> Interval:
-    """The interval of the difference of two shares of the same images: Newcombe 1998, method 10.
+    """Returns the interval of the difference of two models' accuracies on the same images: Newcombe 1998,
+    method 10.
 
     It joins the Wilson intervals of both shares, with a continuity-corrected correlation between them.
     """
@@ -98,7 +98,8 @@ def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> 
 
 
 def mcnemar(won: int, lost: int) -> float:
-    """The two-sided p-value of the exact McNemar test: only images on which two models disagree count."""
+    """Returns the two-sided p-value of the exact McNemar test, from the images on which two models
+    disagree."""
     total = won + lost
     if not total:
         return 1.0
@@ -107,7 +108,7 @@ def mcnemar(won: int, lost: int) -> float:
 
 
 def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:
-    """How many images of each class (row) were taken for each class (column)."""
+    """Returns how many images of each class (row) were predicted as each class (column)."""
     matrix = [[0] * classes for _ in range(classes)]
     for label, guess in zip(labels, predicted, strict=True):
         matrix[label][guess] += 1
@@ -115,43 +116,44 @@ def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> 
 
 
 def balanced(class_accuracy: Sequence[float | None]) -> float | None:
-    """The mean accuracy of the classes, whatever their number of images; a class without any is left out."""
-    known = [value for value in class_accuracy if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    """Returns the balanced accuracy, the mean over classes; a class without images (None) is left out."""
+    accuracies = [value for value in class_accuracy if value is not None]
+    return math.fsum(accuracies) / len(accuracies) if accuracies else None
 
 
 def is_uneven(counts: Sequence[float]) -> bool:
-    """Whether the classes that have images have very different numbers of them."""
-    known = [count for count in counts if count > 0]
-    return len(known) > 1 and max(known) > UNEVEN * min(known)
+    """Returns whether the classes that have images have very different numbers of them."""
+    present = [count for count in counts if count > 0]
+    return len(present) > 1 and max(present) > UNEVEN * min(present)
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The images whose confidence lies in one part of 0 to 1."""
+    """The images whose confidence lies in one interval of 0 to 1."""
 
     low: float
     high: float
     count: int
     confidence: float | None
-    """The mean confidence in it; None where there is no image."""
+    """The mean confidence of these images; None if there are none."""
     accuracy: float | None
 
 
 def reliability(confidence: Sequence[float], right: Sequence[bool], bins: int = 10) -> list[Bin]:
-    """Confidence against accuracy: a model is calibrated if both agree in every bin."""
-    made = []
-    for place in range(bins):
-        low, high = place / bins, (place + 1) / bins
-        inside = [k for k, sure in enumerate(confidence) if min(int(sure * bins), bins - 1) == place]
-        many = len(inside)
-        mean = math.fsum(confidence[k] for k in inside) / many if many else None
-        made.append(Bin(low, high, many, mean, sum(bool(right[k]) for k in inside) / many if many else None))
-    return made
+    """Returns confidence and accuracy in equal bins: a model is calibrated if both agree in every bin."""
+    table = []
+    for number in range(bins):
+        low, high = number / bins, (number + 1) / bins
+        inside = [k for k, value in enumerate(confidence) if min(int(value * bins), bins - 1) == number]
+        count = len(inside)
+        mean = math.fsum(confidence[k] for k in inside) / count if count else None
+        accuracy = sum(bool(right[k]) for k in inside) / count if count else None
+        table.append(Bin(low, high, count, mean, accuracy))
+    return table
 
 
 def calibration_error(bins: Sequence[Bin]) -> float | None:
-    """The expected calibration error (ECE): how far confidence and accuracy are apart, on average."""
+    """Returns the expected calibration error (ECE): the mean difference of confidence and accuracy."""
     total = sum(one.count for one in bins)
     if not total:
         return None

