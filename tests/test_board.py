@@ -258,7 +258,7 @@ def test_curves_grow_are_cut_and_stay_small(tmp_path: Path) -> None:
     def look() -> list[tuple[int, float]]:
         with folder.opened(tmp_path.parent, tmp_path.name) as run:
             follower.look(run)
-        return follower.told().get("accuracy", [])
+        return follower.shown().get("accuracy", [])
 
     assert look() == []
     events.write_text(line(1, 0.1) + line(2, 0.2)[:20])

@@ -175,9 +175,9 @@ def fake(
         ([0, 0, 1, 1, 1, 1], [None, None, *[0.1] * 4], [0.8, 0.9, *[0.1] * 4],
          "Collapse from round 3 on.", True),
         ([0, 0, 1, 1, 1, 1], [None, None, *[0.9] * 4], [0.8, *[0.9] * 5], "No collapse.", False),
-        ([0.9] * 6, [0.1] * 6, [0.5] * 6, "Sure and mostly wrong from round 1 on.", True),
+        ([0.9] * 6, [0.1] * 6, [0.5] * 6, "Confident but mostly wrong pseudo-labels from round 1 on.", True),
         ([0.9] * 6, [0.1, 0.1, 0.1, 0.2, 0.9, 0.9], [0.5] * 6,
-         "Recovered: wrong labels from round 1 on, for a while.", False),
+         "Recovered: pseudo-labels were mostly wrong for a time from round 1 on.", False),
         ([0.0] * 6, [None] * 6, [0.5] * 6, "The users hardly learn.", True),
         ([1.0] * 6, [None] * 6, [0.9, *[0.1] * 5], "Collapse from round 1 on.", True),  # real sites
         ([1.0] * 6, [None] * 6, [0.9] * 6, "No collapse.", False),
@@ -218,7 +218,7 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
 def test_a_method_is_told_in_its_own_words(folder: Path) -> None:
     told = words(page.contents([folder / "grouping-1"]))
     assert f"The method is grouping: {Grouping.__doc__}" in told
-    assert "A pseudo-label counts where the model is at least " in told
+    assert "A pseudo-label is used if its confidence is at least " in told
 
 
 def test_unfinished_runs(quick: Callable[..., Config], tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_runs_that_look_at_test_images_last(quick: Callable[..., Config], tmp_pa
     with pytest.raises(Interrupted):
         ssfl.run(late, tmp_path / "stopped", stop)
     told = page.contents([tmp_path / "stopped"])
-    assert "The test images are looked at in the last round: 3 of 4 rounds" in words(told)
-    assert "no confusion matrix: test images are not yet looked at" in words(told)
+    assert "The test images are used in the last round: 3 of 4 rounds" in words(told)
+    assert "no confusion matrix: test images are not yet used" in words(told)
     assert "not recorded" not in str(blocks(told, "table"))  # its memory
     assert [one["name"] for one in figure(told, "accuracy")["series"]] == ["validation images"]
     ssfl.run(late, tmp_path / "run")
@@ -268,9 +268,9 @@ def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp
     ssfl.run(quick("run.test=never", "data.validation=0.1"), tmp_path / "run")
     told = page.contents([tmp_path / "run"])
     said = words(told)
-    assert "of 143 validation images right" in said
-    assert "The test images are never looked at." in said
-    assert "no confusion matrix: test images are never looked at" in said
+    assert "of 143 validation images correctly" in said
+    assert "The test images are never used." in said
+    assert "no confusion matrix: test images are never used" in said
     assert "accuracy on validation images" in str(told)
     assert "accuracy on test images" not in str(told)
     assert [one["figure"] for one in blocks(told, "matrix")] == ["who-has-what"]
@@ -281,7 +281,7 @@ def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp
     assert "Of all runs on validation images: test images are never looked at there." in words(told)
     ssfl.run(quick("data.validation=0.1"), tmp_path / "every")
     told = page.contents([tmp_path / "run", tmp_path / "every"])
-    assert "Of run on validation images: test images are never looked at there." in words(told)
+    assert "For run, the accuracy is on validation images: test images are never used there." in words(told)
 
 
 def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> None:
@@ -293,11 +293,11 @@ def test_rounds_without_users(quick: Callable[..., Config], tmp_path: Path) -> N
     with pytest.raises(Interrupted):
         ssfl.run(config, tmp_path / "stopped", stop)
     page.write([tmp_path / "stopped"], tmp_path / "stopped.html", tmp_path / "figures")
-    assert "gave a model" not in words(page.contents([tmp_path / "stopped"]))
+    assert "sent an update" not in words(page.contents([tmp_path / "stopped"]))
     ssfl.run(config, tmp_path / "run")
     told = words(page.contents([tmp_path / "run"]))
-    assert "The server plays the first 2 rounds alone. In each of 2 further rounds" in told
-    assert "everybody was in it in each of the 2 rounds with users" in told
+    assert "In the first 2 rounds, only the server trains. In each of 2 further rounds" in told
+    assert "all users took part in each of the 2 rounds with users" in told
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_what_is_damaged_in_part_is_told_in_the_report(folder: Path, tmp_path: P
     (run / "split.json").write_text("[1")
     told = words(page.contents([run]))
     assert "split.json is missing or damaged" in told
-    assert "not those of the run" in told
+    assert "have changed since the run" in told
 
 
 def test_only_reports_are_overwritten(folder: Path, tmp_path: Path) -> None:
@@ -378,10 +378,10 @@ def test_only_reports_are_overwritten(folder: Path, tmp_path: Path) -> None:
     page.write([folder / "alone"], target)
     page.write([folder / "alone"], target)
     target.write_text("precious")
-    with pytest.raises(SsflError, match="not overwritten"):
-        page.write([folder / "alone"], target)
-    with pytest.raises(SsflError, match="is a folder"):
-        page.write([folder / "alone"], tmp_path)
+    for place in (target, tmp_path):
+        with pytest.raises(SsflError) as caught:
+            page.write([folder / "alone"], place)
+        assert (caught.value.key, caught.value.value) == ("--out", str(place))
     assert target.read_text() == "precious"
 
 

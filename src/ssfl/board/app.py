@@ -1,8 +1,8 @@
 """The board's web server: pages, a little JSON, and reports made when asked for.
 
-It listens on this machine alone, answers GET and HEAD, and writes nothing. Requests that name another host
-(DNS rebinding) or come from another site's page are refused, and pages may run no script but the board's own.
-"""
+It listens only on this machine, answers only GET and HEAD, and writes nothing. Requests that name another
+host (DNS rebinding) or come from the page of another site are refused. Pages may run only the board's own
+scripts."""
 
 import asyncio
 import socket
@@ -30,8 +30,8 @@ try:
 except ImportError as error:
     raise SsflError("the board needs a web server: install it with `pip install 'ssfl[board]'`") from error
 
-MOST = 8  # runs looked at together: as many as charts tell apart
-SECONDS = 600  # a report that takes longer is given up
+MOST = 8  # runs shown together: charts have so many colours
+SECONDS = 600  # a report that takes longer is stopped
 ASSETS = {
     "/": ("ssfl.board", "board.html", "text/html"),
     "/board.css": ("ssfl.board", "board.css", "text/css"),
@@ -53,8 +53,8 @@ HEADERS = {
 }
 
 
-class Guard:
-    """Only looking, only from this machine, only by its own pages."""
+class ReadOnly:
+    """Refuses requests that write, name another host, or come from the pages of another site."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -66,11 +66,11 @@ class Guard:
         host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
         refused: Response | None = None
         if host not in ("127.0.0.1", "localhost"):
-            refused = PlainTextResponse("open the board as http://127.0.0.1\n", 421)
+            refused = PlainTextResponse("open the board at http://127.0.0.1 on this machine\n", 421)
         elif scope["method"] not in ("GET", "HEAD"):
-            refused = PlainTextResponse("the board is for looking only\n", 405, {"Allow": "GET, HEAD"})
+            refused = PlainTextResponse("the board is read-only\n", 405, {"Allow": "GET, HEAD"})
         elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/":
-            refused = PlainTextResponse("not for the pages of another site\n", 403)
+            refused = PlainTextResponse("requests from the pages of other sites are refused\n", 403)
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -83,7 +83,7 @@ class Guard:
 
 
 def make_app(root: Path) -> Starlette:
-    """The board of the runs under a folder."""
+    """Returns the web application for the runs of a folder."""
     followers, known = Followers(), describe.Finished()
     one_at_a_time = asyncio.Semaphore(1)
 
@@ -92,22 +92,22 @@ def make_app(root: Path) -> Starlette:
         return Response(resources.files(package).joinpath(name).read_bytes(), media_type=kind)
 
     def listed(request: Request) -> Response:
-        found = []
+        described = []
         for name in folder.names(root):
             try:
                 with folder.opened(root, name) as run:
-                    found.append(known.run(run, name))
+                    described.append(known.run(run, name))
             except folder.NotThere:  # it has just gone
                 continue
-        return JSONResponse({"folder": folder.text(root), "runs": found})
+        return JSONResponse({"folder": folder.text(root), "runs": described})
 
     def looked_at(request: Request) -> Response:
         name = request.query_params.get("name", "")
         with folder.opened(root, name) as run:
             follower = followers.of(name)
             follower.look(run)
-            told = describe.run(run, name) | {"settings": describe.settings(run)}
-        return JSONResponse(told | {"curves": follower.told(), "damaged": follower.damaged})
+            description = describe.run(run, name) | {"settings": describe.settings(run)}
+        return JSONResponse(description | {"curves": follower.shown(), "damaged": follower.damaged})
 
     async def report(request: Request) -> Response:
         names = request.query_params.getlist("run")
@@ -116,7 +116,7 @@ def make_app(root: Path) -> Starlette:
         for name in names:
             with folder.opened(root, name) as run:
                 if strange := describe.strange(run):
-                    return PlainTextResponse(f"{name}: {strange} is not what a run writes\n", 422)
+                    return PlainTextResponse(f"{name}: its {strange} was not written by a run\n", 422)
         async with one_at_a_time:
             return await _made([str(root / name) for name in names])
 
@@ -126,12 +126,12 @@ def make_app(root: Path) -> Starlette:
     routes = [Route(path, asset) for path in ASSETS]
     routes += [Route("/runs", listed), Route("/run", looked_at), Route("/report", report)]
     app = Starlette(routes=routes, exception_handlers={folder.NotThere: not_there})
-    app.add_middleware(Guard)
+    app.add_middleware(ReadOnly)
     return app
 
 
 async def _made(paths: list[str]) -> Response:
-    """A report, made by a process of its own: whatever a run folder holds, the board goes on."""
+    """Returns a report, made in a separate process, so that a crafted run folder cannot stop the board."""
     command = [sys.executable, "-m", "ssfl.board.reporting", *paths]
     child = await asyncio.create_subprocess_exec(
         *command,
@@ -140,19 +140,20 @@ async def _made(paths: list[str]) -> Response:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        out, told = await asyncio.wait_for(child.communicate(), SECONDS)
+        out, errors = await asyncio.wait_for(child.communicate(), SECONDS)
     except TimeoutError:
-        return PlainTextResponse(f"the report was not done in {SECONDS} s; try `ssfl report`\n", 504)
+        return PlainTextResponse(f"the report took longer than {SECONDS} s; try `ssfl report`\n", 504)
     finally:
         if child.returncode is None:
             child.kill()
     if child.returncode:
-        return PlainTextResponse(told.decode("utf-8", "replace")[-2000:], 422)
+        return PlainTextResponse(errors.decode("utf-8", "replace")[-2000:], 422)
     return HTMLResponse(out, headers={"Content-Security-Policy": _report_policy()})
 
 
 def _report_policy() -> str:
-    """A report holds its scripts; no other may run in it, and it can reach nothing, not even the board."""
+    """Returns the policy of a report: only its own scripts may run, and it cannot reach anything, not even
+    the board."""
     scripts = ("\n" + page.asset(name) for name in ("charts.js", "page.js"))
     hashes = " ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -162,17 +163,26 @@ def _report_policy() -> str:
 
 
 def serve(root: Path, port: int) -> None:
-    """Serve the runs under a folder until Ctrl-C."""
+    """Serve the runs of a folder until Ctrl-C."""
     if not root.is_dir():
-        raise SsflError(f"there is no folder {root}: `ssfl run` makes runs/, or give the folder of your runs")
+        raise SsflError(
+            f"there is no folder {root}: `ssfl run` creates runs/, or name the folder with your runs",
+            key="DIR",
+            value=str(root),
+        )
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
         listener.listen(100)
     except OSError as error:
-        raise SsflError(f"cannot listen on port {port} ({error.strerror}): choose another --port") from None
+        raise SsflError(
+            f"cannot listen on port {port} ({error.strerror}): choose another --port",
+            key="--port",
+            value=port,
+        ) from None
     server = uvicorn.Server(uvicorn.Config(make_app(root.resolve()), log_level="warning", ws="none"))
-    print(f"the runs in {root}: http://127.0.0.1:{listener.getsockname()[1]}   (Ctrl-C ends it)", flush=True)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    print(f"the runs in {root}: {address}   (stop with Ctrl-C)", flush=True)
     with suppress(KeyboardInterrupt, Terminated), listener:
         server.run(sockets=[listener])

@@ -15,7 +15,7 @@
       curves: { accuracy: ["test images", "Test accuracy"], validation_accuracy: ["validation images", "Validation accuracy"] } },
     { title: "Pseudo-labels", yLabel: "share", format: "percent", range: [0, 1],
       curves: { mask_rate: ["confident (mask rate)", "Mask rate: confident pseudo-labels"],
-        pseudo_accuracy: ["right, of the confident", "Confident pseudo-labels that are right"] } },
+        pseudo_accuracy: ["correct, of the confident", "Confident pseudo-labels that are correct"] } },
     { title: "Loss", yLabel: "loss", format: "number", curves: { loss: ["users", "Users' loss"], server_loss: ["server", "Server's loss"] } },
     { title: "Gradient diversity", yLabel: "diversity (Definition 1)", format: "number", log: true,
       curves: { diversity: ["all participants", "Gradient diversity"] } },
@@ -52,7 +52,7 @@
     box.disabled = !on && chosen.length >= MOST;
     box.addEventListener("change", () =>
       choose(box.checked ? [...chosen, run.name] : chosen.filter((name) => name !== run.name), true));
-    const name = el("button", { type: "button", title: "look at this run alone" }, run.name);
+    const name = el("button", { type: "button", title: "show only this run" }, run.name);
     name.addEventListener("click", () => choose([run.name], true));
     const rounds = run.rounds ? `${show("count", run.round ?? 0)} / ${show("count", run.rounds)}` : show("count", run.round);
     const bar = run.state === "running" && run.rounds
@@ -93,8 +93,8 @@
       class: [cell.number && "number", cell.wide && "wide"].filter(Boolean).join(" ") || null }, cell.text ?? cell)));
     byId("list").replaceChildren(el("table", {}, el("thead", {}, top), el("tbody", {}, rows)));
     if (spot) rows.find((one) => one.dataset.run === spot[0])?.querySelector(spot[1].toLowerCase())?.focus();
-    byId("hint").textContent = runs.length === 0 && asked ? "No runs here yet: `ssfl run` makes one, and it appears by itself."
-      : found.length === 0 && asked ? "No run fits." : `Tick up to ${MOST} runs to compare them.`;
+    byId("hint").textContent = runs.length === 0 && asked ? "There are no runs yet. Start one with `ssfl run`; it appears here automatically."
+      : found.length === 0 && asked ? "No run matches the filter." : `Select up to ${MOST} runs to compare them.`;
   }
 
   // What is chosen
@@ -145,19 +145,19 @@
     byId("detail-title").textContent = title || (runs.length ? "Choose a run" : "");
     document.title = title ? `${title} – ssfl board` : "ssfl board";
     const parts = [];
-    for (const name of missing) parts.push(el("p", { class: "say warn" }, `${name} is not there any more.`));
+    for (const name of missing) parts.push(el("p", { class: "say warn" }, `${name} no longer exists.`));
     for (const run of found) {
       if (run.error) parts.push(el("p", { class: "say warn" }, el("strong", {}, `${run.name} failed: `), run.error));
-      if (run.damaged) parts.push(el("p", { class: "say warn" }, `${run.name}: its events.jsonl is damaged; what stands before is shown.`));
+      if (run.damaged) parts.push(el("p", { class: "say warn" }, `${run.name}: its events.jsonl is damaged; only the events before the damage are shown.`));
       if (run.verdict) parts.push(el("p", { class: "say" }, found.length > 1 ? el("strong", {}, `${run.name}: `) : null, run.verdict));
-      if (run.state === "stopped") parts.push(el("p", { class: "note" }, `${run.name} was stopped; \`ssfl resume\` goes on with it.`));
+      if (run.state === "stopped") parts.push(el("p", { class: "note" }, `${run.name} was stopped; continue it with \`ssfl resume\`.`));
     }
     if (found.length === 1) parts.push(tiles(found[0]));
     if (found.length) {
       const query = new URLSearchParams(found.map((run) => ["run", run.name]));
       const what = found.length === 1 ? "Report of this run" : `Report of these ${found.length} runs`;
       parts.push(el("p", {}, el("a", { class: "action", href: `/report?${query}`, target: "_blank", rel: "noopener" }, what),
-        el("span", { class: "note" }, "opens in a new tab; it takes a few seconds to make")));
+        el("span", { class: "note" }, "opens in a new tab; this takes a few seconds")));
     }
     byId("about").replaceChildren(...parts);
   }

@@ -1,4 +1,4 @@
-"""A run in words and numbers, for the list and beside its curves."""
+"""The description of a run, for the list and beside its curves."""
 
 import json
 import os
@@ -15,25 +15,25 @@ from ssfl.report.gather import finite
 TAIL = 1 << 18
 SETTINGS = 300
 VERDICT = 2000
-"""Letters that a verdict may have."""
+"""The most characters of a verdict."""
 SCORES = {
     "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
     "validation_correct": "validation_correct", "validation_count": "validation_count",
 }  # fmt: skip
-"""How good a model is, as the page calls it and as evaluations and the summary do."""
+"""The scores of a model: their names on the page, and in evaluations and the summary."""
 LARGEST = {
     "config.toml": folder.SMALL, "summary.json": folder.SMALL, "split.json": 1 << 26, "events.jsonl": 1 << 28,
     "model.safetensors": 1 << 32,
 }  # fmt: skip
-"""What a report reads, and how large it may be."""
+"""The files that a report reads, and their largest sizes."""
 
 
 def run(handle: int, name: str) -> dict[str, Any]:
-    """What the list shows of a run."""
+    """Returns the description of a run in the list."""
     config, summary = folder.read_config(handle), folder.read_json(handle, "summary.json")
     state, error = folder.state(handle)
     data = config.get("data", {})
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "name": name,
         "state": state,
         "error": error,
@@ -48,49 +48,49 @@ def run(handle: int, name: str) -> dict[str, Any]:
         "age": _age(handle),
     }
     if state != "finished":
-        told |= _so_far(handle, told["rounds"], state == "running", told["age"] or 0.0)
-    return told | _intervals(told)
+        description |= _so_far(handle, description["rounds"], state == "running", description["age"] or 0.0)
+    return description | _intervals(description)
 
 
 def _verdict(summary: dict[str, Any]) -> str | None:
-    """Whether the unlabelled images helped, in words."""
+    """Returns the verdict, whether the unlabelled images helped."""
     judged = summary.get("verdict")
-    said = judged.get("text") if isinstance(judged, dict) else None
-    return "".join(sign for sign in said[:VERDICT] if sign.isprintable()) if isinstance(said, str) else None
+    text = judged.get("text") if isinstance(judged, dict) else None
+    return "".join(sign for sign in text[:VERDICT] if sign.isprintable()) if isinstance(text, str) else None
 
 
-def _intervals(told: dict[str, Any]) -> dict[str, list[float] | None]:
-    """The 95 % intervals of the accuracies, where their counts are known."""
-    found = {}
+def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
+    """Returns the 95 % intervals of the accuracies, if their counts are known."""
+    intervals = {}
     for name, right, count in (
-        ("interval", told["correct"], told["count"]),
-        ("validation_interval", told["validation_correct"], told["validation_count"]),
+        ("interval", description["correct"], description["count"]),
+        ("validation_interval", description["validation_correct"], description["validation_count"]),
     ):
         known = right is not None and count is not None and 0 <= right <= count and 1 <= count <= 10**9
-        found[name] = list(wilson(right, int(count))) if known else None
-    return found
+        intervals[name] = list(wilson(right, int(count))) if known else None
+    return intervals
 
 
 class Finished:
-    """What was said of finished runs, which need not be read again as long as their files are the same."""
+    """A cache of the descriptions of finished runs, valid as long as their files do not change."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def run(self, handle: int, name: str) -> dict[str, Any]:
-        """As `run`, quickly where it is known."""
+        """As `run`, from the cache if possible."""
         stamp = tuple(_changed(handle, file) for file in ("config.toml", "summary.json"))
-        known, told = self._held.get(name, ((), {}))
+        known, description = self._held.get(name, ((), {}))
         if known == stamp:
-            return told | {"age": _age(handle)}
-        told = run(handle, name)
-        if told["state"] == "finished" and len(self._held) < folder.RUNS:
-            self._held[name] = (stamp, told)
-        return told
+            return description | {"age": _age(handle)}
+        description = run(handle, name)
+        if description["state"] == "finished" and len(self._held) < folder.RUNS:
+            self._held[name] = (stamp, description)
+        return description
 
 
 def _changed(handle: int, file: str) -> int:
-    """When a file was last changed, in nanoseconds; 0 where there is none."""
+    """Returns when a file was last changed, in nanoseconds; 0 if there is no such file."""
     try:
         return os.stat(file, dir_fd=handle, follow_symlinks=False).st_mtime_ns
     except OSError:
@@ -98,25 +98,25 @@ def _changed(handle: int, file: str) -> int:
 
 
 def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
-    """Round, accuracy (on validation images too: test images may come last) and seconds left of an unfinished
-    run, from the end of its events. What is left is what the run itself says, as the terminal shows it."""
-    found: dict[str, Any] = {"round": 0}
+    """Returns round, accuracy (also on validation images, since test images may come last) and seconds left
+    of an unfinished run, from its last events. The seconds left are those that the terminal shows."""
+    progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
     for event in _last_events(handle):
-        found["round"] = max(found["round"], _whole(event.get("round")) or 0)
+        progress["round"] = max(progress["round"], _whole(event.get("round")) or 0)
         for key, name in SCORES.items():
             if event.get("event") == "eval" and finite(event.get(name)) is not None:
-                found[key] = finite(event[name])
+                progress[key] = finite(event[name])
         seconds = finite(event.get("seconds"))
         if seconds is not None and event.get("event") == "round":
             pace.append(seconds)
             left = finite(event.get("left"))
     if running and left is not None:
-        found["left"] = max(0.0, left - age)
-    elif running and rounds and pace:  # of a version that did not say
+        progress["left"] = max(0.0, left - age)
+    elif running and rounds and pace:  # an older version, which does not record it
         recent = sorted(pace[-20:])
-        found["left"] = max(0, rounds - found["round"]) * recent[len(recent) // 2]
-    return found
+        progress["left"] = max(0, rounds - progress["round"]) * recent[len(recent) // 2]
+    return progress
 
 
 def _last_events(handle: int) -> list[dict[str, Any]]:
@@ -127,29 +127,29 @@ def _last_events(handle: int) -> list[dict[str, Any]]:
         start = max(0, os.fstat(stream.fileno()).st_size - TAIL)
         stream.seek(start)
         lines = stream.read(TAIL).split(b"\n")
-    found = []
+    events = []
     for line in lines[1 if start else 0 : -1]:
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def settings(handle: int) -> dict[str, str]:
-    """The settings of a run by their dotted names."""
-    found = {
+    """Returns the settings of a run by their dotted names."""
+    values = {
         text(f"{section}.{key}"): text(value)
         for section, keys in folder.read_config(handle).items()
         for key, value in keys.items()
     }
-    return dict(list(found.items())[:SETTINGS])
+    return dict(list(values.items())[:SETTINGS])
 
 
 def strange(handle: int) -> str | None:
-    """A file of a run that no run would write, a report of which is not tried."""
+    """Returns the name of a file that no run would write, or None; no report is made then."""
     for file, most in (*LARGEST.items(), ("checkpoints", None)):
         try:
             status = os.stat(file, dir_fd=handle, follow_symlinks=False)
@@ -162,7 +162,7 @@ def strange(handle: int) -> str | None:
 
 
 def _age(handle: int) -> float | None:
-    """Seconds since the run last wrote an event."""
+    """Returns the seconds since the run last wrote an event."""
     changed = _changed(handle, "events.jsonl")
     return max(0.0, time.time() - changed / 1e9) if changed else None
 

@@ -1,5 +1,5 @@
-"""Reading run folders that nobody vouches for: no link is followed, nothing but plain files is opened, and no
-more is read than a real run would hold.
+"""Safe reading of run folders that are not trusted: no link is followed, only plain files are opened, and no
+more is read than a real run would write.
 
 A run's state: "finished" when its summary is there; otherwise "running" while a process holds the folder's
 lock, "failed" when training ended with an error (failed.json), and "stopped" when neither.
@@ -18,39 +18,39 @@ from ssfl.report.gather import finite
 from ssfl.runs import folder as runs
 
 DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
-"""How deep runs may lie, how many folders are looked into, and how many runs are listed: the newest."""
+"""Limits: how deep runs may be, how many folders are searched, and how many runs are listed (the newest)."""
 SMALL = 1 << 20
 LETTERS = 200
 
 
 class NotThere(Exception):
-    """A run that is not under the folder, or not a run."""
+    """Raised if there is no such run in the folder."""
 
 
 def names(root: Path) -> list[str]:
-    """The runs under a folder by their paths in it, newest first."""
-    found: list[tuple[float, str]] = []
+    """Returns the paths of the runs in a folder, newest first."""
+    runs_found: list[tuple[float, str]] = []
     queue = [("", 0)]
-    for looked, (place, depth) in enumerate(queue):
-        if looked >= FOLDERS:
+    for visited, (place, depth) in enumerate(queue):
+        if visited >= FOLDERS:
             break
         try:
             with os.scandir(root / place) as entries:
                 inside = [entry for entry in entries if _printable(entry.name)]
             if place and any(e.name == "config.toml" and e.is_file(follow_symlinks=False) for e in inside):
                 times = [e.stat(follow_symlinks=False).st_mtime for e in inside if e.name == "events.jsonl"]
-                found.append((max(times, default=0.0), place))
+                runs_found.append((max(times, default=0.0), place))
             elif depth < DEPTH:
                 below = [e.name for e in inside if e.is_dir(follow_symlinks=False) and e.name[0] != "."]
                 queue += [(f"{place}/{name}" if place else name, depth + 1) for name in sorted(below)]
-        except OSError:  # gone, or not ours to read
+        except OSError:  # removed in the meantime, or not readable
             continue
-    return [name for _, name in sorted(found, key=lambda run: (-run[0], run[1]))[:RUNS]]
+    return [name for _, name in sorted(runs_found, key=lambda run: (-run[0], run[1]))[:RUNS]]
 
 
 @contextmanager
 def opened(root: Path, name: str) -> Iterator[int]:
-    """The folder of a run as an open file, reached step by step from the root without following a link."""
+    """Yields the open folder of a run, reached step by step from the root without following a link."""
     parts = name.split("/")
     if len(parts) > DEPTH or not all(_printable(part) and part not in ("", ".", "..") for part in parts):
         raise NotThere(name)
@@ -72,7 +72,7 @@ def opened(root: Path, name: str) -> Iterator[int]:
 
 
 def open_plain(folder: int, file: str) -> int | None:
-    """A plain file of a folder, open for reading; None where there is none."""
+    """Returns a plain file of a folder, open for reading; None if there is none."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -91,7 +91,7 @@ def is_plain(folder: int, file: str) -> bool:
 
 
 def read(folder: int, file: str, most: int = SMALL) -> bytes:
-    """A plain file; empty where there is none or where it is too large to be what it should be."""
+    """Returns the content of a plain file; empty if there is none, or if it is larger than `most`."""
     handle = open_plain(folder, file)
     if handle is None:
         return b""
@@ -101,25 +101,25 @@ def read(folder: int, file: str, most: int = SMALL) -> bytes:
 
 
 def read_json(folder: int, file: str) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Returns the object of a JSON file; empty if there is none."""
     try:
-        found = json.loads(read(folder, file))
+        content = json.loads(read(folder, file))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_config(folder: int) -> dict[str, dict[str, Any]]:
-    """The sections of a run's config, unchecked: a board shows also runs that this version cannot resume."""
+    """Returns the sections of a run's config, unchecked: the board also shows runs of other versions."""
     try:
-        found = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
+        sections = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
     except (ValueError, RecursionError):
         return {}
-    return {section: keys for section, keys in found.items() if isinstance(keys, dict)}
+    return {section: keys for section, keys in sections.items() if isinstance(keys, dict)}
 
 
 def state(folder: int) -> tuple[str, str]:
-    """The state of a run, and what went wrong if it failed."""
+    """Returns the state of a run, and its error if it failed."""
     if finite(runs.end_of(read_json(folder, "summary.json"))) is not None:
         return "finished", ""
     if runs.is_locked(folder):
@@ -129,11 +129,11 @@ def state(folder: int) -> tuple[str, str]:
 
 
 def text(value: Any) -> str:
-    """A value as a short line of text that can be sent."""
+    """Returns a value as one short line of valid text."""
     line = " ".join(str(value)[: 2 * LETTERS].split())[:LETTERS]
     return line.encode("utf-8", "replace").decode()
 
 
 def _printable(name: str) -> bool:
-    """Whether a name can be shown and asked for: valid Unicode, nothing invisible."""
+    """Whether a name can be shown and requested: valid Unicode without invisible characters."""
     return name.isprintable() and "/" not in name

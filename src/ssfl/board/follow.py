@@ -1,4 +1,4 @@
-"""A run's events as curves, read on from where the last look ended, in bounded memory."""
+"""The events of a run as curves, read from where the last reading ended, in bounded memory."""
 
 import json
 import os
@@ -14,15 +14,15 @@ CURVES = {
     "accuracy": "eval", "validation_accuracy": "eval", "mask_rate": "round", "pseudo_accuracy": "round",
     "loss": "round", "server_loss": "round", "seconds": "round",
 }  # fmt: skip
-"""What is drawn, and the kind of event that tells it; besides, gradient diversity."""
+"""The curves, each with its kind of event; gradient diversity comes in addition."""
 CHUNK, LONGEST, AT_ONCE = 1 << 20, 1 << 23, 1 << 26
-"""Bytes read in one go, in one line, and in one look at a file: the next look goes on."""
+"""The most bytes of a chunk, of a line, and of one reading of a file; the next reading continues."""
 KEPT = 800
 FOLLOWED = 32
 
 
 class Curve:
-    """Points of a number over the rounds; when they are many, every second, then every fourth is kept."""
+    """The points of a curve; if there are many, only every second is kept, then every fourth, and so on."""
 
     def __init__(self) -> None:
         self.points: Points = []
@@ -38,14 +38,14 @@ class Curve:
             self.points = self.points[::2]
             self.every *= 2
 
-    def told(self) -> Points:
-        """What was kept, and the newest point in any case."""
-        more = [] if self.last is None or self.points[-1:] == [self.last] else [self.last]
-        return self.points + more
+    def shown(self) -> Points:
+        """Returns the kept points, and always the newest one."""
+        newest = [] if self.last is None or self.points[-1:] == [self.last] else [self.last]
+        return self.points + newest
 
 
 class Follower:
-    """One run's events.jsonl, read so far."""
+    """Reads the events.jsonl of one run as it grows."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -57,7 +57,7 @@ class Follower:
         self.curves: dict[str, Curve] = {}
 
     def look(self, run: int) -> None:
-        """Read what is new; a file that was replaced or cut is read anew."""
+        """Read new events; if the file was replaced or truncated, read it from the start."""
         handle = folder.open_plain(run, "events.jsonl")
         if handle is None:
             return
@@ -76,7 +76,7 @@ class Follower:
                 self.damaged = self.damaged or len(self.rest) > LONGEST
 
     def _take(self, line: bytes) -> None:
-        """As everywhere, a damaged line ends the events."""
+        """Add one event; a damaged line ends the reading, as everywhere."""
         if self.damaged:
             return
         try:
@@ -101,13 +101,13 @@ class Follower:
         if number is not None:
             self.curves.setdefault(name, Curve()).add(at, number)
 
-    def told(self) -> dict[str, Points]:
+    def shown(self) -> dict[str, Points]:
         with self.lock:
-            return {name: curve.told() for name, curve in self.curves.items()}
+            return {name: curve.shown() for name, curve in self.curves.items()}
 
 
 class Followers:
-    """The followers of the runs that were looked at last."""
+    """The followers of the runs that were shown last."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -115,8 +115,8 @@ class Followers:
 
     def of(self, name: str) -> Follower:
         with self.lock:
-            found = self.held.pop(name, None) or Follower()
-            self.held[name] = found
+            follower = self.held.pop(name, None) or Follower()
+            self.held[name] = follower
             if len(self.held) > FOLLOWED:
                 self.held.popitem(last=False)
-            return found
+            return follower

@@ -1,4 +1,4 @@
-"""What a run costs: time by phase, bytes sent, memory."""
+"""The costs of a run: time by phase, bytes sent, memory."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,27 @@ PHASES = {
     "users": "users train",
     "server": "server trains",
     "diversity": "gradient diversity",
-    "other": "the rest of rounds",
+    "other": "rest of the rounds",
     "evaluation": "evaluations",
     "checkpoint": "checkpoints",
 }
-_NOTE = """A round's time is the median. Bytes are those of the models sent, without the envelope. Memory is
-the peak of the main process (and of its GPU, if any), without processes that train users beside it."""
+_NOTE = """The time per round is the median. Bytes count the models only, without protocol overhead. Memory is
+the peak of the main process (and of its GPU, if any), without additional processes that train users."""
 
 
-def blocks(found: Sequence[Run]) -> list[Block]:
-    """The costs of one run or several."""
+def blocks(runs: Sequence[Run]) -> list[Block]:
+    """Returns the costs of one or several runs."""
     made: list[Block] = []
-    if len(found) == 1:
+    if len(runs) == 1:
         items: list[Block] = [
-            {"name": PHASES[name], "value": value} for name, value in phases(found[0]).items()
+            {"name": PHASES[name], "value": value} for name, value in phases(runs[0]).items()
         ]
         if items:
             made.append(bars("time", "Time by phase", items, "seconds"))
         else:
             made.append(text("This run did not record the time of its phases."))
     rows: list[list[Cell]] = []
-    for run in found:
+    for run in runs:
         cost = totals(run)
         cells = duration(cost["seconds"]), duration(cost["round"]), *(size(cost[key]) for key in _BYTES)
         device = str(run.summary.get("device") or run.config.run.device)
@@ -43,21 +43,21 @@ _BYTES = ("bytes_up", "bytes_down")
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Seconds by phase; "other" is what rounds took beyond the phases inside them."""
+    """Returns the seconds by phase; "other" is the time of rounds outside the recorded phases."""
     if not any("phases" in event for event in run.rounds):
         return {}
-    found = dict.fromkeys(PHASES, 0.0)
+    seconds = dict.fromkeys(PHASES, 0.0)
     for event in run.rounds:
         for name in PHASES:
-            found[name] += finite(inside(event.get("phases"), name)) or 0.0
-    found["other"] = _sum(run, "seconds") - found["users"] - found["server"] - found["diversity"]
-    found["evaluation"] = _sum(run, "seconds", "eval")
-    return {name: value for name, value in found.items() if value > 0}
+            seconds[name] += finite(inside(event.get("phases"), name)) or 0.0
+    seconds["other"] = _sum(run, "seconds") - seconds["users"] - seconds["server"] - seconds["diversity"]
+    seconds["evaluation"] = _sum(run, "seconds", "eval")
+    return {name: value for name, value in seconds.items() if value > 0}
 
 
 def totals(run: Run) -> dict[str, float]:
-    """Seconds of rounds and evaluations, of the middle round, and bytes."""
-    seconds = sorted(value for _, value in run.told("seconds"))
+    """Returns the seconds of all rounds and evaluations, the median seconds of a round, and the bytes."""
+    seconds = sorted(value for _, value in run.series("seconds"))
     return {
         "seconds": sum(seconds) + _sum(run, "seconds", "eval"),
         "round": seconds[len(seconds) // 2] if seconds else 0.0,
@@ -66,7 +66,7 @@ def totals(run: Run) -> dict[str, float]:
 
 
 def size(count: float) -> str:
-    """Bytes that a person reads, in powers of a thousand."""
+    """Returns a number of bytes with a unit, in powers of a thousand."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -75,11 +75,11 @@ def size(count: float) -> str:
 
 
 def _memory(run: Run) -> str:
-    told = [event["memory"] for event in run.events if isinstance(event.get("memory"), dict)]
-    found = [(finite(told[-1].get(kind)), kind) for kind in ("cpu", "gpu")] if told else []
+    readings = [event["memory"] for event in run.events if isinstance(event.get("memory"), dict)]
+    peaks = [(finite(readings[-1].get(kind)), kind) for kind in ("cpu", "gpu")] if readings else []
     where = {"cpu": "", "gpu": " on the GPU"}
-    return ", ".join(size(count) + where[kind] for count, kind in found if count) or "not recorded"
+    return ", ".join(size(count) + where[kind] for count, kind in peaks if count) or "not recorded"
 
 
 def _sum(run: Run, key: str, kind: str = "round") -> float:
-    return sum(value for _, value in run.told(key, kind))
+    return sum(value for _, value in run.series(key, kind))

@@ -17,7 +17,7 @@ MARKERS = "os^DxvP*"
 
 
 def draw(sections: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write every figure of the sections, named as the page names it."""
+    """Write every figure of the sections, and return the files; the names are those of the page."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -125,8 +125,8 @@ def _bars(plt: Any, block: Block) -> Any:
 
 def _images(plt: Any, block: Block) -> Any:
     captions = [
-        f"{'right' if item['right'] else 'wrong'}: {_cut(item['told'])}\n"
-        f"true {_cut(item['true'])}, {item['sure']:.0%}"
+        f"{'correct' if item['right'] else 'wrong'}: {_cut(item['predicted'])}\n"
+        f"true {_cut(item['true'])}, {item['confidence']:.0%}"
         for item in block["items"]
     ]
     return _pictures(plt, [[item["image"] for item in block["items"]]], [captions])
@@ -147,8 +147,8 @@ def _pictures(plt: Any, rows: list[list[str]], captions: list[list[str]]) -> Any
     figure, axes = plt.subplots(
         len(rows), wide, figsize=(1.15 * wide, 1.35 * len(rows) + 0.4), squeeze=False, layout="constrained"
     )
-    for line, addresses, told in zip(axes, rows, captions, strict=True):
-        for axis, address, caption in zip(line, addresses, told, strict=True):
+    for line, addresses, captions_of_row in zip(axes, rows, captions, strict=True):
+        for axis, address, caption in zip(line, addresses, captions_of_row, strict=True):
             image = np.asarray(unpacked(address))
             axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             axis.set_title(caption, fontsize=7)

@@ -1,7 +1,7 @@
-"""One run folder as facts for a report: whatever a run wrote, and however far it came.
+"""The data of one run folder for a report, finished or not.
 
-Old folders lack what newer runs record, and a damaged or hostile one may hold anything: every number is
-checked to be one, and what is missing is left out.
+Old folders lack some fields, and a damaged or crafted one may have anything in it. So every number is
+checked, and missing values are left out.
 """
 
 import math
@@ -17,17 +17,16 @@ from ssfl.core import plain_files, statistics
 from ssfl.core.events import Event
 from ssfl.errors import RunError
 from ssfl.runs import folder, roster
-from ssfl.runs.text import accuracy, percent
 
 Points = list[tuple[int, float]]
 MOST_POINTS = 400
-"""A curve keeps so many points at most: more would not show, and the file would grow with every round."""
+"""The most points of a curve: more would not be visible, and the file would grow with every round."""
 MEASURE = "gradient_l2_squared"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A share of right answers, and of how many."""
+    """An accuracy with its counts."""
 
     on: str
     """"test", "validation" or "folds"."""
@@ -37,13 +36,8 @@ class Score:
     balanced: float | None = None
 
     @property
-    def told(self) -> str:
-        """With its count and interval, in words."""
-        return accuracy(self.right, self.count) if self.count else percent(self.share)
-
-    @property
     def images(self) -> str:
-        """The images that it is of, in words."""
+        """The images on which it was measured, in words."""
         return "held-out labelled images" if self.on == "folds" else f"{self.on} images"
 
 
@@ -56,7 +50,7 @@ class Run:
     config: Config
     events: list[Event]
     split: dict[str, Any]
-    """split.json; empty where it cannot be read."""
+    """split.json; empty if it cannot be read."""
     summary: dict[str, Any]
     """summary.json; empty while the run is unfinished."""
 
@@ -70,12 +64,12 @@ class Run:
 
     @cached_property
     def evaluations(self) -> list[Event]:
-        found = [event for event in self.events if event["event"] == "eval"]
-        return [event for event in found if finite(event.get("accuracy")) is not None]
+        events = [event for event in self.events if event["event"] == "eval"]
+        return [event for event in events if finite(event.get("accuracy")) is not None]
 
     @property
     def played(self) -> int:
-        """How many rounds the events tell of."""
+        """The last round of the events."""
         return max((event["round"] for event in self.events), default=0)
 
     @property
@@ -84,21 +78,21 @@ class Run:
 
     @cached_property
     def accuracy(self) -> Points:
-        return self.told("accuracy", "eval")
+        return self.series("accuracy", "eval")
 
     @cached_property
     def watched(self) -> Points:
-        """Accuracy as it was followed: on validation images where the test images come last."""
+        """Accuracy over the rounds; on validation images if test images are used only at the end."""
         return self.validation if self.test_kept else self.accuracy
 
     @cached_property
     def validation(self) -> Points:
-        return self.told("validation_accuracy", "eval")
+        return self.series("validation_accuracy", "eval")
 
     @property
     def judged_by(self) -> str:
-        """The images by which the run is judged: "test" ones, "validation" where those are never seen, or
-        the labelled images in "folds"."""
+        """The images by which the run is judged: "test", "validation" if test images are never used, or
+        "folds" for cross-validation on the labelled images."""
         if self.summary.get("judged_by") == "folds" or (
             self.config.run.folds and self.split.get("test") == 0
         ):
@@ -107,26 +101,26 @@ class Run:
 
     @cached_property
     def score(self) -> "Score | None":
-        """How good the model is in the end, or so far."""
+        """The accuracy of the model at the end, or so far."""
         kind = self.judged_by
         prefix = "validation_" if kind == "validation" else ""
-        told: dict[str, Any] = self.summary
-        if finite(told.get(f"{prefix}accuracy")) is None:
-            found = [e for e in self.events if finite(e.get(f"{prefix}accuracy")) is not None]
-            told = found[-1] if found and kind != "folds" else {}
-        share = finite(told.get(f"{prefix}accuracy"))
+        scores: dict[str, Any] = self.summary
+        if finite(scores.get(f"{prefix}accuracy")) is None:
+            evaluations = [e for e in self.events if finite(e.get(f"{prefix}accuracy")) is not None]
+            scores = evaluations[-1] if evaluations and kind != "folds" else {}
+        share = finite(scores.get(f"{prefix}accuracy"))
         if share is None:
             return None
-        count = finite(told.get(f"{prefix}count")) or finite(self.split.get(kind)) or 0.0
-        right = finite(told.get(f"{prefix}correct"))
-        balanced = None if prefix else finite(told.get("balanced_accuracy"))
+        count = finite(scores.get(f"{prefix}count")) or finite(self.split.get(kind)) or 0.0
+        right = finite(scores.get(f"{prefix}correct"))
+        balanced = None if prefix else finite(scores.get("balanced_accuracy"))
         return Score(kind, share, round(share * count) if right is None else int(right), int(count), balanced)
 
     @property
     def verdict(self) -> str | None:
         """Whether the unlabelled images helped, in words."""
-        told = inside(self.summary.get("verdict"), "text")
-        return told[:2000] if isinstance(told, str) else None
+        text = inside(self.summary.get("verdict"), "text")
+        return text[:2000] if isinstance(text, str) else None
 
     @property
     def is_uneven(self) -> bool:
@@ -141,23 +135,24 @@ class Run:
 
     @property
     def test_kept(self) -> bool:
-        """Whether test images are kept, for the last round or for ever, and validation images followed."""
+        """Whether test images are used only in the last round or never, so that curves show validation
+        images."""
         return self.config.run.test != "every"
 
     @cached_property
     def classes(self) -> list[str]:
-        found = self.split.get("classes")
-        return [str(name) for name in found] if isinstance(found, list) else []
+        names = self.split.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     @cached_property
     def class_accuracy(self) -> list[float | None]:
-        """Of each class on the test images, as the last evaluation told it."""
-        told = [numbers(event.get("class_accuracy")) for event in self.evaluations]
-        return next((values for values in reversed(told) if values), [])
+        """The accuracy of each class on the test images, from the last evaluation that has it."""
+        values_by_evaluation = [numbers(event.get("class_accuracy")) for event in self.evaluations]
+        return next((values for values in reversed(values_by_evaluation) if values), [])
 
     @cached_property
     def user_classes(self) -> list[list[float | None]]:
-        """How many images of each class every listed user holds."""
+        """The number of images of each class, for every user that split.json lists."""
         listed = self.split.get("user_classes")
         return [numbers(row) for row in listed] if isinstance(listed, list) else []
 
@@ -171,30 +166,31 @@ class Run:
 
     @property
     def grouped(self) -> bool:
-        """Whether users are dealt into groups with models of their own."""
+        """Whether users are divided into groups with their own models."""
         return self.streams > 1 and self.config.method.start == "group"
 
     def curve(self, value: Callable[[Event], Any], kind: str) -> Points:
-        """A number over the rounds in which it was told."""
-        told = [(event["round"], finite(value(event))) for event in self.events if event["event"] == kind]
-        return [(at, found) for at, found in told if found is not None]
+        """Returns a number of the events of a kind over the rounds."""
+        points = [(event["round"], finite(value(event))) for event in self.events if event["event"] == kind]
+        return [(at, number) for at, number in points if number is not None]
 
-    def told(self, key: str, kind: str = "round") -> Points:
-        """A field of the events of a kind, over the rounds."""
+    def series(self, key: str, kind: str = "round") -> Points:
+        """Returns a field of the events of a kind over the rounds."""
         return self.curve(lambda event: event.get(key), kind)
 
     def diversity(self, normalisation: str) -> Points:
-        """Gradient diversity, "definition" (Definition 1) or "authors" (n·Δ), "..._groups" within groups."""
+        """Returns the gradient diversity, "definition" (Definition 1) or "authors" (n·Δ), over the rounds;
+        "..._groups" is within groups."""
         return self.curve(lambda event: inside(event.get(MEASURE), normalisation), "diversity")
 
 
 def read(path: Path, name: str) -> Run:
-    """A run folder under a name; one line says what is wrong where there is none."""
+    """Returns the data of a run folder under a name; raises if it is not a run folder."""
     config = folder.read_config(path)
     try:
         events = list(folder.read_events(path))
     except RunError:
-        raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start the run anew") from None
+        raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start a new run") from None
     known = [e for e in events if e["event"] in ("round", "eval", "diversity") and 0 <= e["round"] <= 10**9]
     split = _object(path / "split.json")
     config = roster.joined(config, len(split["sites"]) if isinstance(split.get("sites"), list) else 0)
@@ -202,7 +198,7 @@ def read(path: Path, name: str) -> Run:
 
 
 def finite(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Returns a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -212,22 +208,22 @@ def finite(value: Any) -> float | None:
 
 
 def numbers(values: Any) -> list[float | None]:
-    """A list of numbers, None where one is not; nothing where it is no list."""
+    """Returns a list of numbers, with None for values that are not numbers; empty if it is not a list."""
     return [finite(value) for value in values] if isinstance(values, list) else []
 
 
 def whole(values: Any) -> list[int]:
-    """The whole numbers of a list, such as users."""
+    """Returns the whole numbers of a list, such as users."""
     return [value for value in values if type(value) is int] if isinstance(values, list) else []
 
 
 def inside(value: Any, key: str) -> Any:
-    """`value[key]` where there is such a thing."""
+    """Returns `value[key]` if `value` is a dict, else None."""
     return value.get(key) if isinstance(value, dict) else None
 
 
 def thinned(points: Points) -> Points:
-    """At most so many of the points, evenly; the first and the last are among them."""
+    """Returns at most MOST_POINTS of the points, evenly spaced, with the first and the last."""
     if len(points) <= MOST_POINTS:
         return points
     last = len(points) - 1
@@ -235,13 +231,13 @@ def thinned(points: Points) -> Points:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name."""
+    """Returns every setting by its dotted name."""
     return {f"{section}.{key}": v for section, keys in as_dict(config).items() for key, v in keys.items()}
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = plain_files.parse_json(plain_files.read(path))
+        content = plain_files.parse_json(plain_files.read(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

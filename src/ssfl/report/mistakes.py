@@ -1,4 +1,4 @@
-"""Where a model errs: the confusion matrix, the worst classes, images, and the views it was trained on."""
+"""The mistakes of a model: the confusion matrix, the worst classes, images, and the training views."""
 
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
@@ -11,7 +11,7 @@ Shares = list[list[float | None]]
 
 
 def confusion(run: Run, seen: Seen | str) -> list[Block]:
-    """Which classes are taken for which."""
+    """Returns the confusion matrix and the worst classes."""
     if isinstance(seen, str):
         return [*_recorded(run), text(seen, "note")]
     totals = [sum(row) for row in seen.confusion]
@@ -28,43 +28,45 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
         right = interval(seen.confusion[k][k], totals[k])
         lines.append([classes[k], *map(number, (f"{totals[k]:,}", percent(share), right)), other])
     drawn = f", drawn from {seen.of:,}" if seen.tested < seen.of else ""
-    said = f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."
+    sentence = f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."
     if seen.right is None:
-        said = f"{count(seen.tested, 'labelled image')}, each judged by a model that had not seen it (folds)."
+        sentence = (
+            f"{count(seen.tested, 'labelled image')}, each judged by a model that had not seen it (folds)."
+        )
     head: list[Cell] = [
         "class",
         number("images"),
-        number("right"),
+        number("accuracy"),
         number("95 % interval"),
-        "most often taken for",
+        "most often confused with",
     ]
     made = _matrix(classes, shares, [k for _, k in worst], seen.confusion)
-    return [text(said), half(made), half(table(head, lines) | {"title": "The worst classes"})]
+    return [text(sentence), half(made), half(table(head, lines) | {"title": "The worst classes"})]
 
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
-    """The confusion matrix; of very many classes, that of the worst."""
+    """Returns the confusion matrix; with very many classes, only that of the worst."""
     rows, columns, values, note = classes, classes, shares, ""
     many: list[list[int]] | None = counts
     if len(classes) > MOST_CLASSES:
-        kept = sorted(worst[: MOST_CLASSES // 2])
-        rows = [classes[k] for k in kept]
+        shown = sorted(worst[: MOST_CLASSES // 2])
+        rows = [classes[k] for k in shown]
         columns = [*rows, "others"]
         values = []
-        for k in kept:
-            near = [shares[k][j] or 0.0 for j in kept]
+        for k in shown:
+            near = [shares[k][j] or 0.0 for j in shown]
             values.append([*near, max(0.0, 1 - sum(near))])
-        note, many = f"The {len(kept)} worst of {len(classes)} classes. ", None
+        note, many = f"The {len(shown)} worst of {len(classes)} classes. ", None
     return {
-        "kind": "matrix", "figure": "confusion", "title": "What is taken for what", "rows": rows,
+        "kind": "matrix", "figure": "confusion", "title": "Confusion matrix", "rows": rows,
         "columns": columns, "values": [[v if v is None else round(v, 4) for v in row] for row in values],
         "rowLabel": "true", "columnLabel": "predicted", "format": "percent", "most": 1, "counts": many,
-        "note": f"{note}Percent of each true class, and how many; a perfect model has 100 in the diagonal.",
+        "note": f"{note}Percent of each true class, and counts; a perfect model has 100 on the diagonal.",
     }  # fmt: skip
 
 
 def images(seen: Seen) -> list[Block]:
-    """Test images with what the model says of them."""
+    """Returns test images with their predictions."""
     made: list[Block] = []
     for title, items in seen.examples:
         if items:
@@ -77,25 +79,27 @@ def images(seen: Seen) -> list[Block]:
 
 
 def views(run: Run, seen: Seen) -> list[Block]:
-    """Weak and strong views of the same images."""
+    """Returns weak and strong views of the same images."""
     method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
-    told = (
-        f"Training images as they are, weakly changed (shifted{mirrored}) and strongly changed (two random "
-        "operations and a grey square besides)."
+    sentence = (
+        f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
+        "random operations and a grey square)."
     )
     threshold = getattr(method, "threshold", None)
     if threshold is not None and "strong" in method.uses():
-        told += (
-            " The model predicts the first weak view; where it is at least "
-            f"{threshold:g} sure, that is the pseudo-label that a strong view is trained with."
+        sentence += (
+            " The prediction for the first weak view is the pseudo-label of a strong view if its "
+            f"confidence is at least {threshold:g}."
         )
-    items = [{**item, "counts": threshold is not None and item["sure"] >= threshold} for item in seen.views]
+    items = [
+        {**item, "counts": threshold is not None and item["confidence"] >= threshold} for item in seen.views
+    ]
     title = "Weak and strong views of the same images"
-    return [text(told), {"kind": "views", "figure": "views", "title": title, "items": items}]
+    return [text(sentence), {"kind": "views", "figure": "views", "title": title, "items": items}]
 
 
 def _recorded(run: Run) -> list[Block]:
-    """The accuracy by class as the last evaluation told it."""
+    """Returns the accuracy of the worst classes from the last evaluation."""
     each = zip(run.class_accuracy, run.classes, strict=False)
     known = [(value, name) for value, name in each if value is not None]
     items: list[Block] = [{"name": name, "value": value} for value, name in sorted(known)[:WORST]]

@@ -13,9 +13,9 @@
   };
 
   function example(item) {
-    const said = item.right ? `${item.told}, right` : `${item.told}, true: ${item.true}`;
+    const verdict = item.right ? `${item.predicted}, correct` : `${item.predicted}, true: ${item.true}`;
     return el("li", { class: item.right ? "right" : "wrong" }, image(item.image, `true class ${item.true}`),
-      el("div", { class: "verdict" }, `${item.right ? "✓" : "✗"} ${said}`), el("div", { class: "soft" }, `${show("percent", item.sure)} sure`));
+      el("div", { class: "verdict" }, `${item.right ? "✓" : "✗"} ${verdict}`), el("div", { class: "soft" }, `confidence ${show("percent", item.confidence)}`));
   }
 
   function views(block) {
@@ -23,9 +23,9 @@
       ...block.items[0].strong.map((_, k) => `strong ${k + 1}`), "pseudo-label of weak 1"];
     const rows = block.items.map((item) => el("tr", {},
       [item.image, ...item.weak, ...item.strong].map((one, k) => el("td", {}, image(one, `${head[k]} of ${item.true ?? "an image"}`))),
-      el("td", {}, el("div", {}, `${item.told}, ${show("percent", item.sure)} sure`),
-        el("div", { class: "soft" }, (item.counts ? "counts" : "too unsure, does not count")
-          + (item.true === null ? "" : item.true === item.told ? "; right" : `; wrong, it is ${item.true}`)))));
+      el("td", {}, el("div", {}, `${item.predicted}, confidence ${show("percent", item.confidence)}`),
+        el("div", { class: "soft" }, (item.counts ? "used" : "not used, confidence below the threshold")
+          + (item.true === null ? "" : item.true === item.predicted ? "; correct" : `; wrong, true: ${item.true}`)))));
     return el("div", { class: "scroll views", tabindex: "0", role: "region", "aria-label": block.title }, el("table", {},
       el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)));
   }

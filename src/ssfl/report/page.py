@@ -1,4 +1,4 @@
-"""`ssfl report`: run folders in, one HTML file out that needs nothing else."""
+"""The report of run folders as one HTML file that needs nothing else."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'none'">
 </head>
 <body>
 <main></main>
-<noscript>This report draws itself with JavaScript, which is switched off.</noscript>
+<noscript>This report needs JavaScript, which is switched off in this browser.</noscript>
 <script type="application/json" id="data">{data}</script>
 <script>
 {charts}</script>
@@ -36,31 +36,32 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'none'">
 
 
 def contents(paths: Sequence[Path]) -> dict[str, Any]:
-    """All that a report of these runs says, as plain data."""
+    """Returns the content of the report of these runs as plain data."""
     names = several.distinct(paths)
-    found = [gather.read(path, name) for path, name in names.items()]
-    title = f"Run {found[0].name}" if len(found) == 1 else f"{len(found)} runs compared"
+    runs = [gather.read(path, name) for path, name in names.items()]
+    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
     states = {
-        run.name: "finished" if run.finished else f"round {run.played:,} of {run.planned:,}" for run in found
+        run.name: "finished" if run.finished else f"round {run.played:,} of {run.planned:,}" for run in runs
     }
-    told = f"{found[0].config.method.name} on {words.data_name(found[0])}, {states[found[0].name]}"
-    if len(found) > 1:
-        told = ", ".join(
+    subtitle = f"{runs[0].config.method.name} on {words.data_name(runs[0])}, {states[runs[0].name]}"
+    if len(runs) > 1:
+        subtitle = ", ".join(
             f"{name} ({state})" if state != "finished" else name for name, state in states.items()
         )
     version = folder.versions()["ssfl"]
     return {
         "title": title,
-        "subtitle": told if len(told) < 400 else told[:397] + "...",
-        "sections": sections.make(found),
-        "footer": f"Made by ssfl {version}. Charts are read by hovering, by touch or with the "
-        "arrow keys; each has its data as a table.",
+        "subtitle": subtitle if len(subtitle) < 400 else subtitle[:397] + "...",
+        "sections": sections.make(runs),
+        "footer": f"Made by ssfl {version}. To read values from a chart, hover over it, touch it or use the "
+        "arrow keys. Each chart also has its data as a table.",
     }
 
 
-def html(told: dict[str, Any]) -> str:
-    """The page. What is embedded holds no < > or &, so that no name or value of a run can end the script."""
-    data = json.dumps(told, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+def html(content: dict[str, Any]) -> str:
+    """Returns the page. The embedded data has no < > or &, so that no name or value of a run can end the
+    script."""
+    data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return _PAGE.format(
@@ -69,29 +70,40 @@ def html(told: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """A file that lies beside this one."""
+    """Returns the content of a file of this package."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def write(paths: Sequence[Path], out: Path | None = None, figures: Path | None = None) -> list[Path]:
-    """Write the report (by itself RUN/report.html, of several ./report.html) and, if wanted, its figures."""
+    """Write the report (default: RUN/report.html, or ./report.html for several runs) and, if `figures` is a
+    folder, its figures."""
     target = out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
-    told = contents(paths)
+    content = contents(paths)
     _require_ours(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_atomic(target, html(told).encode())
+    folder.write_atomic(target, html(content).encode())
     if figures is None:
         return [target]
     from ssfl.report.figures import draw
 
-    return [target, *draw(told["sections"], figures)]
+    return [target, *draw(content["sections"], figures)]
 
 
 def _require_ours(target: Path) -> None:
-    """An earlier report may be replaced, and nothing else."""
+    """Raises if the file exists and is not an earlier report."""
     if target.is_dir():
-        raise SsflError(f"--out {target} is a folder: name a file in it, such as {target / 'report.html'}")
+        example = target / "report.html"
+        raise SsflError(
+            f"--out {target} is a folder: name a file in it, such as {example}",
+            key="--out",
+            value=str(target),
+            fix=f"--out {example}",
+        )
     if target.exists():
         with target.open("rb") as file:
             if file.read(len(MARK)) != MARK.encode():
-                raise SsflError(f"{target} is not a report and is not overwritten: choose another --out")
+                raise SsflError(
+                    f"{target} is not a report and is not overwritten: choose another --out",
+                    key="--out",
+                    value=str(target),
+                )

@@ -1,4 +1,4 @@
-"""What a trained model says of images: a confusion matrix, examples, and the views it was trained on."""
+"""Predictions of a trained model for a report: a confusion matrix, example images, and training views."""
 
 import base64
 import io
@@ -24,7 +24,7 @@ from ssfl.simulate.simulation import evaluated_row, network_of, plain_network_of
 
 MOST_TESTED = 10_000
 SIDE = 48
-"""Pictures larger than this are made smaller: a report is a file to send."""
+"""Larger images are made smaller, to keep the report small enough to send."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
 BATCH = 250
 
@@ -33,13 +33,14 @@ Shown = dict[str, Any]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the model of a run says of its test images."""
+    """The predictions of a run's model for its test images."""
 
     round: int
-    """The model is that of this round."""
+    """The round of the model."""
     tested: int
+    """The number of test images that were used."""
     of: int
-    """How many test images there are; `tested` of them were looked at."""
+    """The number of all test images."""
     confusion: list[list[int]]
     """[true class][predicted class]"""
     classes: list[str]
@@ -48,9 +49,9 @@ class Seen:
     views: list[Shown]
     """Training images: the picture, weak and strong views, and the pseudo-label."""
     right: list[bool] | None = None
-    """Which of the test images looked at are right; None where the matrix is of folds."""
+    """Which of the used test images are correct; None if the matrix is from folds."""
     source: str = ""
-    """The data that these test images are of."""
+    """The fingerprint of the data."""
 
 
 class Loader:
@@ -59,25 +60,26 @@ class Loader:
     def __init__(self) -> None:
         self._held: dict[Any, Dataset] = {}
         self.shown: dict[str, set[int]] = {}
-        """Which test images were shown already: none is shown twice."""
+        """The test images that were shown already, so that none is shown twice."""
 
     def dataset(self, run: Run) -> Dataset:
-        """The images of a run, checked to be those it was trained with; nothing is fetched."""
+        """Returns the images of a run; raises if they are not those it was trained with. Downloads
+        nothing."""
         config = replace(run.config, data=replace(run.config.data, download=False))
         key = config.data, bool(config.run.folds)
         if key not in self._held:
             self._held[key] = resolve.load_data(config)
         found = self._held[key]
         if run.split.get("fingerprint") != inventory.fingerprint(found):
-            raise RunError(f"the images of {found.name} are not those of the run")
+            raise RunError(f"the images of {found.name} have changed since the run")
         return found
 
 
 def look(run: Run, loader: Loader) -> Seen | str:
-    """What there is to see, or in words why there is nothing."""
+    """Returns the predictions, or a sentence that says why there are none."""
     if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
-        return f"There are no pictures and no confusion matrix: test images {when} looked at (run.test)."
+        return f"There are no images and no confusion matrix: test images {when} used (run.test)."
     try:
         data = loader.dataset(run)
         model, at = _model(run, data)
@@ -85,22 +87,22 @@ def look(run: Run, loader: Loader) -> Seen | str:
     except (SsflError, OSError) as error:
         why = " ".join(str(error).split())
         if outside.is_outside(run.config.model.name):
-            warnings.warn(f"no pictures of {run.path}: {why}", SsflWarning, stacklevel=2)
-        return f"There are no pictures and no confusion matrix: {why}."
+            warnings.warn(f"the report has no images of {run.path}: {why}", SsflWarning, stacklevel=2)
+        return f"There are no images and no confusion matrix: {why}."
 
 
 def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
-    """The model of a run, or of its last checkpoint, and of which round it is."""
+    """Returns the model of a run, or of its last checkpoint, and its round."""
     if (run.path / "model.safetensors").is_file():
         model = load_model(run.path)
         if model.classes != data.classes or model.shape != data.shape:
-            raise RunError("the model is of other classes or another size than the images")
+            raise RunError("the model has other classes or another image size than the data")
         return model, run.played
     saved = checkpoints.newest(run.path, torch.device("cpu"))
     if saved is None:
         raise RunError("no model is saved yet")
     if run.config.model.norm_statistics == "recompute":
-        raise RunError("the model's statistics are made when the run ends")
+        raise RunError("the model's normalisation statistics are computed when the run ends")
     config = run.config
     data = assemble.scaled_for(config, data)
     folder.require_same_code(run.path, "model", config.model.name)
@@ -115,16 +117,18 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 
 def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
-    """What the folds of a run without test images say; all its labelled images trained the final model."""
-    told = inside(run.summary.get("folds"), "confusion")
+    """Returns the predictions of the folds, for a run without test images."""
+    matrix = inside(run.summary.get("folds"), "confusion")
     size = len(data.classes)
-    square = isinstance(told, list) and len(told) == size and all(len(whole(row)) == size for row in told)
+    square = (
+        isinstance(matrix, list) and len(matrix) == size and all(len(whole(row)) == size for row in matrix)
+    )
     if not square:
-        return "There is no confusion matrix yet: the folds are played after the last round."
+        return "There is no confusion matrix yet: the folds come after the last round."
     with torch.no_grad(), surroundings.enough_memory():
         views = _views(run, data, model, torch.Generator().manual_seed(0))
-    count = sum(map(sum, told))
-    return Seen(at, count, count, told, list(data.classes), [], views)
+    count = sum(map(sum, matrix))
+    return Seen(at, count, count, matrix, list(data.classes), [], views)
 
 
 def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -> Seen:
@@ -137,56 +141,58 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -
         model.to(device)
         shares = torch.cat([model(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)])
         model.cpu()
-        sure, told = shares.max(-1)
+        sure, predicted = shares.max(-1)
         size = len(data.classes)
-        pairs = torch.bincount(labels * size + told, minlength=size * size)
-        wrong = (told != labels).nonzero()[:, 0]
+        pairs = torch.bincount(labels * size + predicted, minlength=size * size)
+        wrong = (predicted != labels).nonzero()[:, 0]
         mistakes = wrong[sure[wrong].argsort(descending=True)]
         unsure = sure.argsort()[: 3 * EACH]
-        some = torch.randperm(len(labels), generator=seed)
+        random_order = torch.randperm(len(labels), generator=seed)
         source = str(run.split.get("fingerprint"))
         shown = loader.shown.setdefault(source, set())
         examples = []
         for title, places in (
             ("Confident mistakes", mistakes),
-            ("Least sure", unsure),
-            ("Drawn at random", some),
+            ("Least confident", unsure),
+            ("Drawn at random", random_order),
         ):
             new = [i for i in places.tolist() if i not in shown][:EACH]
             shown.update(new)
-            items = [_example(images[i], labels[i], told[i], sure[i], data.classes) for i in new]
+            items = [_example(images[i], labels[i], predicted[i], sure[i], data.classes) for i in new]
             examples.append((title, items))
         views = _views(run, data, model, seed)
     matrix = pairs.view(size, size).tolist()
-    right = (told == labels).tolist()
+    right = (predicted == labels).tolist()
     return Seen(at, len(labels), total, matrix, list(data.classes), examples, views, right, source)
 
 
-def _example(image: Tensor, label: Tensor, told: Tensor, sure: Tensor, classes: tuple[str, ...]) -> Shown:
+def _example(
+    image: Tensor, label: Tensor, predicted: Tensor, sure: Tensor, classes: tuple[str, ...]
+) -> Shown:
     return {
         "image": picture(image),
         "true": classes[int(label)],
-        "told": classes[int(told)],
-        "right": bool(label == told),
-        "sure": round(float(sure), 4),
+        "predicted": classes[int(predicted)],
+        "right": bool(label == predicted),
+        "confidence": round(float(sure), 4),
     }
 
 
 def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) -> list[Shown]:
-    """Weak and strong views of some training images, drawn as training draws them."""
+    """Returns weak and strong views of some training images, made as in training."""
     flip = bool(run.config.data.flip)
     chosen = torch.randperm(len(data.images), generator=seed)[:VIEWED]
     images = data.images[chosen]
     weak = [data.weak.of(images, seed, flip) for _ in range(WEAK)]
     strong = [data.strong.of(images, seed, flip) for _ in range(STRONG)]
-    sure, told = model(weak[0]).softmax(-1).max(-1)
+    sure, predicted = model(weak[0]).softmax(-1).max(-1)
     return [
         {
             "image": picture(images[i]),
             "weak": [picture(views[i]) for views in weak],
             "strong": [picture(views[i]) for views in strong],
-            "told": data.classes[int(told[i])],
-            "sure": round(float(sure[i]), 4),
+            "predicted": data.classes[int(predicted[i])],
+            "confidence": round(float(sure[i]), 4),
             "true": None if data.labels[chosen[i]] < 0 else data.classes[int(data.labels[chosen[i]])],
         }
         for i in range(len(images))
@@ -194,7 +200,7 @@ def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) ->
 
 
 def picture(image: Tensor) -> str:
-    """uint8 [C, H, W] as a data: address of a PNG."""
+    """Returns an image uint8 [C, H, W] as a data: address of a PNG."""
     pixels = image.permute(1, 2, 0).numpy()
     shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0]))
     shown.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
@@ -204,5 +210,5 @@ def picture(image: Tensor) -> str:
 
 
 def unpacked(address: str) -> Image.Image:
-    """The image of such an address."""
+    """Returns the image of such an address."""
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))

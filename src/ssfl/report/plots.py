@@ -11,19 +11,21 @@ STYLES = ["-", "--", "-.", ":"]
 
 
 def pyplot() -> Any:
-    """matplotlib's drawing functions, without a display."""
+    """Returns matplotlib's pyplot, without a display; raises if matplotlib is not installed."""
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as functions
     except ImportError as error:
-        raise SsflError("plots need matplotlib: pip install 'ssfl[report]'") from error
+        raise SsflError(
+            "figures need matplotlib: run `pip install 'ssfl[report]'`", fix="pip install 'ssfl[report]'"
+        ) from error
     return functions
 
 
 def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
-    """Test accuracy and mask rate over rounds, a line for each run; read without colour vision."""
+    """Draw test accuracy and mask rate over rounds, a line for each run; lines also differ in style."""
     plt = pyplot()
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6.4), sharex=True, height_ratios=[2, 1], layout="constrained"

@@ -13,50 +13,50 @@ from ssfl.report.several import Family
 from ssfl.runs.text import duration, interval, percent
 
 MOST_DETAILED = 4
-"""Of several runs, who has what, confusion and images are shown for so many experiments."""
-_READ = """Low diversity means that users move one way. That is what agreement looks like, and also a
-collapse: it is one when users are sure of nearly everything (mask rate near 1) while their labels are mostly
-wrong or accuracy falls."""
+"""With several runs, owners, confusion matrices and images are shown for at most so many experiments."""
+_READ = """Low diversity means that the updates of the users are nearly parallel. This can be agreement or a
+collapse. It is a collapse if nearly all images have a pseudo-label (mask rate near 1) while the pseudo-labels
+are mostly wrong or the accuracy falls."""
 _MEANS = """Accuracy on the test images after the last round: mean and standard deviation over runs that
-differ only in their seeds. The interval is what that many test images can tell (Wilson). Sure: the share of
-their images that users had a pseudo-label for in the last fifth of the rounds (mask rate), and how many of
-these labels were right."""
+differ only in their seeds. The interval is the Wilson interval for this number of test images. Mask rate: the
+share of the users' images with a pseudo-label in the last fifth of the rounds. Correct pseudo-labels: the
+share of these that are correct."""
 
 
-def make(found: Sequence[Run]) -> list[dict[str, Any]]:
-    """All sections, in order: the verdict, accuracy, differences, then the details; one without content is
-    left out."""
-    families = several.families(found)
+def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns all sections in order: verdict, accuracy, differences, then details; empty ones are left
+    out."""
+    families = several.families(runs)
     loader = Loader()
     seen = [look(family.runs[0], loader) for family in families[:MOST_DETAILED]]
-    if len(found) == 1:
-        run = found[0]
+    if len(runs) == 1:
+        run = runs[0]
         first = [("verdict", "Verdict", _verdict(run)), ("accuracy", "Accuracy", _accuracy(run))]
         curves = _diversity(run)
     else:
         first = [
-            ("verdict", "Verdict", _standings(found, families, seen)),
+            ("verdict", "Verdict", _standings(runs, families, seen)),
             ("accuracy", "Accuracy", _accuracies(families)),
-            ("differences", "How the runs differ", _differences(found)),
+            ("differences", "How the runs differ", _differences(runs)),
         ]
         curves = _diversities(families)
     measured = any(block.get("figure") == "diversity" for block in curves)
     whole = [
         *first,
         ("diversity", f"{'Gradient diversity and pseudo' if measured else 'Pseudo'}-labels", curves),
-        ("owners", "Who has what", _owners(families)),
-        *_detailed(families, seen, len(found) == 1),
-        ("costs", "Time, bytes, memory", costs.blocks(found)),
-        ("settings", "Settings and versions", _settings(found)),
+        ("owners", "Owners of the images", _owners(families)),
+        *_detailed(families, seen, len(runs) == 1),
+        ("costs", "Time, bytes, memory", costs.blocks(runs)),
+        ("settings", "Settings and versions", _settings(runs)),
     ]
     return [{"id": name, "title": title, "blocks": made} for name, title, made in whole if made]
 
 
 def _verdict(run: Run) -> list[Block]:
-    """What a reader wants to know first: whether the unlabelled images helped, and how good the model is."""
-    said = collapse.judge(run)
+    """Returns the most important facts: whether the unlabelled images helped, and the accuracy."""
+    diagnosis = collapse.judge(run)
     made = [say("", run.verdict, False)] if run.verdict else []
-    made += [say(said.head, said.text, True)] if said.bad else []
+    made += [say(diagnosis.head, diagnosis.text, True)] if diagnosis.bad else []
     return [
         *made,
         {"kind": "tiles", "items": _tiles(run)},
@@ -75,7 +75,7 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
         )
         tiles = [(name, percent(score.share), *of)]
         if score.balanced is not None and (run.is_uneven or score.on == "folds"):
-            tiles.append(("balanced accuracy", percent(score.balanced), "mean of the classes"))
+            tiles.append(("balanced accuracy", percent(score.balanced), "mean over the classes"))
     tiles += [
         ("rounds", f"{run.played:,}" if run.finished else f"{run.played:,} of {run.planned:,}"),
         ("users", f"{run.users:,}"),
@@ -84,36 +84,50 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
     return [*tiles, ("measured R", f"{skew:.3f}")] if skew is not None else tiles
 
 
-def _standings(found: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
-    """How the experiments stand, and whether the best two can be told apart."""
-    heads = ("seeds", "accuracy", "right", "95 % interval", "sure", "right of these", "time", "bytes")
+def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
+    """Returns a table of the experiments, and whether the best two differ clearly."""
+    heads = (
+        "seeds",
+        "accuracy",
+        "correct",
+        "95 % interval",
+        "mask rate",
+        "correct pseudo-labels",
+        "time",
+        "bytes",
+    )
     rows: list[list[Cell]] = [[family.name, *map(number, _standing(family))] for family in families]
     ends = {family.name: family.ends for family in families if family.ends}
     items: list[Block] = [
         {"name": name, "value": fmean(values), "text": several.spread(values)}
         for name, values in ends.items()
     ]
-    made = [say("", told, False) for told in several.conclusion(families, seen)]
-    for run in found:
-        said = collapse.judge(run)
-        made += [say(f"{run.name}: {said.head}", said.text, True)] if said.bad else []
+    made = [say("", line, False) for line in several.conclusion(families, seen)]
+    for run in runs:
+        diagnosis = collapse.judge(run)
+        made += [say(f"{run.name}: {diagnosis.head}", diagnosis.text, True)] if diagnosis.bad else []
         made += [text(f"{run.name}: {run.verdict}")] if run.verdict else []
     made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
-    unseen = [run.name for run in found if run.judged_by == "validation"]
+    unseen = [run.name for run in runs if run.judged_by == "validation"]
     if unseen:
-        which = "all runs" if len(unseen) == len(found) else ", ".join(unseen)
-        made.append(text(f"Of {which} on validation images: test images are never looked at there.", "note"))
+        which = "all runs" if len(unseen) == len(runs) else ", ".join(unseen)
+        made.append(
+            text(
+                f"For {which}, the accuracy is on validation images: test images are never used there.",
+                "note",
+            )
+        )
     made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
-    made += [text(f"{run.name}: {words.answer(run)}") for run in found if not run.finished]
-    asked = list(dict.fromkeys(words.question(run) for run in found))
-    return [*made, *(text(one) for one in asked[:3])]
+    made += [text(f"{run.name}: {words.answer(run)}") for run in runs if not run.finished]
+    questions = list(dict.fromkeys(words.question(run) for run in runs))
+    return [*made, *(text(one) for one in questions[:3])]
 
 
 def _standing(family: Family) -> list[str]:
-    """A family's line in the table."""
+    """Returns the line of an experiment in the table."""
     counted = family.counted
     masks, right = (
-        [late for run in counted if (late := _late(run.told(key))) is not None]
+        [late for run in counted if (late := _late(run.series(key))) is not None]
         for key in ("mask_rate", "pseudo_accuracy")
     )
     spent = [costs.totals(run) for run in counted]
@@ -128,21 +142,21 @@ def _standing(family: Family) -> list[str]:
     ]
 
 
-def _differences(found: Sequence[Run]) -> list[Block]:
-    rows = [[key, *values] for key, values in several.differences(found)]
+def _differences(runs: Sequence[Run]) -> list[Block]:
+    rows = [[key, *values] for key, values in several.differences(runs)]
     if not rows:
         return [text("The settings of the runs are all the same.")]
-    told = text("Every setting that is not the same in all runs.")
-    return [told, table(["setting", *(run.name for run in found)], rows)]
+    intro = text("Every setting that differs between the runs.")
+    return [intro, table(["setting", *(run.name for run in runs)], rows)]
 
 
 def _line(
-    figure: str, title: str, label: str, series: list[Block], found: Sequence[Run], **more: Any
+    figure: str, title: str, label: str, series: list[Block], runs: Sequence[Run], **options: Any
 ) -> Block:
-    """A chart over rounds, from the start to the last that any run will have, so that charts line up."""
-    whole = [0, max(max(run.planned, run.played) for run in found)]
+    """Returns a chart over rounds; all charts have the same range, up to the last round of any run."""
+    whole = [0, max(max(run.planned, run.played) for run in runs)]
     common = {"kind": "line", "xLabel": "round", "format": "percent", "range": [0, 1], "xRange": whole}
-    return {**common, "figure": figure, "title": title, "yLabel": label, "series": series, **more}
+    return {**common, "figure": figure, "title": title, "yLabel": label, "series": series, **options}
 
 
 def _accuracy(run: Run) -> list[Block]:
@@ -157,84 +171,84 @@ def _accuracy(run: Run) -> list[Block]:
         own = [(at, value) for at, each in groups.items() if k < len(each) and (value := each[k]) is not None]
         series.append(_series(f"group {k + 1} alone", own))
     losses = [
-        ("users", run.told("loss")),
-        ("server", run.told("server_loss")),
-        ("test", run.told("loss", "eval")),
+        ("users", run.series("loss")),
+        ("server", run.series("server_loss")),
+        ("test", run.series("loss", "eval")),
     ]
-    told = [_series(name, points) for name, points in losses if points]
+    loss_series = [_series(name, points) for name, points in losses if points]
     return [
         half(_line("accuracy", _title([run]), "share right", series, [run], height=320, marks=_marks(run))),
-        half(_line("loss", "Loss", "mean loss", told, [run], format="number", range=None, height=320)),
+        half(_line("loss", "Loss", "mean loss", loss_series, [run], format="number", range=None, height=320)),
     ]
 
 
 def _accuracies(families: Sequence[Family]) -> list[Block]:
-    found = _members(families)
-    late = any(run.test_kept for run in found)  # then by validation images, all that have any
+    runs = _members(families)
+    late = any(run.test_kept for run in runs)  # then the curves are on validation images
     series = _curves(families, lambda run: (run.validation if late else []) or run.accuracy)
     if not series:
-        folded = all(run.judged_by == "folds" for run in found)
+        folded = all(run.judged_by == "folds" for run in runs)
         return [] if folded else [text("There is no evaluation yet.")]
     note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
-    return [_line("accuracy", _title(found), "share right", series, found, height=320, note=note)]
+    return [_line("accuracy", _title(runs), "share right", series, runs, height=320, note=note)]
 
 
-def _title(found: Sequence[Run]) -> str:
-    """Of a chart of accuracy: which images it is about."""
-    late = any(run.test_kept for run in found)
-    ways = {"validation" if late and (run.validation or run.test_kept) else "test" for run in found}
+def _title(runs: Sequence[Run]) -> str:
+    """Returns the title of a chart of accuracy."""
+    late = any(run.test_kept for run in runs)
+    ways = {"validation" if late and (run.validation or run.test_kept) else "test" for run in runs}
     return f"Accuracy on the {' or '.join(sorted(ways))} images"
 
 
 def _diversity(run: Run) -> list[Block]:
     if not run.config.method.trains_users:
         return []
-    said = collapse.judge(run)
-    spread = [_series("over everybody", run.diversity("definition"))]
+    diagnosis = collapse.judge(run)
+    spread = [_series("over all participants", run.diversity("definition"))]
     if run.grouped:
         spread.append(_series("within groups", run.diversity("definition_groups")))
-    shares = [("sure (mask rate)", "mask_rate"), ("right of these", "pseudo_accuracy")]
-    labels = [_series(name, points) for name, key in shares if (points := run.told(key))]
-    title = "Pseudo-labels: how many, and how many are right"
+    shares = [("with a pseudo-label (mask rate)", "mask_rate"), ("correct, of these", "pseudo_accuracy")]
+    labels = [_series(name, points) for name, key in shares if (points := run.series(key))]
+    title = "Pseudo-labels: mask rate, and share of correct ones"
     charts = _spread(spread, [run], _marks(run))
     if labels:
         charts.append(_line("pseudo-labels", title, "share", labels, [run], height=260, marks=_marks(run)))
     note = [text(_READ, "note")] if len(charts) == 2 else []
-    return [say(said.head, said.text, said.bad), *map(half, charts), *note] if charts else []
+    return [say(diagnosis.head, diagnosis.text, diagnosis.bad), *map(half, charts), *note] if charts else []
 
 
 def _diversities(families: Sequence[Family]) -> list[Block]:
-    found = _members(families)
-    charts = _spread(_curves(families, lambda run: run.diversity("definition")), found, [])
+    runs = _members(families)
+    charts = _spread(_curves(families, lambda run: run.diversity("definition")), runs, [])
     measured = bool(charts)
     for figure, title, key in (
-        ("mask-rate", "Sure: the share of images with a pseudo-label (mask rate)", "mask_rate"),
-        ("pseudo-accuracy", "Right: the share of these labels that are true", "pseudo_accuracy"),
+        ("mask-rate", "Mask rate: the share of images with a pseudo-label", "mask_rate"),
+        ("pseudo-accuracy", "The share of pseudo-labels that are correct", "pseudo_accuracy"),
     ):
-        series = _curves(families, lambda run, key=key: run.told(key))  # type: ignore[misc]
-        charts += [_line(figure, title, "share", series, found, height=260)] if series else []
+        series = _curves(families, lambda run, key=key: run.series(key))  # type: ignore[misc]
+        charts += [_line(figure, title, "share", series, runs, height=260)] if series else []
     return [*map(half, charts), *([text(_READ, "note")] if measured else [])]
 
 
-def _spread(series: list[Block], found: Sequence[Run], marks: list[Block]) -> list[Block]:
-    """The chart of gradient diversity, with the level that it cannot be below; none where it was not
-    measured (run.diversity_every)."""
+def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> list[Block]:
+    """Returns the chart of gradient diversity, with its lower bound; nothing if it was not measured
+    (run.diversity_every)."""
     if not any(one["points"] for one in series):
         return []
-    many = {run.config.federation.participants or run.users for run in found}
+    many = {run.config.federation.participants or run.users for run in runs}
     most = max(many)
-    levels = [{"y": 1 / most, "text": f"1/{most}: all move one way"}] if len(many) == 1 else []
-    if len(found) == 1 and found[0].grouped:
-        share = found[0].streams / most
-        levels.append({"y": share, "text": f"{share:.3g}: within groups all move one way"})
+    levels = [{"y": 1 / most, "text": f"1/{most}: all updates parallel"}] if len(many) == 1 else []
+    if len(runs) == 1 and runs[0].grouped:
+        share = runs[0].streams / most
+        levels.append({"y": share, "text": f"{share:.3g}: all updates parallel within groups"})
     return [_line(
-        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, found, height=260,
+        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, runs, height=260,
         format="number", log=True, range=None, marks=marks, levels=levels,
     )]  # fmt: skip
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
-    """Who has what in each experiment; what is the same is told once."""
+    """Returns the owners of the images in each experiment; equal splits are shown once."""
     if len(families) == 1:
         run = families[0].runs[0]
         return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
@@ -244,7 +258,9 @@ def _owners(families: Sequence[Family]) -> list[Block]:
         run = family.runs[0]
         same = shown.setdefault(repr(run.split), family.name)
         held = (
-            owners.holdings(run) if same == family.name else [text(f"The owners hold the same as in {same}.")]
+            owners.holdings(run)
+            if same == family.name
+            else [text(f"The owners have the same images as in {same}.")]
         )
         made += [
             heading(family.name),
@@ -254,13 +270,13 @@ def _owners(families: Sequence[Family]) -> list[Block]:
 
 
 def _detailed(
-    families: Sequence[Family], looked: Sequence[Seen | str], alone: bool
+    families: Sequence[Family], seen_of_families: Sequence[Seen | str], alone: bool
 ) -> list[tuple[str, str, list[Block]]]:
-    """Confusion, images and views: of one run, or of the first of each experiment."""
+    """Returns confusion matrix, images and views: of one run, or of the first run of each experiment."""
     wrong: list[Block] = []
     images: list[Block] = []
     views: list[Block] = []
-    for place, (family, seen) in enumerate(zip(families, looked, strict=False), 1):
+    for place, (family, seen) in enumerate(zip(families, seen_of_families, strict=False), 1):
         run = family.runs[0]
         head, prefix = ([], "") if alone else ([heading(run.name)], f"{place}-")
         wrong += [*head, *named(mistakes.confusion(run, seen), prefix)]
@@ -271,31 +287,31 @@ def _detailed(
     if len(families) > MOST_DETAILED:
         wrong.append(text(f"Shown for the first {MOST_DETAILED} of {len(families)} experiments."))
     return [
-        ("mistakes", "Where it errs", wrong),
+        ("mistakes", "Mistakes", wrong),
         ("images", "Test images", images),
-        ("views", "What users train on", views),
+        ("views", "Training views", views),
     ]
 
 
-def _settings(found: Sequence[Run]) -> list[Block]:
-    whose = "" if len(found) == 1 else f"{found[0].name}: "
-    made: list[Block] = [text(whose + " ".join(words.setting(found[0])))]
-    for run in found:
+def _settings(runs: Sequence[Run]) -> list[Block]:
+    whose = "" if len(runs) == 1 else f"{runs[0].name}: "
+    made: list[Block] = [text(whose + " ".join(words.setting(runs[0])))]
+    for run in runs:
         versions = run.summary.get("versions")
-        told = [f"{key} {value}" for key, value in versions.items()] if isinstance(versions, dict) else []
+        facts = [f"{key} {value}" for key, value in versions.items()] if isinstance(versions, dict) else []
         for key in ("commit", "device", "engine", "threads", "precision", "users_at_once"):
             if run.summary.get(key) is not None:
-                told.append(f"{key.replace('_', ' ')} {run.summary[key]}")
-        made += [heading(run.name)] if len(found) > 1 else []
-        made.append(text(f"{', '.join(told)}." if told else "Versions are recorded when the run ends."))
+                facts.append(f"{key.replace('_', ' ')} {run.summary[key]}")
+        made += [heading(run.name)] if len(runs) > 1 else []
+        made.append(text(f"{', '.join(facts)}." if facts else "Versions are recorded when the run ends."))
         file = {"summary": "config.toml, every setting", "text": to_toml(run.config), "open": False}
         made.append({"kind": "pre", **file})
     return made
 
 
-def _curves(families: Sequence[Family], told: Callable[[Run], Points]) -> list[Block]:
-    found = (family.curve(place, told) for place, family in enumerate(families))
-    return [series for series in found if series]
+def _curves(families: Sequence[Family], points_of: Callable[[Run], Points]) -> list[Block]:
+    curves = (family.curve(place, points_of) for place, family in enumerate(families))
+    return [series for series in curves if series]
 
 
 def _members(families: Sequence[Family]) -> list[Run]:
@@ -307,11 +323,11 @@ def _series(name: str, points: Points) -> Block:
 
 
 def _late(points: Points) -> float | None:
-    """The mean over the last fifth."""
+    """Returns the mean over the last fifth of the points."""
     last = [value for _, value in points[-max(1, len(points) // 5) :]]
     return fmean(last) if last else None
 
 
 def _marks(run: Run) -> list[Block]:
     since = collapse.judge(run).since
-    return [] if since is None else [{"x": since, "text": f"from round {since:,}: sure and wrong"}]
+    return [] if since is None else [{"x": since, "text": f"from round {since:,}: confident and wrong"}]

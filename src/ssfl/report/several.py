@@ -1,4 +1,4 @@
-"""Several runs together: which differ only in the seed, their means, and how settings differ."""
+"""Several runs together: groups that differ only in their seeds, their means, and differences in settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from ssfl.report.pictures import Seen
 from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
-"""With [run], what may differ between runs of the same experiment."""
+"""Settings that may differ between runs of the same experiment, besides all of [run]."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Runs that differ only in their seeds; often one alone."""
+    """An experiment: runs that differ only in their seeds, often a single run."""
 
     name: str
     runs: list[Run]
 
     @property
     def counted(self) -> list[Run]:
-        """Those that means are over: the finished ones, or all while none is."""
+        """The runs that means are over: the finished ones, or all if none is finished."""
         return [run for run in self.runs if run.finished] or self.runs
 
     @property
     def ends(self) -> list[float]:
-        """The accuracy after the last round of each."""
+        """The accuracy of each run after its last round."""
         return [run.judged[-1][1] for run in self.counted if run.judged]
 
     @property
     def counts(self) -> tuple[str, str]:
-        """How many of how many images are right, on average, and the interval of that share."""
+        """The mean number of correct images and of all images, and the interval of their share, in words."""
         scores = [run.score for run in self.counted if run.score is not None and run.score.count]
         if not scores or len({score.count for score in scores}) > 1:
             return "–", "–"
@@ -42,9 +42,9 @@ class Family:
         shown = f"{right:,.0f}" if len(scores) == 1 else f"{right:,.1f}"
         return f"{shown} of {count:,}", interval(right, count)
 
-    def curve(self, look: int, told: Callable[[Run], Points]) -> dict[str, Any] | None:
-        """A chart's series: the mean over the seeds, with a band of one deviation to both sides."""
-        curves = [dict(points) for points in map(told, self.counted) if points]
+    def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
+        """Returns the series of a chart: the mean over the seeds, with a band of one standard deviation."""
+        curves = [dict(points) for points in map(points_of, self.counted) if points]
         if not curves:
             return None
         shared = sorted(set.intersection(*(set(points) for points in curves)))
@@ -61,7 +61,7 @@ class Family:
 
 
 def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
-    """Whether the best two of several experiments can be told apart by their test images."""
+    """Returns a sentence about whether the best two experiments differ clearly on their test images."""
     known = [
         (sum(look.right), family, look)
         for family, look in zip(families, seen, strict=False)
@@ -73,20 +73,22 @@ def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[s
     (_, first, best), (_, second, other) = sorted(known, key=lambda one: -one[0])[:2]
     pair = statistics.paired(best.right or [], other.right or [])
     low, high = (100 * end for end in pair.interval)
-    between = f"95 % interval of the difference: {low:+.1f} to {high:+.1f} points".replace("-", "−")
-    numbers = f"{first.runs[0].name} {pair.right:,} right, {second.runs[0].name} {pair.other_right:,}"
+    between = f"95 % interval of the difference: {low:+.1f} to {high:+.1f} percentage points".replace(
+        "-", "−"
+    )
+    numbers = f"{first.runs[0].name} has {pair.right:,} correct, {second.runs[0].name} {pair.other_right:,}"
     if low > 0:
         return [f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."]
-    few = f"{pair.count:,} test images are too few to tell the best two apart"
-    said = few if pair.count < statistics.FEW else "The best two do not clearly differ"
+    too_few = f"{pair.count:,} test images are too few to tell the best two apart"
+    verdict = too_few if pair.count < statistics.FEW else "The best two do not clearly differ"
     of = "" if pair.count < statistics.FEW else f"of {pair.count:,} test images, "
-    return [f"{said}: {of}{numbers} ({between})."]
+    return [f"{verdict}: {of}{numbers} ({between})."]
 
 
-def families(found: Sequence[Run]) -> list[Family]:
-    """The runs by experiment, in the order in which they were given."""
+def families(runs: Sequence[Run]) -> list[Family]:
+    """Returns the runs by experiment, in their original order."""
     alike: dict[str, list[Run]] = {}
-    for run in found:
+    for run in runs:
         alike.setdefault(repr(_experiment(run)), []).append(run)
     named: list[Family] = []
     for members in alike.values():
@@ -103,9 +105,9 @@ def _experiment(run: Run) -> dict[str, Any]:
     return {k: v for k, v in settings(run.config).items() if not k.startswith("run.") and k not in _BESIDE}
 
 
-def differences(found: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs are not all alike, with the value of each."""
-    each = [settings(run.config) for run in found]
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns the settings that differ between the runs, with the value in each run."""
+    each = [settings(run.config) for run in runs]
     keys = dict.fromkeys(key for one in each for key in one)  # methods have settings of their own
     return [
         (key, [_told(one[key]) if key in one else "–" for one in each])
@@ -115,7 +117,7 @@ def differences(found: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and deviation of shares, in percent."""
+    """Returns mean and standard deviation of shares, in percent."""
     if not values:
         return "–"
     deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
@@ -123,19 +125,21 @@ def spread(values: Sequence[float]) -> str:
 
 
 def distinct(paths: Sequence[Path]) -> dict[Path, str]:
-    """A short name for each folder: as much of the end of its path as tells it from the others."""
+    """Returns a short name for each folder: as much of the end of its path as distinguishes it."""
     whole = {path: path.resolve().parts for path in paths}
-    once = {parts: path for path, parts in reversed(whole.items())}  # a folder given twice counts once
-    kept = {path: parts for path, parts in whole.items() if once[parts] == path}
-    for depth in range(1, max(map(len, kept.values())) + 1):
-        names = {path: "/".join(parts[-depth:]) for path, parts in kept.items()}
+    once = {
+        parts: path for path, parts in reversed(whole.items())
+    }  # a folder that is named twice counts once
+    unique = {path: parts for path, parts in whole.items() if once[parts] == path}
+    for depth in range(1, max(map(len, unique.values())) + 1):
+        names = {path: "/".join(parts[-depth:]) for path, parts in unique.items()}
         if len(set(names.values())) == len(names):
             return names
-    return {path: str(path) for path in kept}
+    return {path: str(path) for path in unique}
 
 
 def _beginning(names: Sequence[str]) -> str:
-    """The letters that all begin with."""
+    """Returns the common beginning of all names."""
     first, last = min(names), max(names)
     same = [one == other for one, other in zip(first, last, strict=False)]
     return first[: same.index(False) if False in same else len(same)]
