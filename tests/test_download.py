@@ -140,7 +140,7 @@ def test_download_that_fails(
 ) -> None:
     monkeypatch.setattr(download, "TIMEOUT", 0.5)
     base = "http://127.0.0.1:9" if behaviour == "nowhere" else f"{address}/{behaviour}"
-    failed_download(tmp_path, move(monkeypatch, base), "cannot be downloaded", "by hand")
+    failed_download(tmp_path, move(monkeypatch, base), "cannot be downloaded", "md5")
 
 
 def test_download_into_a_folder_that_cannot_be(tmp_path: Path, address: str) -> None:

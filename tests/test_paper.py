@@ -145,7 +145,7 @@ def test_a_run_that_breaks_down_is_told_and_the_others_go_on(tmp_path: Path) -> 
     told: list[str] = []
     with pytest.raises(DivergedError):
         sweep.play([rows.row("21")], options, told.append, quiet=True)
-    assert sum("training broke down in round" in line for line in told) == 2
+    assert sum("training diverged in round" in line for line in told) == 2
     lines = tables.lines([rows.row("21")], results.read([tmp_path]))
     assert [line["diverged"] for line in lines] == [1, 1]
     assert tables.markdown(lines).count("diverged") == 2
@@ -275,7 +275,7 @@ def test_from_the_command_line(
         (["paper", "run", "1", "2", "--data", "a.npz"], "these rows use cifar10 and svhn"),
         (["paper", "run", "21", "--set", "run.seed=4"], "use --seeds"),
         (["paper", "figure", "2"], "no finished run for figure 2"),
-        (["paper", "table", "2", "--from", "nowhere"], "nowhere is not a folder"),
+        (["paper", "table", "2", "--from", "nowhere"], "there is no folder nowhere"),
     ):
         assert ssfl(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_a_collapse_is_told(
     path = fake(folder, tmp_path, masks, right, scores)
     said = collapse.judge(gather.read(path, "made-up"))
     assert (said.head, said.bad) == (head, bad)
-    assert ("one way" in said.text) == (said.since is not None)
+    assert ("parallel" in said.text) == (said.since is not None)
     assert head in words(page.contents([path]))
 
 
@@ -278,7 +278,9 @@ def test_a_run_that_never_looks_at_test_images(quick: Callable[..., Config], tmp
     ssfl.run(quick("run.test=never", "data.validation=0.1", "train.lr=0.01"), tmp_path / "slower")
     told = page.contents([tmp_path / "run", tmp_path / "slower"])
     assert len(figure(told, "final")["items"]) == 2
-    assert "Of all runs on validation images: test images are never looked at there." in words(told)
+    assert "For all runs, the accuracy is on validation images: test images are never used there." in words(
+        told
+    )
     ssfl.run(quick("data.validation=0.1"), tmp_path / "every")
     told = page.contents([tmp_path / "run", tmp_path / "every"])
     assert "For run, the accuracy is on validation images: test images are never used there." in words(told)

@@ -64,7 +64,7 @@ def judge(run: Run) -> Collapse:
         )
     if fmean(value for _, value in last) < 0.02:
         hint = "Try a lower method.threshold or more rounds."
-        return Collapse("The users hardly learn.", f"They give only {mask_of}. {hint}", True)
+        return Collapse("The users hardly learn.", f"They give {mask_of}. {hint}", True)
     return Collapse("No collapse.", now)
 
 
