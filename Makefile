@@ -46,7 +46,7 @@ sbom: $(VENV)/dev.stamp  ## what is installed that ssfl needs, as CycloneDX JSON
 # torch itself is fixed by version alone, because its builds differ by device; what it needs in Python is locked, and so
 # is setuptools, which builds ssfl.
 LOCK := build/lock/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --upgrade \
-	--python-version 3.11 --no-config --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
+	--python-version 3.11 --no-config --custom-compile-command 'make lock' \
 	--override build/without-torch.txt --constraint constraints.txt pyproject.toml build/beside.txt
 
 lock:  ## requirements-dev.lock and requirements-demo.lock anew: versions and hashes of everything but torch, for all platforms
