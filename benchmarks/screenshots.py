@@ -45,8 +45,8 @@ def main() -> None:
         if not (options.runs / name / "summary.json").is_file():
             ssfl.run(ssfl.load_config("quickstart", settings), options.runs / name)
     with browser() as chrome:
-        report(chrome, options.runs, ["fedavg"], 1180, options.out / "report.png")
-        report(chrome, options.runs, list(RUNS), 1090, options.out / "report-compare.png")
+        report(chrome, options.runs, ["fedavg"], (1000, 1180), options.out / "report.png")
+        report(chrome, options.runs, list(RUNS), (1110, 1060), options.out / "report-compare.png")
         with board(options.runs) as address:
             run = "document.querySelector('input[aria-label=\"compare {}\"]')"
             shot(chrome, address, 1200, 860, options.out / "board.png", clicked=[
@@ -54,11 +54,11 @@ def main() -> None:
     options.json.write_text(json.dumps(record(options.runs), indent=1) + "\n", "utf-8")
 
 
-def report(chrome: "Chrome", runs: Path, names: list[str], height: int, out: Path) -> None:
+def report(chrome: "Chrome", runs: Path, names: list[str], size: tuple[int, int], out: Path) -> None:
     """Takes a picture of the top of a report on some runs."""
     written = (runs / f"{out.stem}.html").resolve()
     page.write([runs / name for name in names], written)
-    shot(chrome, written.as_uri(), 1000, height, out)
+    shot(chrome, written.as_uri(), *size, out)
 
 
 def shot(
@@ -121,10 +121,7 @@ def board(runs: Path) -> Iterator[str]:
 
 def record(runs: Path) -> dict[str, Any]:
     """Returns how the runs were made, and their curves."""
-    made: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.screenshots", *sys.argv[1:]]),
-        "runs": {},
-    }
+    made: dict[str, Any] = {"command": "python -m benchmarks.screenshots", "runs": {}}
     for name, settings in RUNS.items():
         summary = json.loads((runs / name / "summary.json").read_text("utf-8"))
         events = list(read_events(runs / name))
