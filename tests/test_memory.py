@@ -17,8 +17,8 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory, "free", lambda device: 1 << 20)
-    words = ["federation.rounds=1", "federation.period=1", "run.device=cpu", "run.threads=1"]
-    given = [word for setting in words for word in ("--set", setting)]
+    sets = ["federation.rounds=1", "federation.period=1", "run.device=cpu", "run.threads=1"]
+    given = [word for setting in sets for word in ("--set", setting)]
     call = ["ssfl", "run", *given, "--quiet", "--out", "run", "--set"]
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=user"])
     with pytest.raises(SystemExit) as stop:
@@ -26,15 +26,14 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
     told = capsys.readouterr().err
     # 11 rows of 10,026 numbers of 4 bytes, three times: the state, and its bytes twice while it is saved
     assert stop.value.code == 2
-    assert told == (
-        "ssfl: train.momentum_policy = 'user' keeps a row for each of 10 users, which needs 1.3 MiB of "
-        "memory where cpu has 1.0 MiB free: set it to 'slot' or 'reset'\n"
-    )
+    for words in ("train.momentum_policy = 'user'", "10 users", "1.3 MiB", "1.0 MiB", "=reset"):
+        assert words in told
+    assert told.count("\n") == 1
     assert not Path("run").exists()
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=slot"])
     with pytest.raises(SystemExit) as stop:
         main.main()
-    assert "keeps a row for each of 10 slots" in capsys.readouterr().err
+    assert "10 slots" in capsys.readouterr().err
     monkeypatch.setattr(
         sys, "argv", [*call, "train.momentum_policy=slot", "--set", "federation.participants=5"]
     )
