@@ -1,9 +1,9 @@
 """Results of the paper's runs, made up."""
 
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import PaperRun
 
 
-def fake(run: Run, seed: int, **more: object) -> dict[str, object]:
+def fake(run: PaperRun, seed: int, **more: object) -> dict[str, object]:
     """A result as `results.write` leaves it, of made-up numbers."""
     measured = {"definition": 0.5, "authors_groups": 4.0}
     kinds = [f"{k}_{n}{s}" for k in ("gradient", "update") for n in ("l2_squared", "l2", "l1_squared", "l1")

@@ -17,7 +17,7 @@ import pytest
 
 import ssfl as library
 from conftest import Call
-from ssfl.board import describe, folder, follow
+from ssfl.board import describe, follow, untrusted
 from ssfl.config.loading import load_config
 from ssfl.errors import SsflError
 from ssfl.runs import folder as runs
@@ -256,7 +256,7 @@ def test_curves_grow_are_cut_and_stay_small(tmp_path: Path) -> None:
     follower = follow.Follower()
 
     def look() -> list[tuple[int, float]]:
-        with folder.opened(tmp_path.parent, tmp_path.name) as run:
+        with untrusted.opened(tmp_path.parent, tmp_path.name) as run:
             follower.look(run)
         return follower.shown().get("accuracy", [])
 

@@ -11,7 +11,7 @@ import pytest
 from ssfl.config.loading import as_dict
 from ssfl.paper import rows
 from ssfl.paper.fidelity import settings
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import PaperRun
 
 
 def values(config: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def values(config: Any) -> dict[str, Any]:
     }
 
 
-def first(number: int, method: str, labels_at: str = "server") -> Run:
+def first(number: int, method: str, labels_at: str = "server") -> PaperRun:
     found = [run for run in rows.row(str(number)).runs if (run.method, run.labels_at) == (method, labels_at)]
     return found[0]
 

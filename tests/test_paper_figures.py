@@ -12,8 +12,8 @@ from paper_results import fake
 from ssfl.paper import drawing, figures, results, rows
 from ssfl.paper.drawing import Drawing
 from ssfl.paper.fidelity import actual
-from ssfl.paper.results import Result
-from ssfl.paper.rows import Run
+from ssfl.paper.results import PaperResult
+from ssfl.paper.rows import PaperRun
 
 NEEDS = {
     "2": "methods",
@@ -40,7 +40,7 @@ class Kept(Drawing):
 def drawn(
     monkeypatch: pytest.MonkeyPatch,
     number: str,
-    given: list[Result],
+    given: list[PaperResult],
     fidelity: str = "paper",
     with_changes: bool = False,
 ) -> Any:
@@ -57,7 +57,7 @@ def labels(axis: Any) -> list[str]:
     return [line.get_label() for line in axis.lines if not line.get_label().startswith("_")]
 
 
-def found(folder: Path, runs: Iterable[Run], **more: object) -> list[Result]:
+def found(folder: Path, runs: Iterable[PaperRun], **more: object) -> list[PaperResult]:
     """A made-up result of each run, as files."""
     folder.mkdir(exist_ok=True)
     for place, run in enumerate(runs, len(list(folder.iterdir()))):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ssfl.paper import rows
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import PaperRun
 
 EXPERIMENTS = """
 1 |Cifar10|Grouping-based       |0.0,0.1,...,1.0|16           |10^3                  |10       |10      |-
@@ -206,7 +206,7 @@ def figures() -> list[Figure]:
     return found
 
 
-def told(run: Run) -> Figure:
+def told(run: PaperRun) -> Figure:
     assert run.published is not None
     factors = (run.skew, run.period, run.server_labels, run.participants, run.users, run.epochs or 0)
     return (run.where, run.data, run.method, *map(float, factors), run.labels_at, run.published)  # type: ignore[return-value]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ssfl.paper import rows, sweep
-from ssfl.paper.rows import Row, Run
+from ssfl.paper.rows import PaperRun, Row
 from ssfl.runs import folder as runs
 
 EVERY = [pytest.param(row, id=str(row.number)) for row in (*rows.ROWS, rows.METHODS)]
@@ -51,7 +51,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def played(run: Run, data: Path, out: Path, changes: tuple[str, ...]) -> tuple[Path, list[dict[str, Any]]]:
+def played(
+    run: PaperRun, data: Path, out: Path, changes: tuple[str, ...]
+) -> tuple[Path, list[dict[str, Any]]]:
     """The run's folder and its rounds."""
     options = sweep.Options(data=str(data), sets=changes, out=out)
     row = Row(0, "", "", (run,))
@@ -60,7 +62,7 @@ def played(run: Run, data: Path, out: Path, changes: tuple[str, ...]) -> tuple[P
     return path, [event for event in runs.read_events(path) if event["event"] == "round"]
 
 
-def marked(run: Run) -> str:
+def marked(run: PaperRun) -> str:
     """The setting that says how many labels there are."""
     return "user_labels" if run.labels_at == "users" or run.method == "fixmatch" else "server_labels"
 

@@ -79,7 +79,7 @@ def made_old(path: Path) -> None:
 
 
 def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> None:
-    from ssfl.board import describe, folder
+    from ssfl.board import describe, untrusted
     from ssfl.report import page
 
     made_old(done)
@@ -92,7 +92,7 @@ def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> N
     assert ssfl.load_model(done).classes == tuple("0123456789")
     page.write([done], done.with_suffix(".html"))
     assert "The method is anchored" in done.with_suffix(".html").read_text()
-    with folder.opened(done.parent, done.name) as handle:
+    with untrusted.opened(done.parent, done.name) as handle:
         assert describe.run(handle, done.name)["method"] == "anchored"
     undone(done)
     with pytest.raises(RunError, match=r"ssfl 0\.1") as caught:

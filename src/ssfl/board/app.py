@@ -13,7 +13,7 @@ from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 
-from ssfl.board import describe, folder
+from ssfl.board import describe, untrusted
 from ssfl.board.follow import Followers
 from ssfl.errors import SsflError
 from ssfl.report import page
@@ -93,17 +93,17 @@ def make_app(root: Path) -> Starlette:
 
     def listed(request: Request) -> Response:
         described = []
-        for name in folder.names(root):
+        for name in untrusted.names(root):
             try:
-                with folder.opened(root, name) as run:
+                with untrusted.opened(root, name) as run:
                     described.append(known.run(run, name))
-            except folder.NotThere:  # it has just gone
+            except untrusted.NotThere:  # it has just gone
                 continue
-        return JSONResponse({"folder": folder.text(root), "runs": described})
+        return JSONResponse({"folder": untrusted.text(root), "runs": described})
 
     def looked_at(request: Request) -> Response:
         name = request.query_params.get("name", "")
-        with folder.opened(root, name) as run:
+        with untrusted.opened(root, name) as run:
             follower = followers.of(name)
             follower.look(run)
             description = describe.run(run, name) | {"settings": describe.settings(run)}
@@ -114,7 +114,7 @@ def make_app(root: Path) -> Starlette:
         if not 1 <= len(names) <= MOST:
             return PlainTextResponse(f"choose 1 to {MOST} runs\n", 400)
         for name in names:
-            with folder.opened(root, name) as run:
+            with untrusted.opened(root, name) as run:
                 if strange := describe.strange(run):
                     return PlainTextResponse(f"{name}: its {strange} was not written by a run\n", 422)
         async with one_at_a_time:
@@ -125,7 +125,7 @@ def make_app(root: Path) -> Starlette:
 
     routes = [Route(path, asset) for path in ASSETS]
     routes += [Route("/runs", listed), Route("/run", looked_at), Route("/report", report)]
-    app = Starlette(routes=routes, exception_handlers={folder.NotThere: not_there})
+    app = Starlette(routes=routes, exception_handlers={untrusted.NotThere: not_there})
     app.add_middleware(ReadOnly)
     return app
 

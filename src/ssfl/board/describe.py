@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ssfl.board import folder
-from ssfl.board.folder import text
+from ssfl.board import untrusted
+from ssfl.board.untrusted import text
 from ssfl.core.statistics import wilson
 from ssfl.report.gather import finite
 
@@ -22,7 +22,8 @@ SCORES = {
 }  # fmt: skip
 """The scores of a model: their names on the page, and in evaluations and the summary."""
 LARGEST = {
-    "config.toml": folder.SMALL, "summary.json": folder.SMALL, "split.json": 1 << 26, "events.jsonl": 1 << 28,
+    "config.toml": untrusted.SMALL, "summary.json": untrusted.SMALL, "split.json": 1 << 26,
+    "events.jsonl": 1 << 28,
     "model.safetensors": 1 << 32,
 }  # fmt: skip
 """The files that a report reads, and their largest sizes."""
@@ -30,8 +31,8 @@ LARGEST = {
 
 def run(handle: int, name: str) -> dict[str, Any]:
     """Returns the description of a run in the list."""
-    config, summary = folder.read_config(handle), folder.read_json(handle, "summary.json")
-    state, error = folder.state(handle)
+    config, summary = untrusted.read_config(handle), untrusted.read_json(handle, "summary.json")
+    state, error = untrusted.state(handle)
     data = config.get("data", {})
     description: dict[str, Any] = {
         "name": name,
@@ -84,7 +85,7 @@ class Finished:
         if known == stamp:
             return description | {"age": _age(handle)}
         description = run(handle, name)
-        if description["state"] == "finished" and len(self._held) < folder.RUNS:
+        if description["state"] == "finished" and len(self._held) < untrusted.RUNS:
             self._held[name] = (stamp, description)
         return description
 
@@ -120,7 +121,7 @@ def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[
 
 
 def _last_events(handle: int) -> list[dict[str, Any]]:
-    file = folder.open_plain(handle, "events.jsonl")
+    file = untrusted.open_plain(handle, "events.jsonl")
     if file is None:
         return []
     with os.fdopen(file, "rb") as stream:
@@ -142,7 +143,7 @@ def settings(handle: int) -> dict[str, str]:
     """Returns the settings of a run by their dotted names."""
     values = {
         text(f"{section}.{key}"): text(value)
-        for section, keys in folder.read_config(handle).items()
+        for section, keys in untrusted.read_config(handle).items()
         for key, value in keys.items()
     }
     return dict(list(values.items())[:SETTINGS])

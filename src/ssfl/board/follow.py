@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from ssfl.board import folder
+from ssfl.board import untrusted
 from ssfl.report.gather import MEASURE, finite, inside
 
 Points = list[tuple[int, float]]
@@ -58,7 +58,7 @@ class Follower:
 
     def look(self, run: int) -> None:
         """Read new events; if the file was replaced or truncated, read it from the start."""
-        handle = folder.open_plain(run, "events.jsonl")
+        handle = untrusted.open_plain(run, "events.jsonl")
         if handle is None:
             return
         with self.lock, os.fdopen(handle, "rb") as stream:

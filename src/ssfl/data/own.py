@@ -20,15 +20,16 @@ from ssfl.errors import DataError, SsflWarning
 
 UNLABELLED = ("unlabelled", "unlabeled")  # both spellings, of folders and after "x_" in .npz files
 BATCH = 2_000  # images that are converted at once
-LOOSE = "loose files"  # the user who has the images beside the sub-folders of "unlabelled"
+LOOSE = "loose files"  # the user with the images beside the sub-folders of "unlabelled"
 
 
 def load_npz(path: Path, size: int | None) -> Dataset:
-    """An .npz file with x_train, y_train, x_test, y_test, perhaps x_unlabelled and classes.
+    """Returns the images of an .npz file with x_train, y_train, x_test, y_test and, optionally, x_unlabelled
+    and classes.
 
-    Images are N x H x W or N x H x W x 1 or 3; labels are any whole numbers or strings, which
-    become classes in sorted order; `classes` names them. As a rule of thumb, colour images may be
-    mirrored and grey ones, often of writing, may not.
+    Images are N x H x W or N x H x W x 1 or 3. Labels are any whole numbers or strings, which become classes
+    in sorted order; `classes` names them. By default, colour images may be mirrored, and grey ones may not,
+    because they often show writing.
     """
     needed = ("x_train", "y_train", "x_test", "y_test")
     extra = tuple(f"x_{spelling}" for spelling in UNLABELLED)
@@ -88,7 +89,7 @@ def _shape(images: Tensor) -> str:
 def _encoded(
     y_train: np.ndarray, y_test: np.ndarray, names: list[str] | None, path: Path
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Labels as 0..d-1 in sorted order, or in that of `names` if the labels are strings."""
+    """Returns labels as 0..d-1 in sorted order, or in that of `names` if the labels are strings."""
     if y_train.dtype.kind != y_test.dtype.kind:
         raise DataError(f"{path}: y_train and y_test must both be numbers or both be strings")
     values = np.unique(y_train)
@@ -136,7 +137,7 @@ def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
 
 
 def as_images(array: np.ndarray, where: str) -> Tensor:
-    """Pixels N x H x W or N x H x W x C as uint8 [N, C, H, W]."""
+    """Returns pixels N x H x W or N x H x W x C as uint8 [N, C, H, W]."""
     if array.ndim == 3:
         array = array[..., None]
     if array.ndim != 4 or array.shape[3] not in (1, 3):
@@ -147,7 +148,7 @@ def as_images(array: np.ndarray, where: str) -> Tensor:
 
 
 def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    """Labels as int64 or strings, one for each image; N x 1 will do as well."""
+    """Returns labels as int64 or strings, one for each image; accepts N x 1 as well."""
     array = npz_array(content, path, name)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -163,7 +164,7 @@ def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarr
 
 
 def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
-    """Pixels as uint8: whole numbers from 0 to 255, floats from 0 to 1, or true and false."""
+    """Returns pixels as uint8, from whole numbers from 0 to 255, floats from 0 to 1, or booleans."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     kinds: dict[str, tuple[int, int]] = {"b": (1, 255), "i": (255, 1), "u": (255, 1), "f": (1, 255)}
@@ -190,18 +191,18 @@ def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Files:
-    """The image files of a folder, by what they are for."""
+    """The image files of a folder: labelled, unlabelled and test images."""
 
     train: dict[str, list[Path]]  # class: its labelled images
     unlabelled: list[Path]
     test: dict[str, list[Path]]
-    own_test: bool  # whether the folder brings its test images
-    homes: list[str]  # of the images without labels: the sub-folder of "unlabelled" they lie in; "" is none
+    own_test: bool  # whether the folder has its own test images
+    homes: list[str]  # for each unlabelled image, its sub-folder of "unlabelled", or ""
 
     @property
     def users(self) -> dict[str, list[int]]:
-        """Each user's images, as places in `unlabelled`: one user for each sub-folder, and one for loose
-        files beside them; nobody where there are no sub-folders."""
+        """Each user's images, as positions in `unlabelled`: one user for each sub-folder, and one for loose
+        files beside them; empty if there are no sub-folders."""
         names = sorted(set(self.homes) - {""})
         places: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
         for place, home in enumerate(self.homes if names else []):
@@ -210,7 +211,7 @@ class Files:
 
     @property
     def everything(self) -> list[Path]:
-        """Training images, those without labels, test images: the order they are loaded in."""
+        """All files in the order in which they are loaded: training, unlabelled and test images."""
         train, test = ([f for files in part.values() for f in files] for part in (self.train, self.test))
         return train + self.unlabelled + test
 
@@ -220,11 +221,11 @@ class Files:
 
 
 def sort_files(folder: Path, test_fraction: float) -> Files:
-    """Images in a folder for each class; loose ones, and those in "unlabelled", have no label. Sub-folders of
-    "unlabelled" are users.
+    """Returns the files of a folder with a sub-folder for each class. Loose images, and those in
+    "unlabelled", have no label. Sub-folders of "unlabelled" are users.
 
-    With folders "train" and "test" the classes lie inside those; without "test", a part of each
-    class is held out, or nothing where `test_fraction` is 0.
+    If there are folders "train" and "test", the classes are inside these. Without "test", the part
+    `test_fraction` of each class is held out.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -280,9 +281,9 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
-    """The images of a folder, sorted as `sort_files` says; they are grey if all files are.
+    """Returns the images of a folder, as `sort_files` finds them; they are grey if all files are.
 
-    Files that cannot be read are left out with a warning, or refused together (`broken` = "stop").
+    Files that cannot be read are left out with a warning, or raise one error (`broken` = "stop").
     """
     files = sort_files(folder, test_fraction)
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
@@ -309,8 +310,8 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
 
 
 def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
-    """The files that can be read; the others are named together, in a warning or, if the policy is "stop", in
-    an error; "silent" leaves that to whoever reads the files again."""
+    """Returns the files that can be read. The others are named in one warning or, if the policy is "stop",
+    in an error; "silent" gives no warning, because the files will be read again."""
     if not broken:
         return files
     everything = files.everything
@@ -318,7 +319,7 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     if policy == "stop":
         raise DataError(f"{line}; replace them, or leave them out with --set data.broken=skip")
     if policy != "silent":
-        line += "; they are left out (--set data.broken=stop stops here)"
+        line += "; they are left out (to stop instead, use --set data.broken=stop)"
         warnings.warn(line, SsflWarning, stacklevel=4)
     left_out = {everything[number] for number in broken}
 
@@ -343,14 +344,14 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
 
 
 def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
-    """Each labelled training image with the folder of its class."""
+    """Returns each labelled training image with the folder of its class."""
     inner = [(file, name) for name, files in train.items() for file in files]
     split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
     return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
 
 
 def owners(files: Files) -> dict[str, Any]:
-    """What a Dataset says of its users, where sub-folders do."""
+    """Returns the users of a Dataset, if there are sub-folders for them."""
     users = files.users
     if not users:
         return {}
@@ -360,7 +361,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
-    """At least one image of a class for testing, drawn by a hash of the names: the same for every split."""
+    """Returns at least one image of a class for testing, chosen by a hash of the names: the same in every
+    run."""
     if not fraction:
         return []
     if len(files) < 2:

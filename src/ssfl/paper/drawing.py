@@ -12,8 +12,8 @@ from typing import Any
 
 from ssfl.errors import RunError
 from ssfl.paper.fidelity import actual
-from ssfl.paper.results import Result
-from ssfl.paper.rows import NAMES, Run
+from ssfl.paper.results import PaperResult
+from ssfl.paper.rows import NAMES, PaperRun
 from ssfl.report.plots import STYLES, pyplot
 
 Points = dict[float, list[float]]
@@ -28,9 +28,9 @@ GIVEN_L2 = "gradient_l2_squared"
 class Line:
     """The seeds of a run, which are drawn as one line."""
 
-    run: Run
+    run: PaperRun
     """The run that was trained, which differs from the row's own run with fidelity `recommended`."""
-    results: list[Result]
+    results: list[PaperResult]
     place: int
     """Its colour and style, the same in every panel."""
 
@@ -50,20 +50,22 @@ class Line:
 class Drawing:
     """Chooses the results of one fidelity, data and scale, and records which runs are missing."""
 
-    def __init__(self, results: Sequence[Result], fidelity: str, with_changes: bool = False) -> None:
+    def __init__(self, results: Sequence[PaperResult], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
         chosen = (one for one in results if one.fidelity == fidelity and (with_changes or not one.changes))
         self.results = [one for one in chosen if one.accuracy is not None]
         self.fidelity = fidelity
         self.missing: list[str] = []
-        self.used: list[Result] = []
+        self.used: list[PaperResult] = []
         self.places: dict[Hashable, int] = {}
 
-    def wanted(self, runs: Iterable[Run]) -> list[Run]:
+    def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
         """Returns the runs that are trained for these runs with this fidelity, each once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
-    def of(self, runs: Iterable[Run], by: Callable[[Run], Hashable] = lambda run: run.method) -> list[Line]:
+    def of(
+        self, runs: Iterable[PaperRun], by: Callable[[PaperRun], Hashable] = lambda run: run.method
+    ) -> list[Line]:
         """Returns the lines of runs that are compared, all of one scale and data: those of most runs, then
         the largest scale. Runs without results are left out. Runs that differ in `by`, and changed runs,
         which come last, have their own colour and style."""
@@ -126,27 +128,29 @@ class Drawing:
         return written(self.plt, figure, out, name)
 
 
-def accuracy(results: Sequence[Result]) -> Points:
+def accuracy(results: Sequence[PaperResult]) -> Points:
     """Returns the test accuracy over epochs, in percent."""
     return _over(results, "curve", lambda point: 100 * point["accuracy"])
 
 
-def percents(results: Sequence[Result]) -> list[float]:
+def percents(results: Sequence[PaperResult]) -> list[float]:
     """Returns the final accuracy of each seed, in percent."""
     return [100 * (one.accuracy or 0) for one in results]
 
 
-def beside(results: Sequence[Result], key: str) -> Points:
+def beside(results: Sequence[PaperResult], key: str) -> Points:
     """Returns a field of the "round" events at the evaluations, such as the mask rate, over epochs."""
     return _over(results, "curve", lambda point: point.get(f"round_{key}"))
 
 
-def diversity(results: Sequence[Result], measure: str, variant: str = GIVEN_L2) -> Points:
+def diversity(results: Sequence[PaperResult], measure: str, variant: str = GIVEN_L2) -> Points:
     """Returns a measure of gradient diversity over epochs."""
     return _over(results, "diversity", lambda point: point.get(variant, {}).get(measure))
 
 
-def _over(results: Sequence[Result], kind: str, value: Callable[[dict[str, Any]], float | None]) -> Points:
+def _over(
+    results: Sequence[PaperResult], kind: str, value: Callable[[dict[str, Any]], float | None]
+) -> Points:
     points: Points = {}
     for one in results:
         federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]

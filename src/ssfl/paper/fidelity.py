@@ -11,7 +11,7 @@ from typing import Any
 from ssfl.config.loading import apply, from_dict
 from ssfl.config.settings import Config
 from ssfl.errors import ConfigError
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import PaperRun
 
 Sections = dict[str, dict[str, Any]]
 FIDELITIES = ("paper", "reference", "recommended")
@@ -32,7 +32,7 @@ FEDMATCH_ROUNDS = 200  # rows 49 and 50: the rounds of the method they compare w
 AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 
 
-def actual(run: Run, fidelity: str) -> Run:
+def actual(run: PaperRun, fidelity: str) -> PaperRun:
     """Returns the run that is trained: `recommended` replaces FedAvg and grouping by the recommended
     method."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
@@ -49,7 +49,7 @@ def require(fidelity: str) -> None:
 
 
 def settings(
-    run: Run,
+    run: PaperRun,
     fidelity: str = "paper",
     scale: float = 1.0,
     seed: int = 1,
@@ -80,7 +80,7 @@ def settings(
     return from_dict(values)
 
 
-def _environment(run: Run, seed: int) -> Sections:
+def _environment(run: PaperRun, seed: int) -> Sections:
     """Returns the settings that the row itself names."""
     supervised = run.method == "supervised-grouping"
     values: Sections = {
@@ -110,7 +110,7 @@ def _environment(run: Run, seed: int) -> Sections:
     return values
 
 
-def _optimizer(values: Sections, run: Run, scale: float, fidelity: str, trial: bool) -> None:
+def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, trial: bool) -> None:
     """Set the values of Table A.1, with schedule, warm-up and rounds shortened to `scale`."""
     known = OPTIMIZER[run.data]
     images, batch = (TRIAL["images"], TRIAL["batch"]) if trial else (IMAGES, BATCH)
@@ -134,7 +134,7 @@ def _optimizer(values: Sections, run: Run, scale: float, fidelity: str, trial: b
         values["train"] |= {"lr": 1e-3, "cycles": 0.0}
 
 
-def _as_printed(values: Sections, run: Run) -> None:
+def _as_printed(values: Sections, run: PaperRun) -> None:
     """ "SGD with momentum", "flip-and-shift" views, models alone are exchanged."""
     values["data"]["flip"] = True
     values["train"]["floor"] = 1e-4
@@ -144,7 +144,7 @@ def _as_printed(values: Sections, run: Run) -> None:
             values["train"]["momentum_policy"] = "reset"
 
 
-def _as_coded(values: Sections, run: Run) -> None:
+def _as_coded(values: Sections, run: PaperRun) -> None:
     """Set the values of the authors' public code."""
     method, train = values["method"], values["train"]
     values["data"]["flip"] = True
@@ -179,7 +179,7 @@ def _as_coded(values: Sections, run: Run) -> None:
         train["momentum_policy"] = "user"
 
 
-def _recommended(values: Sections, run: Run) -> None:
+def _recommended(values: Sections, run: PaperRun) -> None:
     """The library's own defaults, and the server after the users in place of beside them."""
     if run.method != "fedmatch":
         values["train"] |= {"cycles": 0.5, "floor": 0.0}

@@ -22,8 +22,8 @@ from ssfl.paper.drawing import (
     written,
 )
 from ssfl.paper.fidelity import FIDELITIES, settings
-from ssfl.paper.results import Result
-from ssfl.paper.rows import NAMES, Run
+from ssfl.paper.results import PaperResult
+from ssfl.paper.rows import NAMES, PaperRun
 from ssfl.report.plots import STYLES, pyplot
 
 PARTICIPANTS = (10, 30, 47)
@@ -32,7 +32,7 @@ COUNTS = {4: "four", 5: "five"}
 
 
 def draw(
-    name: str, results: Sequence[Result], out: Path, fidelity: str = "paper", with_changes: bool = False
+    name: str, results: Sequence[PaperResult], out: Path, fidelity: str = "paper", with_changes: bool = False
 ) -> list[Path]:
     """Draws a figure by its number in the paper; a letter means every figure of that appendix. Runs changed
     with `--set` are left out, or drawn as additional lines."""
@@ -86,7 +86,7 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 def _factors(drawing: Drawing, out: Path) -> list[Path]:
     """Figure 5: accuracy against R, T and N_s; hollow marks are the paper's own figures."""
     figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    panels: list[tuple[str, tuple[int, ...], Callable[[Run], float]]] = [
+    panels: list[tuple[str, tuple[int, ...], Callable[[PaperRun], float]]] = [
         ("non-iidness R", (1, 2, 3), lambda run: run.skew),
         ("communication period T", (4, 5, 6), lambda run: run.period),
         ("labels at the server Ns", (7, 8, 9), lambda run: run.server_labels),
@@ -172,7 +172,7 @@ def _versus(drawing: Drawing) -> str:
 
 
 def _lines(
-    number: str, wanted: Sequence[Run], title: str, label: Callable[[Run], str]
+    number: str, wanted: Sequence[PaperRun], title: str, label: Callable[[PaperRun], str]
 ) -> Callable[[Drawing, Path], list[Path]]:
     """Figures B.1 and C.1: convergence of some runs."""
 

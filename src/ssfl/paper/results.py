@@ -9,7 +9,7 @@ from typing import Any
 
 from ssfl.config.loading import as_dict
 from ssfl.errors import RunError
-from ssfl.paper.rows import Run
+from ssfl.paper.rows import PaperRun
 from ssfl.runs import folder
 
 FILE = "result.json"
@@ -18,7 +18,7 @@ _BESIDE = ("lr", "loss", "server_loss", "mask_rate", "pseudo_accuracy", "update_
 
 
 @dataclass(frozen=True)
-class Result:
+class PaperResult:
     """One finished run of an experiment of the paper."""
 
     name: str
@@ -52,7 +52,7 @@ class Mean:
     changes: tuple[str, ...]
 
 
-def write(path: Path, run: Run, origin: dict[str, Any]) -> Path:
+def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
     """Write result.json of a run that is finished or has diverged; `origin` has its command and options."""
     summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in origin:
@@ -118,7 +118,7 @@ def _compact(whole: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def read(places: Sequence[Path]) -> list[Result]:
+def read(places: Sequence[Path]) -> list[PaperResult]:
     """Returns every result in these folders, from run folders or collected files."""
     results = []
     for place in places:
@@ -140,11 +140,11 @@ def is_written(path: Path) -> bool:
     return bool(_read_one(path / FILE))
 
 
-def _read_one(file: Path) -> list[Result]:
+def _read_one(file: Path) -> list[PaperResult]:
     try:
         whole = json.loads(file.read_text("utf-8"))
         return [
-            Result(
+            PaperResult(
                 whole["run"], whole["data"], whole["fidelity"], whole["scale"], whole["seed"],
                 whole["accuracy"], tuple(whole["changes"]), whole,
             )
@@ -153,7 +153,7 @@ def _read_one(file: Path) -> list[Result]:
         return []  # some other JSON file
 
 
-def means(results: Iterable[Result]) -> list[Mean]:
+def means(results: Iterable[PaperResult]) -> list[Mean]:
     """Returns the means over seeds of one run, for each scale, fidelity, data and changes."""
     kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
     for result in results:

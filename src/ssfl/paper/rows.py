@@ -25,7 +25,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PaperRun:
     """One training run: a data set, a method and the paper's environmental factors."""
 
     data: str
@@ -70,7 +70,7 @@ class Row:
     title: str
     where: str
     """The table or figure that shows it."""
-    runs: tuple[Run, ...]
+    runs: tuple[PaperRun, ...]
     note: str = ""
 
 
@@ -109,7 +109,7 @@ def _row(
         groups = (S or max(2, -(-participants // 10))) if "grouping" in name else None
         accuracy, printed = (published or {}).get((name, varying[0] if varying else 0), (None, ""))
         factor = (skew, period, labels, participants, users, groups)
-        runs.append(Run(data, name, *factor, labels_at=labels_at, published=accuracy, where=printed))
+        runs.append(PaperRun(data, name, *factor, labels_at=labels_at, published=accuracy, where=printed))
     return Row(number, title, where, tuple(runs), note)
 
 

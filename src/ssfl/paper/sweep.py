@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
-from ssfl.paper.rows import Row, Run
+from ssfl.paper.rows import PaperRun, Row
 from ssfl.runs import display, round_loop, same, train
 
 Tell = Callable[[str], None]
@@ -38,7 +38,7 @@ class Options:
         return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 
 
-def folder(run: Run, options: Options, seed: int) -> Path:
+def folder(run: PaperRun, options: Options, seed: int) -> Path:
     """Returns the folder of a run; rows that share a run share its folder."""
     parts = [fidelity.actual(run, options.fidelity).name, options.fidelity]
     if options.data:
@@ -62,7 +62,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             key="--data",
             value=options.data,
         )
-    wanted: dict[Path, tuple[Run, int]] = {}
+    wanted: dict[Path, tuple[PaperRun, int]] = {}
     for seed, row in itertools.product(range(1, options.seeds + 1), rows):
         for run in row.runs:
             if options.only in run.name:  # if rows share a run, the first row counts

@@ -5,14 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ssfl.paper.fidelity import actual
-from ssfl.paper.results import Result, means
-from ssfl.paper.rows import NAMES, Row, Run
+from ssfl.paper.results import PaperResult, means
+from ssfl.paper.rows import NAMES, PaperRun, Row
 from ssfl.runs.text import table
 
 HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "fidelity", "data")
 
 
-def lines(rows: Sequence[Row], results: Sequence[Result]) -> list[dict[str, Any]]:
+def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str, Any]]:
     """Returns a line for each run and each way in which it was run; runs without results have a line too."""
     rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
@@ -30,11 +30,11 @@ def lines(rows: Sequence[Row], results: Sequence[Result]) -> list[dict[str, Any]
     return rows_shown
 
 
-def _head(row: Row, run: Run) -> dict[str, Any]:
+def _head(row: Row, run: PaperRun) -> dict[str, Any]:
     return {"row": row.number, "setting": setting(run), "run": run.name, "published": run.published}
 
 
-def _ways(row: Row, run: Run, results: Sequence[Result]) -> list[dict[str, Any]]:
+def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
     ways = []
     for way in means(one for one in results if one.name == run.name):
         published = None if way.changes else run.published  # another experiment
@@ -45,7 +45,7 @@ def _ways(row: Row, run: Run, results: Sequence[Result]) -> list[dict[str, Any]]
     return ways
 
 
-def setting(run: Run) -> str:
+def setting(run: PaperRun) -> str:
     """Returns the settings of a run in words."""
     words = [NAMES[run.method], run.data, f"K={run.users}", f"C={run.participants}"]
     words += [f"S={run.groups}"] if run.groups else []

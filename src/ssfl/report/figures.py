@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ssfl.report.pictures import unpacked
 from ssfl.report.plots import STYLES, pyplot
+from ssfl.report.predictions import unpacked
 
 Block = dict[str, Any]
 COLOURS = ["#0072b2", "#c2510a", "#008562", "#b0568a", "#9a6b00", "#2b87c0", "#1b1f24", "#6a6f77"]

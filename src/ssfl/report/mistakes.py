@@ -2,7 +2,7 @@
 
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
-from ssfl.report.pictures import Seen
+from ssfl.report.predictions import Seen
 from ssfl.report.words import count
 from ssfl.runs.text import interval, percent
 

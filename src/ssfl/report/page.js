@@ -7,7 +7,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const main = document.querySelector("main");
 
-  const image = (address, alt) => { // only what pictures.py writes is shown
+  const image = (address, alt) => { // only what predictions.py writes is shown
     const safe = String(address).startsWith("data:image/png;base64,");
     return el("img", { src: safe ? address : null, alt, decoding: "async" });
   };

@@ -8,7 +8,7 @@ from ssfl.config.loading import to_toml
 from ssfl.report import collapse, costs, mistakes, owners, several, words
 from ssfl.report.blocks import Block, Cell, bars, half, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
-from ssfl.report.pictures import Loader, Seen, look
+from ssfl.report.predictions import Loader, Seen, look
 from ssfl.report.several import Family
 from ssfl.runs.text import duration, interval, percent
 

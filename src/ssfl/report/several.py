@@ -8,7 +8,7 @@ from typing import Any
 
 from ssfl.core import statistics
 from ssfl.report.gather import Points, Run, settings, thinned
-from ssfl.report.pictures import Seen
+from ssfl.report.predictions import Seen
 from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
