@@ -206,10 +206,12 @@ def test_a_run_goes_on_with_the_same_data_and_no_others(short: Quick, tmp_path: 
         data(validation=[399], strong=own_strong),
         data(),
     ):
-        with pytest.raises(RunError, match="have changed since"):
+        with pytest.raises(RunError) as changed:
             library.resume(tmp_path / "stopped", data=other)
-    with pytest.raises(ConfigError, match=r"split\.users = 3, but the data name 2 users"):
+        assert changed.value.key == "data"
+    with pytest.raises(ConfigError) as caught:
         library.resume(tmp_path / "stopped", data=data(users=USERS[:2], strong=own_strong))
+    assert (caught.value.key, caught.value.value, caught.value.fix) == ("split.users", 3, "split.users=2")
     library.resume(tmp_path / "stopped", data=data(strong=own_strong))
     assert equal(tmp_path / "straight", tmp_path / "stopped")
     assert ssfl("report", str(tmp_path / "stopped"))[0] == 0
@@ -381,8 +383,9 @@ def test_bad_data_sets_are_one_clear_line(train: Any, key: str, value: Any) -> N
 
 
 def test_owners_need_data_that_name_them(short: Quick) -> None:
-    with pytest.raises(ConfigError, match=r"split\.scheme = 'given' needs data"):
+    with pytest.raises(ConfigError) as caught:
         assemble.make(short("split.scheme=given"))
+    assert (caught.value.key, caught.value.value) == ("split.scheme", "given")
     with pytest.raises(ConfigError) as caught:
         assemble.make(short("federation.participants=5"), data=data())
     assert (caught.value.key, caught.value.fix) == ("federation.participants", "federation.participants=3")

@@ -126,7 +126,7 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """A weak view, then two operations (each applied with probability 1/2), then Cutout."""
+    """Returns weak views after two operations (each applied with probability 1/2) and Cutout."""
     large = images.shape[-2] * images.shape[-1] >= LARGE
     if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
         return _large_strong_views(images, draws, flip)

@@ -180,7 +180,7 @@ def _as_coded(values: Sections, run: PaperRun) -> None:
 
 
 def _recommended(values: Sections, run: PaperRun) -> None:
-    """The library's own defaults, and the server after the users in place of beside them."""
+    """Use the library's own defaults; the server trains after the users instead of at the same time."""
     if run.method != "fedmatch":
         values["train"] |= {"cycles": 0.5, "floor": 0.0}
 

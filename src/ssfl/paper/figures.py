@@ -158,7 +158,7 @@ def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
 
 
 def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
-    """Every line of row 16 with the panels of its C, its convergence drawn."""
+    """Draws the convergence of every line of row 16, and yields each line with the panels of its C."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
         drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
@@ -166,7 +166,7 @@ def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Lin
 
 
 def _versus(drawing: Drawing) -> str:
-    """What Figure 6 and Appendix D compare."""
+    """Returns the methods that Figure 6 and Appendix D compare."""
     methods = dict.fromkeys(run.method for run in drawing.wanted(rows.row("16").runs))
     return " and ".join(NAMES[method] for method in methods)
 
@@ -217,7 +217,7 @@ def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], li
 
 
 def schedules(out: Path) -> list[Path]:
-    """The learning rate over training, literally by the formula, in each fidelity: it rises again."""
+    """Draws the learning rate over training for each fidelity; by the paper's formula it rises again."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for axis, number in zip(axes, ("10", "13", "16"), strict=True):

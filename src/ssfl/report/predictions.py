@@ -69,10 +69,10 @@ class Loader:
         key = config.data, bool(config.run.folds)
         if key not in self._held:
             self._held[key] = resolve.load_data(config)
-        found = self._held[key]
-        if run.split.get("fingerprint") != inventory.fingerprint(found):
-            raise RunError(f"the images of {found.name} have changed since the run")
-        return found
+        images = self._held[key]
+        if run.split.get("fingerprint") != inventory.fingerprint(images):
+            raise RunError(f"the images of {images.name} have changed since the run")
+        return images
 
 
 def look(run: Run, loader: Loader) -> Seen | str:

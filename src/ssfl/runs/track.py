@@ -99,12 +99,12 @@ class Memory:
 
     def __init__(self, file: Path, tracker: str) -> None:
         self.file, self.tracker = file, tracker
-        self.told: dict[str, int] = {}
+        self.logged: dict[str, int] = {}
         self.id: str | None = None
         try:
             saved = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
             if saved["tracker"] == tracker:
-                self.told, self.id = dict(saved["told"]), str(saved["id"])
+                self.logged, self.id = dict(saved["told"]), str(saved["id"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
 
@@ -115,16 +115,16 @@ class Memory:
 
     def note(self, event: Event) -> bool:
         """Record an event; returns whether it is new."""
-        if event["round"] <= self.told.get(event["event"], -1):
+        if event["round"] <= self.logged.get(event["event"], -1):
             return False
-        self.told[event["event"]] = event["round"]
+        self.logged[event["event"]] = event["round"]
         if self.id is not None:
             self._save()
         return True
 
     def _save(self) -> None:
         temporary = self.file.with_name(f".{self.file.name}.tmp")
-        temporary.write_text(json.dumps({"tracker": self.tracker, "id": self.id, "told": self.told}))
+        temporary.write_text(json.dumps({"tracker": self.tracker, "id": self.id, "told": self.logged}))
         temporary.replace(self.file)
 
 
@@ -151,7 +151,7 @@ def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
     folder = path / "tensorboard"
     again = folder.exists()
     shutil.rmtree(folder, ignore_errors=True)
-    memory.told.clear()
+    memory.logged.clear()
     # a TensorBoard that is open must drop what it has read from the old files
     writer = SummaryWriter(str(folder), purge_step=0 if again else None, flush_secs=10)
     writer.add_text("config", "```toml\n" + to_toml(config) + "```")
