@@ -80,7 +80,7 @@ def test_a_lost_rank_stops_the_run_with_a_good_checkpoint_and_another_number_goe
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
     _, told = finished(process)
     assert process.returncode != 0
-    assert "another rank was lost; then go on with `ssfl resume" in told
+    assert "another rank was lost; then continue with `ssfl resume" in told
     assert folder.read_summary(broken) is None
     again = subprocess.run(torchrun(2, "resume", str(broken), "--quiet"), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

@@ -81,7 +81,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     process = stopped_at(4, out, engine, kind)
     _, told = finished(process)
     assert process.returncode == 128 + kind, told
-    assert f"go on with `ssfl resume {out}`" in told
+    assert f"continue with `ssfl resume {out}`" in told
     assert "Traceback" not in told
     done = max(int(p.stem.split("-")[1]) for p in (out / "checkpoints").iterdir())
     assert f"stopped after round {done};" in told

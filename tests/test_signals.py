@@ -90,7 +90,7 @@ def test_sigterm_to_the_group_saves_the_round_and_resume_gives_the_same_bytes(
     os.killpg(process.pid, signal.SIGTERM)
     _, told = finished(process)
     assert process.returncode == 143, told
-    assert f"go on with `ssfl resume {out}`" in told
+    assert f"continue with `ssfl resume {out}`" in told
     assert "Traceback" not in told
     assert not (out / folder.FAILURE).exists()
     assert len(workers) == 3
@@ -124,7 +124,7 @@ def test_coreutils_timeout_signals_twice_and_the_round_is_saved(straight: Path, 
     process.send_signal(signal.SIGTERM)  # which it passes on in both ways
     _, told = finished(process)
     assert process.returncode == 143, told
-    assert "go on with `ssfl resume" in told
+    assert "continue with `ssfl resume" in told
     assert subprocess.run(command("resume", out, "--quiet")).returncode == 0
     assert content(out) == content(straight)
 
@@ -178,7 +178,7 @@ def test_sigterm_to_every_rank_of_torchrun_saves_the_round(tmp_path: Path) -> No
     )
     os.killpg(process.pid, signal.SIGTERM)
     _, told = finished(process)
-    assert "go on with `ssfl resume" in told
+    assert "continue with `ssfl resume" in told
     assert "was lost" not in told
     assert not (out / folder.FAILURE).exists()
     assert f"stopped after round {checkpoint(out).round} " in told
