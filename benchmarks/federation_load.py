@@ -39,7 +39,7 @@ def attend(address: str, files: list[Path]) -> None:
     draws = np.random.default_rng()
 
     def answer(message: Message) -> Message:
-        content = RecordDict({"told": MetricRecord({"images": 1, "loss": float(draws.random())})})
+        content = RecordDict({"metrics": MetricRecord({"images": 1, "loss": float(draws.random())})})
         content["config"] = ConfigRecord({"name": "light"})
         if "model" in message.content:
             row = message.content.array_records["model"]["row"].numpy()

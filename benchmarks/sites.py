@@ -75,7 +75,7 @@ def _attend(found: connection.Connection, own: int, name: str, crowd: Crowd) -> 
             told |= dict.fromkeys(METRICS, 0.0)
         else:
             content["config"] = ConfigRecord({"name": name})
-        content["told"] = MetricRecord(told)
+        content["metrics"] = MetricRecord(told)
         found.send(Message(content, reply_to=message), 0.0)
 
 

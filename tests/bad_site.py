@@ -35,7 +35,7 @@ def with_row(reply: Message, change: Callable[[np.ndarray], np.ndarray], name: s
 def with_told(reply: Message, **told: float) -> Message:
     """The answer with other numbers."""
     content = RecordDict(dict(reply.content))
-    content["told"] = MetricRecord(dict(content.metric_records["told"]) | told)
+    content["metrics"] = MetricRecord(dict(content.metric_records["metrics"]) | told)
     return Message(content, reply_to=QUESTION[0])
 
 

@@ -25,7 +25,7 @@ def model(numbers: int) -> RecordDict:
 def answer(message: Message) -> Message:
     """What came, with other numbers."""
     content = RecordDict(
-        {"told": MetricRecord({"images": 1, "loss": float(np.random.default_rng().random())})}
+        {"metrics": MetricRecord({"images": 1, "loss": float(np.random.default_rng().random())})}
     )
     content["config"] = ConfigRecord({"name": "light"})
     if "model" in message.content:

@@ -21,7 +21,7 @@ from flwr.app import Error, Message
 
 import light
 from ssfl.deploy import fleet as fleets
-from ssfl.deploy import guard, internals, keys, link, notes
+from ssfl.deploy import internals, keys, link, notes, request_filter
 from ssfl.deploy.fleet import Fleet
 from ssfl.errors import SsflError
 from stage import free_port
@@ -237,7 +237,7 @@ def test_a_site_that_is_noisy_or_left_out_fills_no_log(tmp_path: Path) -> None:
         made.fleet.leave_out([1])
         found = statuses(noisy, "push-object", b"\xff" * 1000, 60)
         assert found[-1] == 403
-        assert found.count(400) <= guard.FAREWELL
+        assert found.count(400) <= request_filter.FAREWELL
         assert made.round() == 2
         assert len(made.refused()) == notes.AT_ONCE
         assert len(made.lines) - before == 1

@@ -6,13 +6,15 @@ weights, counts and plain numbers travel: unlike Flower's own clients, a site ru
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ssfl.errors import SsflError
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when flwr is first imported
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+Tell = Callable[[str], None]
+"""Shows a line to whoever runs this process."""
 
 
 def require_flower() -> None:
@@ -29,16 +31,16 @@ def require_flower() -> None:
 @contextmanager
 def silenced() -> Iterator[list[str]]:
     """Keep Flower's log off the terminal; its last warnings are in the list."""
-    said: list[str] = []
+    warnings: list[str] = []
     logger = logging.getLogger("flwr")
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-            del said[:-20]
+            warnings.append(record.getMessage())
+            del warnings[:-20]
 
     handlers, logger.handlers = logger.handlers, [Keep(logging.WARNING)]
     try:
-        yield said
+        yield warnings
     finally:
         logger.handlers = handlers

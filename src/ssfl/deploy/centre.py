@@ -101,9 +101,9 @@ class Centre(Simulation):
 
     def refusals(self, round: int) -> list[Event]:
         """What was refused since this was last asked, in or before a round."""
-        told = [event | {"round": round} for event in self.fleet.log]
+        events = [event | {"round": round} for event in self.fleet.log]
         self.fleet.log.clear()
-        return told
+        return events
 
 
 @dataclass

@@ -40,10 +40,10 @@ class Connection:
 
     def receive(self) -> Message | None:
         """The next message, if there is one."""
-        found = self.call("fleet/pull-messages", node=self.node)
-        if not found.messages_list:
+        announced = self.call("fleet/pull-messages", node=self.node)
+        if not announced.messages_list:
             return None
-        run, tree = found.messages_list[0].metadata.run_id, found.message_object_trees[0]
+        run, tree = announced.messages_list[0].metadata.run_id, announced.message_object_trees[0]
         return internals.receive(self.call, "fleet", self.node, run, tree, HALFWAY)
 
     def send(self, reply: Message, seconds: float) -> None:
@@ -116,9 +116,9 @@ def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -
             call("fleet/send-node-heartbeat", node=node, heartbeat_interval=BEAT)
 
 
-def _refused(address: str, said: str) -> str:
+def _refused(address: str, reply: str) -> str:
     return (
-        f"{address} does not know this site's key, or it is in use ({' '.join(said.split())[:150]}): "
+        f"{address} does not know this site's key, or it is in use ({' '.join(reply.split())[:150]}): "
         "ask the centre's keeper; a key that was added after the centre began counts from its next "
         "`ssfl serve --resume` on"
     )

@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
 from ssfl.core.events import Event
-from ssfl.deploy import post, wire
+from ssfl.deploy import Tell, post, wire
 from ssfl.deploy.internals import NodeInfo
 from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
@@ -33,7 +33,6 @@ SHARE = 2 / 3
 """The quorum, as a share of the sites that have joined."""
 FEWEST = 2
 """No quorum is less, where there are so many sites: one site's update alone is no average."""
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ class Fleet:
         known = self._nodes.keys() | {node for node, until in self._turned_away.items() if now < until}
         new = {number: node for number, node in online.items() if number not in known}
         self._greet(new)
-        found = {name: node for node, name in self._nodes.items() if name not in self.left_out}
-        return {user: found[name] for user, name in enumerate(self.names) if name in found}
+        nodes = {name: node for node, name in self._nodes.items() if name not in self.left_out}
+        return {user: nodes[name] for user, name in enumerate(self.names) if name in nodes}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
         """Ask new sites who they are and how many images they have.
@@ -208,7 +207,7 @@ class Fleet:
 
     def _greetings(self) -> dict[int, RecordDict]:
         """What sites have answered that were asked who they are."""
-        found = {}
+        answers = {}
         for node, (name, _) in list(self._greeted.items()):
             try:
                 replies = list(self.grid.pull_messages([name]))
@@ -220,21 +219,21 @@ class Fleet:
             for reply in replies:
                 del self._greeted[node]
                 if reply.has_content():
-                    found[node] = reply.content
+                    answers[node] = reply.content
                 elif reply.error.code not in post.LATE:
                     self.tell(f"{node} did not say who it is, but {post.short(reply.error.reason)}")
                     self._turned_away[node] = time.monotonic() + LATER
-        return found
+        return answers
 
     def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
         """A site said who it is."""
         try:
-            told, count = wire.read_who(content)
+            claimed, count = wire.read_who(content)
         except DataError as error:
             self.tell(f"{info.name or node} did not say who it is, but {post.short(error)}")
             self._turned_away[node] = time.monotonic() + LATER
             return
-        name = told if self.asked else info.name
+        name = claimed if self.asked else info.name
         free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
         if free and name not in self.names:
             self.names = sorted([*self.names, name])
@@ -253,7 +252,7 @@ class Fleet:
 
     def gather(self, first: bool = False) -> dict[int, int]:
         """Wait for a quorum of the sites; before the `first` round for all, as long as there is patience."""
-        end, told, said = time.monotonic() + self.patience, 0.0, ""
+        end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
             self.look()
             self.listen()
@@ -278,8 +277,8 @@ class Fleet:
                     f"{line}, after {self.patience:.0f} s: get them to join, or ask for fewer with "
                     f"{'--sites' if first else '--quorum'}"
                 )
-            if line != said or time.monotonic() - told > LINE_EVERY:
-                told, said = time.monotonic(), line
+            if line != shown or time.monotonic() - shown_at > LINE_EVERY:
+                shown_at, shown = time.monotonic(), line
                 self.tell(f"waiting: {line}")
             time.sleep(1)
 

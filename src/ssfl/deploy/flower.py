@@ -1,7 +1,8 @@
 """The same federation under Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
 
 Flower's SuperLink and SuperNodes then carry the messages, start a process for each of them, and say who may
-join. What is checked in an answer is checked here as well; what `guard.py` does at the centre's port is not.
+join. What is checked in an answer is checked here as well; what `request_filter.py` checks at the centre's
+port is not.
 """
 
 from functools import cache
@@ -32,12 +33,12 @@ def _site(name: str, data: str, device: str, threads: int | None, keep: str | No
 
 def site_of(context: Context) -> Site:
     """The site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
-    told: dict[str, Any] = dict(context.node_config)
-    if "data" not in told:
+    settings: dict[str, Any] = dict(context.node_config)
+    if "data" not in settings:
         raise ConfigError("say where the images are: flower-supernode --node-config 'data=\"FOLDER\"'")
     return _site(
-        str(told.get("name", "")), str(told["data"]), str(told.get("device", "auto")), told.get("threads"),
-        told.get("keep"),
+        str(settings.get("name", "")), str(settings["data"]), str(settings.get("device", "auto")),
+        settings.get("threads"), settings.get("keep"),
     )  # fmt: skip
 
 
@@ -54,20 +55,21 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """The centre, as the app's config describes it."""
-    told: dict[str, Any] = {"config": "own", "set": "", "deadline": 120.0, "patience": 600.0} | dict(
+    settings: dict[str, Any] = {"config": "own", "set": "", "deadline": 120.0, "patience": 600.0} | dict(
         context.run_config
     )
-    again = bool(told.get("resume"))
+    again = bool(settings.get("resume"))
     for key in ("sites", "out", "data"):
-        if not told.get(key) and not (again and key != "sites"):
+        if not settings.get(key) and not (again and key != "sites"):
             raise ConfigError(f"say --run-config '{key}=...' (see docs/deploy.md)")
     loaded = None
     if not again:
-        loaded = load_config(str(told["config"]), [f"data.path={told['data']}", *str(told["set"]).split()])
-    path, count = Path(str(told["resume"] if again else told["out"])), int(told["sites"])
+        sets = [f"data.path={settings['data']}", *str(settings["set"]).split()]
+        loaded = load_config(str(settings["config"]), sets)
+    path, count = Path(str(settings["resume"] if again else settings["out"])), int(settings["sites"])
     view = View(Console(force_terminal=False, highlight=False, width=200))
     with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
-        times = float(told["deadline"]), float(told["patience"])
+        times = float(settings["deadline"]), float(settings["patience"])
         fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
-        result = centre.conduct(sim, terms, fleet, path, again, bool(told.get("share-model")), view)
+        result = centre.conduct(sim, terms, fleet, path, again, bool(settings.get("share-model")), view)
     view.tell(f"{result.score_text}  in {path}")

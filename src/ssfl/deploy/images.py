@@ -1,6 +1,5 @@
 """The images of a site: files in a folder, or arrays that a function of its own returns."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -8,9 +7,8 @@ from torch import Tensor
 
 from ssfl.core import outside
 from ssfl.data import arrays, decoding, formats, pictures
+from ssfl.deploy import Tell
 from ssfl.errors import DataError
-
-Tell = Callable[[str], None]
 
 
 class Images(Protocol):
@@ -28,15 +26,15 @@ class Files(list[Path]):
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
         """The files decoded, scaled to the centre's size."""
-        found = decoding.decoded(self, shape[1:], shape[0], white)
-        if found.broken:  # they were whole when this site joined
-            raise DataError(decoding.describe_broken(found.broken, len(self)))
-        if found.cut:
+        decoded = decoding.decoded(self, shape[1:], shape[0], white)
+        if decoded.broken:  # they were whole when this site joined
+            raise DataError(decoding.describe_broken(decoded.broken, len(self)))
+        if decoded.cut:
             tell(
-                f"{found.cut:,} of {len(self):,} images have values above {white:,}, the largest that the "
+                f"{decoded.cut:,} of {len(self):,} images have values above {white:,}, the largest that the "
                 "centre's images have bits for: these are cut off"
             )
-        return found.images
+        return decoded.images
 
 
 class Loaded:
@@ -71,11 +69,11 @@ def _try(file: Path) -> None:
 def usable(files: list[Path], tell: Tell) -> Files:
     """The image files that can be read; the others are named."""
     good = Files()
-    for number, found in decoding.each(files, _try, "checking images"):
-        if isinstance(found, DataError):
-            tell(f"left out: {found}")
+    for number, result in decoding.each(files, _try, "checking images"):
+        if isinstance(result, DataError):
+            tell(f"left out: {result}")
         else:
             good.append(files[number])
     if not good:
-        raise DataError(f"none of {len(files)} image files can be read: mend them, or give another --data")
+        raise DataError(f"none of {len(files)} image files can be read: repair them, or give another --data")
     return good

@@ -143,9 +143,9 @@ class Caller:
     def __call__(self, path: str, **fields: Any) -> Any:
         asked, answer = TYPES[path]
         content = asked(**fields).SerializeToString()
-        found = answer()
-        found.ParseFromString(self.post(f"v1/{path}", content))
-        return found
+        parsed = answer()
+        parsed.ParseFromString(self.post(f"v1/{path}", content))
+        return parsed
 
     def post(self, path: str, content: bytes) -> bytes:
         """The answer's body; errors are httpx's."""
@@ -253,10 +253,10 @@ def take_task(call: Caller) -> int:
     task = call("runtime/acquire-task", supported_task_types=[TaskType.SERVER_APP])
     before = call.headers
     call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token}
-    given = call("runtime/pull-task-input")
-    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token, RUN: str(given.run.run_id)}
-    identity(given.task_id, given.run.run_id, given.context.node_id)
-    run: int = given.run.run_id
+    task_input = call("runtime/pull-task-input")
+    call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token, RUN: str(task_input.run.run_id)}
+    identity(task_input.task_id, task_input.run.run_id, task_input.context.node_id)
+    run: int = task_input.run.run_id
     return run
 
 
@@ -297,14 +297,14 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
     for part in {each.object_id for each in iterate_object_tree(tree)}:
         pause = 0.05
         while True:
-            found = call(f"{api}/pull-object", node=node, run_id=run, object_id=part)
-            if found.object_available:
+            pulled = call(f"{api}/pull-object", node=node, run_id=run, object_id=part)
+            if pulled.object_available:
                 break
-            if not found.object_found or time.monotonic() > end:
+            if not pulled.object_found or time.monotonic() > end:
                 raise CannotCarry("a message that was announced did not come whole")
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
-        contents[part] = found.object_content
+        contents[part] = pulled.object_content
     call(f"{api}/confirm-message-received", node=node, run_id=run, message_object_id=tree.object_id)
     message = inflate_object_from_contents(tree.object_id, contents)
     if not isinstance(message, Message):

@@ -89,7 +89,7 @@ def add(folder: Path, name: str) -> Path:
 
 def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     """The public keys of a keys folder by site, in the order of their names."""
-    found = {}
+    public = {}
     for file in sorted(folder.glob("*.pub"), key=lambda file: file.stem):
         try:
             key = serialization.load_ssh_public_key(_read(file, ""))
@@ -97,8 +97,8 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
             key = None
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise SsflError(f"{file} is no public key of `ssfl keys add`: make it again or remove it")
-        found[file.stem] = key
-    return found
+        public[file.stem] = key
+    return public
 
 
 def revoke(folder: Path, name: str) -> None:
@@ -191,10 +191,10 @@ def check_dates(folder: Path) -> None:
 def read_site(file: Path) -> SiteKey:
     """A site file, checked."""
     try:
-        told = tomllib.loads(_read(file, "ask the centre's keeper for it").decode())
-        key = serialization.load_ssh_private_key(told["private_key"].strip().encode() + b"\n", None)
-        x509.load_pem_x509_certificate(told["authority"].strip().encode())
-        name, authority = str(told["name"]), str(told["authority"]).strip().encode()
+        fields = tomllib.loads(_read(file, "ask the centre's keeper for it").decode())
+        key = serialization.load_ssh_private_key(fields["private_key"].strip().encode() + b"\n", None)
+        x509.load_pem_x509_certificate(fields["authority"].strip().encode())
+        name, authority = str(fields["name"]), str(fields["authority"]).strip().encode()
         if isinstance(key, ec.EllipticCurvePrivateKey) and NAME.fullmatch(name):
             return SiteKey(name, key, authority)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm):

@@ -1,7 +1,7 @@
 """The centre's way to its SuperLink: Flower's message exchange in a process of its own, and the grid on it.
 
 Stock Flower answers on one port to sites, to whoever starts runs or registers sites, and to the processes
-that run them, and checks the sites alone. Here the port is the sites' alone (`port.py`, `guard.py`), the
+that run them, and checks the sites alone. Here only sites use the port (`port.py`, `request_filter.py`); the
 centre has a Unix socket and a secret of its own, and no app bundle is ever run.
 """
 
@@ -26,7 +26,7 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
-from ssfl.deploy import guard, internals
+from ssfl.deploy import internals, request_filter
 from ssfl.errors import SsflError
 
 STARTING = 300.0
@@ -72,7 +72,7 @@ class Link:
             with suppress(internals.CannotCarry):
                 sent.append(internals.send(self.call, "runtime", internals.SERVER, message))
                 nodes.append(message.metadata.dst_node_id)
-        self._tell_port(guard.WAKE, nodes)
+        self._tell_port(request_filter.WAKE, nodes)
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -85,15 +85,15 @@ class Link:
         if not due:
             return []
         self._asked.update(dict.fromkeys(due, now))
-        found = self.call("runtime/pull-messages", message_ids=due)
-        for told in found.messages_list:
-            self.answered.discard(told.metadata.reply_to_message_id)
-            self._asked.pop(told.metadata.reply_to_message_id, None)
+        pulled = self.call("runtime/pull-messages", message_ids=due)
+        for reply in pulled.messages_list:
+            self.answered.discard(reply.metadata.reply_to_message_id)
+            self._asked.pop(reply.metadata.reply_to_message_id, None)
         if len(self._asked) > 10_000:  # those that nobody asks for any more
             self._asked.clear()
         return [
             internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
-            for tree in found.message_object_trees
+            for tree in pulled.message_object_trees
         ]
 
     def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
@@ -107,7 +107,7 @@ class Link:
 
     def exclude(self, nodes: Collection[int]) -> None:
         """Have the port drop sites that are left out, once they were told."""
-        self._tell_port(guard.EXCLUDE, nodes)
+        self._tell_port(request_filter.EXCLUDE, nodes)
 
     def _tell_port(self, path: str, nodes: Collection[int]) -> None:
         if nodes:
@@ -136,11 +136,11 @@ def running(
         old.unlink()
     secret, answered = secrets.token_hex(32), set[str]()
 
-    def hear(told: dict[str, Any]) -> None:
-        if "answered" in told:
-            answered.add(told["answered"])
+    def hear(fact: dict[str, Any]) -> None:
+        if "answered" in fact:
+            answered.add(fact["answered"])
         else:
-            note(told)
+            note(fact)
 
     with own_socket(folder) as (own, path):
         with listening(host, port) as public:
@@ -150,7 +150,8 @@ def running(
             limits = httpx.Limits(max_connections=40, keepalive_expiry=60)
             transport = httpx.HTTPTransport(uds=path, limits=limits)
             with httpx.Client(transport=transport, timeout=httpx.Timeout(60, pool=None)) as http:
-                call = internals.Caller(http, "http://superlink", lambda: {guard.SECRET: secret}, RETRYING)
+                own_headers = {request_filter.SECRET: secret}
+                call = internals.Caller(http, "http://superlink", lambda: own_headers, RETRYING)
                 _wait(process, call, folder / "link.log")
                 numbers = internals.begin(call, sites)
                 with _played(call) as run:
@@ -223,10 +224,10 @@ def start(
     note: Note,
 ) -> subprocess.Popen[bytes]:
     """Start the SuperLink's process, which answers on both sockets."""
-    told, telling = os.pipe()
+    reading, writing = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),
-        "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(telling), "SSFL_LINK_SITES": str(sites),
+        "SSFL_LINK_MODEL": str(model_bytes), "SSFL_LINK_TELL": str(writing), "SSFL_LINK_SITES": str(sites),
         "SSFL_LINK_KEYS": "" if keys is None else str(keys),
     }  # fmt: skip
     sockets = [public.fileno(), own.fileno()]
@@ -235,13 +236,13 @@ def start(
         process = subprocess.Popen(
             [*COMMAND, *map(str, sockets)], env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            pass_fds=[telling, *sockets],
+            pass_fds=[writing, *sockets],
         )  # fmt: skip
-    os.close(telling)
+    os.close(writing)
 
     def listen() -> None:
         """Until the process ends."""
-        with open(told, encoding="utf-8") as lines:
+        with open(reading, encoding="utf-8") as lines:
             for line in lines:
                 note(json.loads(line))
 

@@ -41,8 +41,8 @@ class Notes:
         if sender not in self.senders and node is None and len(self.senders) >= SENDERS:
             sender = None, OTHERS
         budget = self.senders.setdefault(sender, Budget())
-        told = budget.told < AT_ONCE and (node is not None or why not in budget.kinds)
-        if told and sender[1] != OTHERS:
+        at_once = budget.told < AT_ONCE and (node is not None or why not in budget.kinds)
+        if at_once and sender[1] != OTHERS:
             budget.told += 1
             budget.kinds.add(why)
             self.tell({"node": node, "from": host, "reason": why, "lost": lost, "broken": broken})

@@ -1,7 +1,7 @@
 """The process with the centre's port: who may connect, how long, and how much of them is kept in memory.
 
-Strangers connect to one port and reach nothing but `guard.py`. The centre has a Unix socket of its own in a
-folder that only its user may enter. So whatever strangers do to the port, the centre reaches Flower.
+Strangers connect to one port and reach nothing but `request_filter.py`. The centre has a Unix socket of its
+own in a folder that only its user may enter. So whatever strangers do to the port, the centre reaches Flower.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any
 import anyio.to_thread
 import uvicorn
 
-from ssfl.deploy import guard, internals
+from ssfl.deploy import internals, request_filter
 
 HANDSHAKE = 20.0
 """Seconds for a TLS handshake."""
@@ -179,7 +179,7 @@ def watched(stock: Any, port: Port) -> Any:
             visit = self.visit
             if not visit.busy:
                 if visit.unread > HEAD:
-                    port.failed(visit.host, guard.ENDLESS)
+                    port.failed(visit.host, request_filter.ENDLESS)
                     port.end(visit)
                     return
                 if not visit.unread and visit.node is not None:
@@ -224,22 +224,22 @@ def ends_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-async def serve(listening: socket.socket, private: socket.socket, told: dict[str, str]) -> None:
+async def serve(listening: socket.socket, private: socket.socket, environment: dict[str, str]) -> None:
     """Answer on both sockets until this process is asked to end."""
-    keys = Path(told["SSFL_LINK_KEYS"]) if told.get("SSFL_LINK_KEYS") else None
+    keys = Path(environment["SSFL_LINK_KEYS"]) if environment.get("SSFL_LINK_KEYS") else None
     trust = None
     if keys is not None:
         trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         trust.load_cert_chain(keys / "centre.crt", keys / "centre.key")
     flower = internals.superlink(keys is not None)
-    guarded = guard.Guard(
-        flower, told["SSFL_LINK_SECRET"], int(told["SSFL_LINK_MODEL"]),
-        guard.teller(int(told["SSFL_LINK_TELL"])), keys is not None,
+    filtered = request_filter.RequestFilter(
+        flower, environment["SSFL_LINK_SECRET"], int(environment["SSFL_LINK_MODEL"]),
+        request_filter.teller(int(environment["SSFL_LINK_TELL"])), keys is not None,
     )  # fmt: skip
-    port = Port(listening, trust, int(told["SSFL_LINK_SITES"]), guarded.failed, guarded.notes.flush)
-    guarded.port = port
+    port = Port(listening, trust, int(environment["SSFL_LINK_SITES"]), filtered.failed, filtered.notes.flush)
+    filtered.port = port
     config = uvicorn.Config(
-        guarded, access_log=False, loop="asyncio", ws="none", lifespan="on", proxy_headers=False,
+        filtered, access_log=False, loop="asyncio", ws="none", lifespan="on", proxy_headers=False,
         server_header=False, timeout_keep_alive=int(IDLE), timeout_graceful_shutdown=3,
     )  # fmt: skip
     config.load()
@@ -247,7 +247,7 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
     protocol = watched(config.http_protocol_class, port)
 
     def make(visit: Visit) -> asyncio.Protocol:
-        state = {**server.lifespan.state, guard.VISIT: visit}
+        state = {**server.lifespan.state, request_filter.VISIT: visit}
         made: asyncio.Protocol = protocol(config=config, server_state=server.server_state, app_state=state)
         made.visit = visit  # type: ignore[attr-defined]
         return made
@@ -267,19 +267,19 @@ async def serve(listening: socket.socket, private: socket.socket, told: dict[str
 
 
 def main() -> None:
-    """The process: Flower's SuperLink behind the guard."""
+    """The process: Flower's SuperLink behind the request filter."""
     # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # by which it is asked to end; a shell has what it starts in the background ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    told = dict(os.environ)
+    environment = dict(os.environ)
     os.environ.pop("SSFL_LINK_SECRET")
-    ends_with(int(told["SSFL_LINK_PARENT"]))
+    ends_with(int(environment["SSFL_LINK_PARENT"]))
     listening, private = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for each in (listening, private):
         each.setblocking(False)
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(listening, private, told))
+        asyncio.run(serve(listening, private, environment))
 
 
 if __name__ == "__main__":

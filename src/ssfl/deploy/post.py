@@ -9,6 +9,7 @@ from typing import Protocol
 import httpx
 from flwr.app import Message, RecordDict
 
+from ssfl.deploy import Tell
 from ssfl.deploy.internals import LATE as LATE
 from ssfl.deploy.internals import CannotCarry, NodeInfo
 
@@ -19,14 +20,13 @@ TROUBLE = (httpx.HTTPError, OSError, CannotCarry)
 ATTEMPTS = 3
 """How often a message is sent before it is given up."""
 LONGEST = 300
-"""Letters of what somebody else said that are shown and written down."""
-Tell = Callable[[str], None]
+"""Letters of a text from somebody else that are shown and written down."""
 
 
 def short(text: object) -> str:
-    """What somebody else said, as long as a line may be."""
-    said = " ".join(str(text).split())
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
+    """Returns text from somebody else as one line of limited length."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
 
 class Exchange(Protocol):

@@ -22,9 +22,9 @@ from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
-from ssfl.deploy import silenced, wire
+from ssfl.deploy import Tell, silenced, wire
 from ssfl.deploy.connection import Connection, connected
-from ssfl.deploy.images import Images, Tell
+from ssfl.deploy.images import Images
 from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
@@ -140,12 +140,12 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     """Write a model that the centre sent, and its card, as `ssfl export` does; both are checked."""
     try:
-        told = json.loads(card)
-        network = predict.network_of(told, target)
+        facts = json.loads(card)
+        network = predict.network_of(facts, target)
         layout = layout_of(network)
         tensors = layout.unflatten(wire.unpack(content, layout.length))
-        predict.check_card(told, tensors)
-        model = predict.classifier_of(network, tensors, told)
+        predict.check_card(facts, tensors)
+        model = predict.classifier_of(network, tensors, facts)
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
     return predict.write(model, predict.free_files(target)[:2])
@@ -160,7 +160,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
             site.end(asked, message.content)
-        content = RecordDict({"told": MetricRecord({"images": len(site.images)})})
+        content = RecordDict({"metrics": MetricRecord({"images": len(site.images)})})
         content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)
 
@@ -172,8 +172,8 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
         trained = site.train(terms, user, round, message.content)
         private = site.simulation(terms, user).config.privacy.clip is not None
         metrics = trained.metrics
-        told = f"loss {float(metrics['loss']):.3f}  mask rate {float(metrics['mask_rate']):.2f}"
-        site.tell(f"round {round + 1}  {told}  {time.perf_counter() - began:.1f} s")
+        numbers = f"loss {float(metrics['loss']):.3f}  mask rate {float(metrics['mask_rate']):.2f}"
+        site.tell(f"round {round + 1}  {numbers}  {time.perf_counter() - began:.1f} s")
         return Message(wire.pack_trained(trained, len(site.images), round, private), reply_to=message)
 
     return app

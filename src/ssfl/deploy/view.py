@@ -32,7 +32,7 @@ class View:
         self.round = self.rounds = 0
         self.accuracy = ""
         self.inside = False  # whether the centre trains what the federation is compared with
-        self.told: dict[str, str] = {}
+        self.last_losses: dict[str, str] = {}
         self.refusals: dict[str, int] = {}
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
 
@@ -80,18 +80,18 @@ class View:
     def _round(self, event: Event) -> None:
         self.round = event["round"]
         names = {} if self.sites is None else dict(enumerate(self.sites.names))
-        told = ""
+        losses = ""
         if "loss" in event:  # private sites keep that back
-            told = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
+            losses = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
             each = zip(event["returned"], event["user_loss"], event["user_mask_rate"], strict=True)
             for user, loss, mask in each:
                 if loss is not None and mask is not None:
-                    self.told[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
+                    self.last_losses[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
         refused = f"{len(event['refused'])} refused  " if event.get("refused") else ""
         came = f"{len(event['returned'])} of {len(event['participants'])} sites"
         if not event["participants"]:  # a head start
-            came, told = "the centre alone", ""
-        self.tell(f"round {event['round']}/{self.rounds}  {came}  {refused}{told}{event['seconds']:.1f} s")
+            came, losses = "the centre alone", ""
+        self.tell(f"round {event['round']}/{self.rounds}  {came}  {refused}{losses}{event['seconds']:.1f} s")
 
     def table(self) -> Table:
         """Who is there, what they do, what was refused."""
@@ -102,6 +102,6 @@ class View:
         if self.sites is not None:
             for name in list(self.sites.names):
                 images, doing = self.sites.images.get(name, ""), self.sites.doing.get(name, "not yet there")
-                cells = name, images, doing, self.told.get(name, ""), self.refusals.get(name, "")
+                cells = name, images, doing, self.last_losses.get(name, ""), self.refusals.get(name, "")
                 table.add_row(*(Text(printable(str(cell))) for cell in cells))
         return table

@@ -78,21 +78,21 @@ class Terms:
 
     def text(self) -> str:
         """As JSON, the config as TOML inside."""
-        told = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
+        fields = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
         known = {"outside": self.outside} if self.outside else {}
-        return json.dumps(told | {"mean": self.mean, "std": self.std, "white": self.white} | known)
+        return json.dumps(fields | {"mean": self.mean, "std": self.std, "white": self.white} | known)
 
 
 def read_terms(text: str) -> Terms:
     """Terms from the centre, checked: a site trusts no message."""
     try:
-        told = json.loads(text)
-        given = tomllib.loads(told["config"])
+        fields = json.loads(text)
+        given = tomllib.loads(fields["config"])
         config = from_dict(given, resolved=True)
-        classes, shape = int(told["classes"]), tuple(int(n) for n in told["shape"])
-        mean, std = (tuple(float(x) for x in told[name]) for name in ("mean", "std"))
-        white = int(told["white"])
-        known = {str(key): str(value) for key, value in dict(told.get("outside", {})).items()}
+        classes, shape = int(fields["classes"]), tuple(int(n) for n in fields["shape"])
+        mean, std = (tuple(float(x) for x in fields[name]) for name in ("mean", "std"))
+        white = int(fields["white"])
+        known = {str(key): str(value) for key, value in dict(fields.get("outside", {})).items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
     for key, value in as_dict(config)["method"].items():
@@ -227,38 +227,39 @@ def pack_trained(trained: Returned, images: int, round: int, private: bool) -> R
     """A site's answer: its model and the few numbers that are told of its training; a private one keeps
     them back, since they are not noised."""
     content = pack(trained.rows[0])
-    told: dict[str, int | float | list[int] | list[float]] = {
+    metrics: dict[str, int | float | list[int] | list[float]] = {
         name: 0.0 if private else float(trained.metrics[name]) for name in METRICS
     }
-    content["told"] = MetricRecord(told | {"images": images, "round": round})
+    content["metrics"] = MetricRecord(metrics | {"images": images, "round": round})
     return content
 
 
 def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, dict[str, float]]:
     """The model and the numbers of a site's answer, checked. Nothing that it says weighs its model."""
-    strange = content.keys() - {MODEL, "told"}
+    strange = content.keys() - {MODEL, "metrics"}
     if strange:
         raise DataError(f"what nobody asked for ({', '.join(map(str, strange))[:100]})")
     row = unpack(content, length)
     try:
-        numbers = content.metric_records["told"]
-        told = {name: _number(numbers[name]) for name in METRICS}
+        numbers = content.metric_records["metrics"]
+        metrics = {name: _number(numbers[name]) for name in METRICS}
         answered = _number(numbers["round"])
     except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
     if answered != round:
         raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
-    if not np.isfinite(list(told.values())).all():
+    if not np.isfinite(list(metrics.values())).all():
         raise DataError("numbers that are not finite")
-    if abs(told["loss"]) > LOSS or not all(-0.01 < told[name] < 1.01 for name in METRICS if name != "loss"):
-        raise DataError(f"numbers that no training gives ({told})"[:120])
-    return row, told
+    rates = [metrics[name] for name in METRICS if name != "loss"]
+    if abs(metrics["loss"]) > LOSS or not all(-0.01 < rate < 1.01 for rate in rates):
+        raise DataError(f"numbers that no training gives ({metrics})"[:120])
+    return row, metrics
 
 
 def read_images(content: RecordDict) -> int:
     """How many images a site says that it has."""
     try:
-        count = _number(content.metric_records["told"]["images"])
+        count = _number(content.metric_records["metrics"]["images"])
     except (KeyError, TypeError) as error:
         raise DataError(f"an answer without its numbers ({error})") from error
     if not 0 <= count < 2**53:

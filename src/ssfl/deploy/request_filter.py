@@ -44,10 +44,10 @@ WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
 """What the centre tells this process, as JSON lists of nodes: who was sent a message, who is left out."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-Tell = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]
 
 
-def teller(descriptor: int) -> Tell:
+def teller(descriptor: int) -> Report:
     """Tells the centre, a JSON object a line; nothing waits for a centre that does not listen."""
     os.set_blocking(descriptor, False)
 
@@ -58,7 +58,7 @@ def teller(descriptor: int) -> Tell:
     return tell
 
 
-class Door(Protocol):
+class Connections(Protocol):
     """What is used of the port."""
 
     def admit(self, visit: Any, node: int) -> bool: ...
@@ -72,13 +72,13 @@ class BrokenOff(Refused):
     """A request whose connection ended or stalled: networks do that, and it is not held against a site."""
 
 
-class Guard:
+class RequestFilter:
     """An ASGI application around Flower's."""
 
-    port: Door
+    port: Connections
 
     def __init__(
-        self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Tell, keys_only: bool
+        self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Report, keys_only: bool
     ) -> None:
         self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
         self.most = model_bytes + ROOM
@@ -142,8 +142,8 @@ class Guard:
         if path in self.flower.handlers and run is not None:
             body = await self._read(headers, receive, FROM_CENTRE)
             call = partial(self.flower.handlers[path], _parsed(path, body), task=internals.Task(int(run)))
-            found = await anyio.to_thread.run_sync(call)
-            await _answer(send, 200, found.SerializeToString(), close=False)
+            reply = await anyio.to_thread.run_sync(call)
+            await _answer(send, 200, reply.SerializeToString(), close=False)
             return
         await self.flower.app(scope, receive, send)
         self.ready = self.ready or scope["path"].endswith("/start-run")
@@ -221,13 +221,13 @@ class Guard:
                 return None
             if path.endswith("/pull-messages"):
                 self.quiet.add(node)  # what comes from here on wakes it
-            found = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
+            reply = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
         except Exception:  # Flower has several kinds
             if path.endswith(("/push-object", "/push-messages")):
                 self._note(node, host, "a message that cannot be read")
             await _answer(send, 400, b"refused")
             return None
-        answer: bytes = found.SerializeToString()
+        answer: bytes = reply.SerializeToString()
         self.down += len(answer)
         if path.endswith(("/pull-object", "/pull-messages")) and answer:
             self._traffic()
@@ -316,16 +316,16 @@ class Guard:
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers at once")
-        told = request.messages_list[0].metadata
-        if told.src_node_id != node or not told.reply_to_message_id:
+        facts = request.messages_list[0].metadata
+        if facts.src_node_id != node or not facts.reply_to_message_id:
             raise Refused("an answer in another's name, or to nothing")
         parts = internals.count_parts(request.message_object_trees[0])
         if parts > self.chunks + PARTS:
             raise Refused(f"an answer of {parts} parts, far too many")
         answered, answer = self.answered.get(node, ("", ""))
-        if answered == told.reply_to_message_id and answer != told.message_id:
+        if answered == facts.reply_to_message_id and answer != facts.message_id:
             raise Refused("a second answer to the same message")
-        self.answered[node] = told.reply_to_message_id, told.message_id
+        self.answered[node] = facts.reply_to_message_id, facts.message_id
         self.left[node] = self.most
 
     def _check_object(self, node: int, body: bytes) -> None:
