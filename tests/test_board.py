@@ -433,7 +433,7 @@ def test_a_run_that_goes_on_grows_before_ones_eyes(page: Any, root: Path) -> Non
             ended(process)
     wait_for(lambda: texts(page, "#about .tile dd")[0] == "stopped")
     shutil.rmtree(out)
-    wait_for(lambda: "live is not there any more." in texts(page, "#about p"))
+    wait_for(lambda: "live no longer exists." in texts(page, "#about p"))
     page.get_log("browser")  # the browser tells the 404
 
 
