@@ -139,7 +139,7 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
     assert code == 0
     assert f"ssfl: warning: {told}; add test images\n" in err
     assert ssfl("report", "runs/mine")[0] == 0
-    assert f"There is {told}." in Path("runs/mine/report.html").read_text()
+    assert f"{told}." in Path("runs/mine/report.html").read_text()
 
 
 def test_sub_folders_of_unlabelled_are_users_and_loose_files_one_more(ssfl: Call) -> None:
@@ -166,7 +166,7 @@ def test_sub_folders_of_unlabelled_are_users_and_loose_files_one_more(ssfl: Call
     assert described["sizes"] == [10, 11, 12]
     assert ssfl("report", "runs/mine")[0] == 0
     page = Path("runs/mine/report.html").read_text()
-    assert "The 3 users (a, b, loose files) hold 10 to 12 images each" in page
+    assert "The 3 users (a, b, loose files) have 10 to 12 images each" in page
     assert "The 3 users have their own images." in page
 
 
