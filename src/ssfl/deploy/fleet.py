@@ -135,7 +135,8 @@ class Fleet:
         """A line and an event; who goes on with it is named ever less often: the 1st, 2nd, 4th, ... time."""
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
-            self.log.append({"event": "limited", "site": name, "reason": f"{why} ({count} so far)"})
+            if what == "weakened":  # a cut is in the round's own event
+                self.log.append({"event": "limited", "site": name, "reason": f"{why} ({count} so far)"})
             self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
