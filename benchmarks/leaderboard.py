@@ -160,7 +160,7 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     lines = [HEAD, ("---",) * len(HEAD)]
     for row in rows:
         one = row.standing
-        mean = "broke down" if one["mean"] is None else f"{one['mean']:.2f}"
+        mean = "diverged" if one["mean"] is None else f"{one['mean']:.2f}"
         mean += "" if one["deviation"] is None else f" ± {one['deviation']:.2f}"
         lost = one["collapsed"] + one["diverged"]
         millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]

@@ -89,7 +89,7 @@ def main() -> None:
             for seed in given.seeds:
                 told = play(given.config, method, case, seed, given.sets)
                 rows.append({"case": case, "method": method, "seed": seed} | told)
-                print(f"{case}; {method}; seed {seed}: {told.get('accuracy', 'broke down')}", file=sys.stderr)
+                print(f"{case}; {method}; seed {seed}: {told.get('accuracy', 'diverged')}", file=sys.stderr)
     head = ["", *given.methods, "users (first method)"]
     print(text.table([head, *(_line(case, given, rows) for case in given.cases)]))
     if given.json:
@@ -103,7 +103,7 @@ def _line(case: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> l
     for method in given.methods:
         ends = [row["accuracy"] for row in here if row["method"] == method and "accuracy" in row]
         lost = len(given.seeds) - len(ends)
-        cells.append(spread(ends) + (f" ({lost} broke down)" if lost else ""))
+        cells.append(spread(ends) + (f" ({lost} diverged)" if lost else ""))
     first = [row.get("users", []) for row in here if row["method"] == given.methods[0]]
     users = [100 * share for shares in first for share in shares]
     cells.append(f"{min(users):.0f} / {statistics.mean(users):.0f} / {max(users):.0f}" if users else "")

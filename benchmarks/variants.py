@@ -164,7 +164,7 @@ def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     }  # fmt: skip
     lines = []
     for name, seeds in found.items():
-        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "broke down"
+        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "diverged"
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
         against = "" if name == names[0] else paired(seeds, found[names[0]], "+")
         lines.append([name, mean + spread, against])

@@ -19,7 +19,7 @@ from flwr.supercore.inflatable.inflatable_object import add_header_to_object_bod
 from ssfl.data import sources
 from ssfl.deploy import keys
 from ssfl.deploy.connection import Connection, connected
-from ssfl.deploy.images import Files
+from ssfl.deploy.images import ImageFiles
 from ssfl.deploy.site import Site, client_app
 from ssfl.runs.surroundings import reproducible
 
@@ -127,7 +127,7 @@ def answer(connection: Connection, fault: str, reply: Message, change: Change) -
 def main() -> None:
     address, file, folder, faults = sys.argv[1:]
     key = keys.read_site(Path(file))
-    site = Site(key.name, Files(sources.image_files([folder])), "cpu", 1)
+    site = Site(key.name, ImageFiles(sources.image_files([folder])), "cpu", 1)
     app, left = client_app(lambda context: site), faults.split(",")
     with reproducible(), connected(address, key, 60) as connection:
         http = connection.call.http

@@ -26,7 +26,7 @@ from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, FederationSettings
 from ssfl.core import outside
 from ssfl.deploy import centre, fleet, images, keys, site, view, wire
-from ssfl.deploy.images import Files
+from ssfl.deploy.images import ImageFiles
 from ssfl.deploy.internals import NodeInfo, identity
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
 from ssfl.federation import State
@@ -81,7 +81,7 @@ def hall(folders: Path) -> Iterator[Open]:
     def make(config: Config, **times: Any) -> tuple[centre.Centre, Hall, list[str]]:
         lines: list[str] = []
         there = {
-            number: site.Site(name, Files(files(folders, name)), "cpu", 1, lambda line: None)
+            number: site.Site(name, ImageFiles(files(folders, name)), "cpu", 1, lambda line: None)
             for number, name in zip((77, 55, 66), NAMES, strict=True)
         }
         sim, terms = centre.prepare(config)
@@ -443,7 +443,7 @@ def test_sites_check_what_they_are_asked(folders: Path, hall: Open) -> None:
             wire.read_terms(json.dumps(good | {key: value}))
     with pytest.raises(DataError):
         wire.read_terms("hello")
-    one = site.Site("aachen", Files(files(folders, "aachen")), "cpu", 1)
+    one = site.Site("aachen", ImageFiles(files(folders, "aachen")), "cpu", 1)
     with pytest.raises(SsflError):
         one.simulation(made.terms, 3)
 
@@ -610,7 +610,9 @@ def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
     lines: list[str] = []
-    there = site.Site("aachen", Files([tmp_path / "10.png", tmp_path / "11.png"]), "cpu", 1, lines.append)
+    there = site.Site(
+        "aachen", ImageFiles([tmp_path / "10.png", tmp_path / "11.png"]), "cpu", 1, lines.append
+    )
     there.simulation(centre.prepare(config_of(tmp_path, []))[1], 0)
     assert lines == [
         "1 of 2 images have values above 4,095, the largest that the centre's images have bits for: "
@@ -621,7 +623,7 @@ def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Pat
 def test_the_live_view_says_when_the_centre_plays_alone(folders: Path, hall: Open) -> None:
     made, _, _ = hall(config_of(folders, ["federation.head_start=0.4"]))
     console = Console(file=io.StringIO(), width=150)
-    shown, state = view.View(console), made.initial()
+    shown, state = view.FederationView(console), made.initial()
     for _ in range(2):
         state, events = made.play(state)
         for event in events:
@@ -636,7 +638,7 @@ def test_the_live_view_shows_sites_round_accuracy_and_refusals(folders: Path, ha
     spoilt = WRONG["not a number"][0]
     grid.spoil = lambda node, reply: spoilt(reply) if node == 55 and "model" in reply.content else reply
     console = Console(record=True, width=150, file=io.StringIO(), force_terminal=True)
-    shown = view.View(console)
+    shown = view.FederationView(console)
     shown.watch(made.fleet, made.rounds)
     made.fleet.tell = shown.tell
     state, events = made.play(made.initial())

@@ -19,7 +19,7 @@ import ssfl
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.core import draws
-from ssfl.deploy.images import Files
+from ssfl.deploy.images import ImageFiles
 from ssfl.errors import ConfigError, RunError, SsflError
 from ssfl.runs import assemble, folder
 from ssfl.simulate import privacy
@@ -218,7 +218,7 @@ def test_a_real_site_noises_with_what_nobody_knows_and_keeps_its_numbers_back(tm
         sim, terms = centre.prepare(load_config("own", [*sets, *more]))
         row = sim.initial().average
         lines: list[str] = []
-        site = Site("a", Files(sorted((tmp_path / "site").iterdir())), "cpu", 1, lines.append)
+        site = Site("a", ImageFiles(sorted((tmp_path / "site").iterdir())), "cpu", 1, lines.append)
         replies = []
         for _ in range(2):
             sent = wire.pack(row, terms=terms, user=0, round=0)

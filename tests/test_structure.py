@@ -87,6 +87,15 @@ def test_no_import_goes_in_a_circle() -> None:
             visit(module, ())
 
 
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 PACKAGES = [name for name, path in MODULES.items() if path.name == "__init__.py" and name != "__init__"]
 
 

@@ -130,7 +130,7 @@ def serve(
     require_flower()
     from ssfl.core import outside
     from ssfl.deploy import centre
-    from ssfl.deploy.view import View
+    from ssfl.deploy.view import FederationView
     from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
 
@@ -150,7 +150,7 @@ def serve(
         named = "name" if outside.is_path(data) else "path"
         loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])], sites=True)
     path = resume or out or next_free(Path("runs") / "centre")
-    with View() as view:
+    with FederationView() as view:
         result = centre.serve(loaded, path, place, resume is not None, view)
     print(f"{result.score_text}  in {result.path}")
     if result.verdict is not None:

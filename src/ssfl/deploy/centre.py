@@ -25,7 +25,7 @@ from ssfl.data import augment, inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Answers, Fleet
-from ssfl.deploy.view import View
+from ssfl.deploy.view import FederationView
 from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.errors import ConfigError, RunError, SsflError
@@ -200,7 +200,7 @@ class Place:
     """Whether sites get the final model."""
 
 
-def serve(config: Config | None, path: Path, place: Place, again: bool, view: View) -> Result:
+def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
     """Play the rounds with the sites, into a new run folder, or into one that was stopped."""
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
@@ -284,7 +284,7 @@ def opened(
 
 
 def conduct(
-    sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: View
+    sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
     """All rounds, or what is left of them, with the sites of a fleet; then they are told the end."""
     start = checkpoints.newest(path, sim.device) if again else None

@@ -20,7 +20,7 @@ from ssfl.deploy import centre, silenced
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.images import usable
 from ssfl.deploy.site import Site, client_app
-from ssfl.deploy.view import View
+from ssfl.deploy.view import FederationView
 from ssfl.errors import ConfigError
 from ssfl.runs.surroundings import reproducible
 
@@ -67,7 +67,7 @@ def main(grid: Grid, context: Context) -> None:
         sets = [f"data.path={settings['data']}", *str(settings["set"]).split()]
         loaded = load_config(str(settings["config"]), sets)
     path, count = Path(str(settings["resume"] if again else settings["out"])), int(settings["sites"])
-    view = View(Console(force_terminal=False, highlight=False, width=200))
+    view = FederationView(Console(force_terminal=False, highlight=False, width=200))
     with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
         times = float(settings["deadline"]), float(settings["patience"])
         fleet = Fleet(grid, names, count, *times, view.tell, asked=True)

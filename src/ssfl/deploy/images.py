@@ -21,7 +21,7 @@ class Images(Protocol):
         ...
 
 
-class Files(list[Path]):
+class ImageFiles(list[Path]):
     """Image files. They are read when the centre has said which size and depth it uses."""
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
@@ -66,9 +66,9 @@ def _try(file: Path) -> None:
     pictures.decode(file, 1)
 
 
-def usable(files: list[Path], tell: Tell) -> Files:
+def usable(files: list[Path], tell: Tell) -> ImageFiles:
     """The image files that can be read; the others are named."""
-    good = Files()
+    good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):
             tell(f"left out: {result}")

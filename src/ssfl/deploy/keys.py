@@ -117,7 +117,7 @@ def replace(folder: Path, name: str) -> Path:
     return add(folder, name)
 
 
-class Sites(Protocol):
+class WatchedFleet(Protocol):
     """What a watch of keys needs of a fleet."""
 
     names: list[str]
@@ -135,7 +135,7 @@ class Watch:
     known: dict[str, ec.EllipticCurvePublicKey]
     without: set[str]
     """Sites that have no key now."""
-    fleet: Sites
+    fleet: WatchedFleet
     renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
     """Has the port take another key of a site from now on, or none."""
     _seen: list[tuple[str, int]] = field(default_factory=list)

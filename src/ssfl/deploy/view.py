@@ -15,7 +15,7 @@ from ssfl.runs.text import printable
 from ssfl.simulate import privacy
 
 
-class Sites(Protocol):
+class ShownFleet(Protocol):
     """What is shown of a fleet."""
 
     names: list[str]
@@ -23,12 +23,12 @@ class Sites(Protocol):
     doing: dict[str, str]
 
 
-class View:
+class FederationView:
     """Shows a federation; use as a context."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        self.sites: Sites | None = None
+        self.sites: ShownFleet | None = None
         self.round = self.rounds = 0
         self.accuracy = ""
         self.inside = False  # whether the centre trains what the federation is compared with
@@ -36,7 +36,7 @@ class View:
         self.refusals: dict[str, int] = {}
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> "FederationView":
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -55,7 +55,7 @@ class View:
             self.console.print(Text(printable(line)), soft_wrap=True)
             self.console.file.flush()
 
-    def watch(self, sites: Sites, rounds: int) -> None:
+    def watch(self, sites: ShownFleet, rounds: int) -> None:
         """Show these sites from now on."""
         self.sites, self.rounds = sites, rounds
 
