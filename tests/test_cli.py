@@ -39,10 +39,8 @@ def test_a_run_that_went_wrong_says_so_in_its_last_line(ssfl: Call) -> None:
     code, _, err = ssfl("run", *SHORT, "--set", "federation.rounds=4", "--set", "method.threshold=0.9999")
     assert code == 0
     told = err.splitlines()[-1]
-    assert told.startswith(
-        "The users hardly learn. They are sure of only 0.0 % of their images in the last 3"
-    )
-    assert told.endswith("See `ssfl report runs/quickstart-2`")
+    for part in (" 0.0 % ", "method.threshold", "`ssfl report runs/quickstart-2`"):
+        assert part in told
 
 
 def test_a_contests_methods_may_be_given_one_by_one(ssfl: Call) -> None:

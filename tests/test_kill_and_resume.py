@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert f"continue with `ssfl resume {out}`" in told
     assert "Traceback" not in told
     done = max(int(p.stem.split("-")[1]) for p in (out / "checkpoints").iterdir())
-    assert f"stopped after round {done};" in told
+    assert f"stopped after round {done} " in told
     assert subprocess.run(command("resume", out, "--quiet")).returncode == 0
     assert content(out) == content(reference)
 
