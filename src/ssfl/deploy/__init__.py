@@ -1,7 +1,8 @@
-"""A real federation: a centre with labelled images, sites with unlabelled ones, and Flower between them.
+"""A real federation: a centre with labelled images, sites with unlabelled images, and Flower between them.
 
-Open `centre.py` first, then `site.py`. Flower carries the messages (TLS, signed by each site's key). Only
-weights, counts and plain numbers travel: unlike Flower's own clients, a site runs nothing that it was sent.
+Open `centre.py` first, then `site.py`. Flower carries the messages, over TLS and signed with each site's key.
+Messages hold only weights, counts, settings and numbers. Unlike Flower's own clients, a site never runs code
+that it was sent.
 """
 
 import logging
@@ -11,14 +12,14 @@ from contextlib import contextmanager
 
 from ssfl.errors import SsflError
 
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when flwr is first imported
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # flwr reads this when it is first imported
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 Tell = Callable[[str], None]
-"""Shows a line to whoever runs this process."""
+"""A function that shows a line of text to the person who runs this process."""
 
 
 def require_flower() -> None:
-    """Say how to install Flower where it is missing."""
+    """Raises if Flower is missing or has another version than 1.41; the error says how to install it."""
     try:
         import flwr
     except ImportError:
@@ -30,7 +31,7 @@ def require_flower() -> None:
 
 @contextmanager
 def silenced() -> Iterator[list[str]]:
-    """Keep Flower's log off the terminal; its last warnings are in the list."""
+    """Hides Flower's log from the terminal; yields a list that holds its last 20 warnings."""
     warnings: list[str] = []
     logger = logging.getLogger("flwr")
 

@@ -1,7 +1,7 @@
-"""The centre: labelled images, and the rounds with whatever sites are there.
+"""The centre: it has labelled images and plays the rounds with the sites that are connected.
 
-A round is the simulation's: the same cohorts, the same averaging, the same run folder. What differs is that
-users train elsewhere, take their time, and may not come back.
+A round is the same as in a simulation: the same cohorts, averaging and run folder. The difference is that
+users train on other machines, take longer, and may drop out.
 """
 
 import json
@@ -48,18 +48,18 @@ from ssfl.simulate.rounds import Extra, Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
-"""What private sites do not tell of their images."""
+"""Round metrics that sites with differential privacy do not report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Centre(Simulation):
-    """A simulation whose users are real."""
+    """A simulation whose users are real sites."""
 
     terms: str
     fleet: Fleet
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """The next round: send, train here and there, average what came back."""
+        """Plays the next round: sends models, trains at the centre and the sites, averages the answers."""
         phases = Phases(self.device)
         self.leave_out(state)
         workers = _Sites(self, state.round, phases)
@@ -80,7 +80,7 @@ class Centre(Simulation):
         if answers.again:
             event["asked_again"] = answers.again
         event["phases"] = phases.seconds()
-        if self.config.privacy.clip is not None:  # sites keep these back
+        if self.config.privacy.clip is not None:  # private sites do not report these
             event = {key: value for key, value in event.items() if key not in KEPT_BACK}
         event["refused"] = event.get("refused", {}) | {
             str(user): why for user, why in answers.refused.items()
@@ -88,19 +88,19 @@ class Centre(Simulation):
         return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
 
     def prepare(self, round: int) -> None:
-        """Sites prepare their own work."""
+        """Does nothing: sites prepare their own work."""
 
     def initial(self) -> State:
-        """As in a simulation; refusals are always counted, since not all depend on the gate."""
+        """Returns the initial state; refusals are always counted, because not all come from the gate."""
         strikes = torch.zeros(self.config.split.users, dtype=torch.int64)
         return replace(super().initial(), strikes=strikes)
 
     def leave_out(self, state: State) -> None:
-        """Who was refused too often takes no part any more."""
+        """Leaves out the users that were refused too often."""
         self.fleet.leave_out([user for user, count in enumerate(state.strikes.tolist()) if count >= STRIKES])
 
     def refusals(self, round: int) -> list[Event]:
-        """What was refused since this was last asked, in or before a round."""
+        """Returns the refusals since the last call as events of this round, and clears them."""
         events = [event | {"round": round} for event in self.fleet.log]
         self.fleet.log.clear()
         return events
@@ -108,7 +108,7 @@ class Centre(Simulation):
 
 @dataclass
 class _Sites:
-    """`Workers` elsewhere: sites train the users, and the server trains here."""
+    """`Workers` on other machines: the sites train the users, and this process trains the server."""
 
     centre: Centre
     round: int
@@ -118,7 +118,7 @@ class _Sites:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Send the models, wait for answers; the cohort of those that came."""
+        """Sends the models and waits for answers; returns the cohort of the users that answered."""
         models = {
             user: wire.Sent(start[stream], {} if extra is None else extra([user]))
             for user, stream in zip(cohort.users, cohort.streams, strict=True)
@@ -134,22 +134,22 @@ class _Sites:
         return back
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> Returned:
-        """What the sites sent back."""
+        """Returns the models and metrics that the sites sent back."""
         back = [self.answers.came[user] for user in self._users[part]]
         metrics = {name: torch.tensor([numbers[name] for _, numbers in back]).to(rows) for name in METRICS}
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """The server, here."""
+        """Trains the server in this process."""
         with self.phases.during("server"):
             return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
-    """The centre's half of the federation, and the terms for the sites."""
+    """Returns the centre's part of the federation, and the terms for the sites."""
     wire.check(config)
     given = config
-    dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # users are the sites
+    dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
     if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
         raise ConfigError(
             f"{config.data.name}: weak and strong cannot be sent to sites: leave them out of ssfl.Data"
@@ -172,36 +172,37 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
     terms = wire.Terms.of(config, dataset, sim.brought).text()
-    # each site has its own precision unless a person wrote one, after a resume as before it
+    # Each site chooses its own precision unless the user's config sets one. Keep the train section as it was,
+    # so that this also holds after a resume.
     own = replace(sim.config, train=config.train, run=replace(sim.config.run, engine="sites"))
     return replace(sim, plan=replace(sim.plan, config=own)), terms
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
-    """The centre's half, and the sites."""
+    """Returns the centre: its part of the federation, the terms and the sites."""
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a centre listens and how long it waits."""
+    """Where a centre listens and how long it waits for sites."""
 
     keys: Path | None
-    """The keys folder; without one nothing is encrypted, on this machine alone."""
+    """The keys folder. Without one, connections are not encrypted and only come from this machine."""
     host: str
     port: int
     sites: int | None
-    """How many sites are waited for before the first round; by itself all that have keys."""
+    """How many sites to wait for before the first round. Default: all that have keys."""
     deadline: float
     patience: float
     quorum: int | None = None
-    """How many sites a round needs; by itself two thirds of those that have joined, and at least two."""
+    """How many sites a round needs. Default: two thirds of those that have joined, and at least two."""
     share: bool = False
-    """Whether sites get the final model."""
+    """Whether the final model is sent to the sites."""
 
 
 def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
-    """Play the rounds with the sites, into a new run folder, or into one that was stopped."""
+    """Plays the rounds with the sites, in a new run folder or in one of a stopped run (`again`)."""
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
         if not known:
@@ -243,7 +244,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
 
 
 def _labelled(sim: Simulation) -> str:
-    """What the centre trains and tests on, so that a wrong folder is seen before sites come."""
+    """Describes the training and test images, so that a wrong folder is noticed before sites connect."""
     data = sim.dataset
     without = int((data.labels < 0).sum())
     ignored = f"; {without} images without a label are left out" if without else ""
@@ -257,7 +258,7 @@ def _labelled(sim: Simulation) -> str:
 def opened(
     config: Config | None, path: Path, again: bool, known: list[str], count: int
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
-    """The centre's half, the terms and the sites' names, with the run folder made or found, and locked."""
+    """Creates or reopens the run folder and locks it; yields the centre's part, the terms and site names."""
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
@@ -286,7 +287,7 @@ def opened(
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
-    """All rounds, or what is left of them, with the sites of a fleet; then they are told the end."""
+    """Plays all rounds that are left with the sites of a fleet, then tells the sites that the run is over."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = round_loop.conditions(sim)
@@ -306,10 +307,10 @@ def conduct(
             fleet.gather(first=True)
         except RunError as error:
             raise RunError(f"{error}; then go on with `{command}`") from error
-        folder.write_split(path, _described(sim) | _shares(fleet))  # names, and what is known of sizes
+        folder.write_split(path, _described(sim) | _shares(fleet))  # the names, and the sizes known so far
         result = round_loop.play(centre, path, start, view.report)
     finally:
-        with suppress(RunError):  # a full disk may be what ended it, and that is told
+        with suppress(RunError):  # if a full disk ended the run, that error is the one to show
             last = max((event["round"] for event in folder.read_events(path)), default=0)
             for event in centre.refusals(last):
                 folder.append_event(path, event)
@@ -317,7 +318,7 @@ def conduct(
     why = f"all {sim.rounds} rounds are played; {result.score_text}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")
-        del card["data"]  # where the centre keeps its images is its own affair
+        del card["data"]  # do not tell the sites where the centre's images are
         fleet.dismiss(why, sim.layout.flatten(tensors), json.dumps(card))
     else:
         fleet.dismiss(why)
@@ -329,7 +330,7 @@ def _described(sim: Simulation) -> dict[str, Any]:
 
 
 def _shares(fleet: Fleet) -> dict[str, Any]:
-    """Of split.json: the sites and how many images they say they have."""
+    """Returns the sites' part of split.json: their names and the numbers of images that they report."""
     sizes = [fleet.images.get(name, 0) for name in fleet.names]
     return {
         "sites": fleet.names,

@@ -1,6 +1,6 @@
-"""A site's connection to the centre: Flower's Fleet protocol, as a SuperNode speaks it.
+"""A site's connection to the centre. It speaks Flower's Fleet protocol, as a SuperNode does.
 
-Flower's own loop ends its process when the centre was started anew; here the site connects again.
+Flower's own loop ends its process after the centre was restarted. Here the site connects again.
 """
 
 import ssl
@@ -20,26 +20,27 @@ from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError
 
 BEAT = 10.0
-"""Seconds; after twice as many without a sign of life a site counts as gone, and may connect again."""
+"""The heartbeat interval that is announced to the centre, in seconds. Heartbeats are sent twice as often.
+After two intervals without one, the site counts as disconnected and may connect again."""
 GRACE = 30.0
-"""Seconds after which a centre that does not let a key in is believed: one that just started knows none yet,
-and one whose site was killed believes it to be there still."""
+"""Seconds after which a refused key is an error. Before that the refusal may be temporary: a centre that has
+just started knows no keys yet, and a site that was killed still counts as connected for a while."""
 IDLE = 60.0
-"""Seconds after which an idle connection is closed, before the centre would."""
+"""Seconds after which an idle connection is closed. The centre would close it later."""
 HALFWAY = 120.0
-"""Seconds after which a message that stopped halfway is given up."""
+"""Seconds after which a message that arrived only in part is given up."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Messages in and out."""
+    """Receives messages from the centre and sends answers."""
 
     call: internals.Caller
     node: internals.Node
     clock: internals.CentreClock
 
     def receive(self) -> Message | None:
-        """The next message, if there is one."""
+        """Returns the next message, or None if there is none."""
         announced = self.call("fleet/pull-messages", node=self.node)
         if not announced.messages_list:
             return None
@@ -47,14 +48,14 @@ class Connection:
         return internals.receive(self.call, "fleet", self.node, run, tree, HALFWAY)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """An answer, after so many seconds of work."""
+        """Sends an answer that took this many seconds of work."""
         self.clock.stamp(reply)
         internals.send(self.call, "fleet", self.node, reply, clientapp_runtime_list=[seconds])
 
 
 @contextmanager
 def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Connection]:
-    """A connection to HOST:PORT, tried for `patience` seconds; without a key it is not encrypted."""
+    """Connects to HOST:PORT, trying for `patience` seconds; without a key nothing is encrypted."""
     private = ec.generate_private_key(ec.SECP384R1()) if key is None else key.private
     trust: ssl.SSLContext | bool = False
     if key is not None:
@@ -110,7 +111,10 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
 
 
 def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -> None:
-    """Signs of life; whether the centre is still the same is found out by the next message."""
+    """Sends heartbeats until `gone` is set.
+
+    Errors are ignored: if the centre was restarted, the next message shows it.
+    """
     while not gone.wait(BEAT / 2):
         with suppress(httpx.HTTPError):
             call("fleet/send-node-heartbeat", node=node, heartbeat_interval=BEAT)

@@ -1,7 +1,7 @@
-"""The sites, as the centre reaches them: who is there, what they are sent, what comes back in time.
+"""The sites as the centre sees them: which are connected, what they are sent, and what they answer in time.
 
-A round goes on with a quorum of the sites. Where fewer answer, those that did not are asked again; a site's
-work depends on nothing but the round, so that it does not matter at which time it was asked.
+A round needs answers from a quorum of the sites. If fewer answer, the others are asked again. A site's work
+depends only on the round, so it does not matter when it was asked.
 """
 
 import math
@@ -22,95 +22,99 @@ from ssfl.deploy.keys import NAME
 from ssfl.errors import DataError, RunError
 
 LINE_EVERY = 10.0
-"""Seconds between two lines about who is missing."""
+"""Seconds between two lines about missing sites."""
 GREETING = 10.0
-"""Seconds to wait for sites that were asked who they are, after the last of them answered."""
+"""Seconds to wait for more new sites to say who they are, after the last one answered."""
 LATER = 30.0
-"""Seconds until a site that did not say who it is, but something else, is asked again."""
+"""Seconds until a site is asked again who it is, if it answered something else."""
 SOON = 10.0
-"""Seconds until a site whose name is taken is asked again: the other may be gone without our knowing yet."""
+"""Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
+without the centre knowing it yet."""
 SHARE = 2 / 3
-"""The quorum, as a share of the sites that have joined."""
+"""The default quorum, as a share of the sites that have joined."""
 FEWEST = 2
-"""No quorum is less, where there are so many sites: one site's update alone is no average."""
+"""The smallest default quorum if there are at least this many sites: one update alone is no average."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of a round's messages."""
+    """The answers to a round's messages."""
 
     sent: Collection[int]
     """The users that were sent a model."""
     came: Mapping[int, tuple[Tensor, dict[str, float]]]
-    """The models and numbers of those that came back in time, by user."""
+    """The models and metrics that came back in time, by user."""
     refused: Mapping[int, str]
-    """Why a user was refused something; its model may have come all the same."""
+    """Why something that a user sent was refused, by user. Its model may still have been accepted."""
     traffic: Mapping[str, int]
-    """Bytes that went over the port meanwhile, Flower's own included: `wire_up`, `wire_down`."""
+    """Bytes sent over the port during the round, including Flower's own: `wire_up`, `wire_down`."""
     missing: list[str] = field(default_factory=list)
-    """The sites that should have taken part, gave no model and were refused none."""
+    """The sites that should have taken part but sent no model, accepted or refused."""
     again: list[int] = field(default_factory=list)
-    """The users that were sent a model once more, each as often as that."""
+    """The users that were sent their model again, listed once for each repetition."""
 
 
 @dataclass
 class Fleet:
-    """The sites, as the centre reaches them."""
+    """The sites as the centre sees them."""
 
     grid: post.Exchange
     names: list[str]
-    """In the order of the users' numbers."""
+    """The sites' names, in the order of the users' numbers."""
     needed: int
-    """How many sites are waited for before the first round."""
+    """How many sites to wait for before the first round."""
     deadline: float
-    """Seconds that sites have for a round."""
+    """Seconds that a site has to answer in a round."""
     patience: float
     """Seconds without any answer after which the run stops."""
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
-    """What the port tells, from whatever thread: something refused, or how much has travelled."""
+    """Reports of the port, put here from another thread: what was refused, and how many bytes were sent."""
     exclude: Callable[[Collection[int]], None] = lambda nodes: None
-    """Has the port drop nodes that are left out."""
+    """Tells the port to drop the nodes of sites that are left out."""
     asked: bool = False
-    """Whether sites tell their names themselves, for want of keys."""
+    """Whether sites choose their own names, because there are no keys."""
     look: Callable[[], None] = lambda: None
-    """Looks for keys that were replaced or taken away."""
+    """Looks for keys that were replaced or removed."""
     quorum: int | None = None
-    """How many sites must take part in a round; by default two thirds of those that have joined."""
+    """How many sites must take part in a round. Default: two thirds of those that have joined."""
     images: dict[str, int] = field(default_factory=dict)
-    """How many images each site says that it has."""
+    """The number of images that each site reports."""
     doing: dict[str, str] = field(default_factory=dict)
-    """What each site is doing, in words."""
+    """What each site is doing, as text."""
     left_out: set[str] = field(default_factory=set)
-    """Who takes no part any more."""
+    """The sites that no longer take part."""
     log: list[Event] = field(default_factory=list)
-    """What was refused and has not been written down yet."""
+    """Events of refusals that have not been written to the run folder yet."""
     _joined: set[str] = field(default_factory=set)
-    """Who has been there, and counts for the quorum."""
+    """The sites that have ever connected. The quorum is a share of these."""
     _without: list[str] = field(default_factory=list)
-    """Who was missing when that was last told."""
+    """The sites that were missing when this was last reported."""
     _traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes that have gone over the port, if it tells."""
+    """Bytes sent over the port so far, if it reports them."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """Who was refused what since this was last looked at."""
+    """Why a site was refused, by site, since this was last cleared."""
     _nodes: dict[int, str] = field(default_factory=dict)
-    """Who is behind a number of Flower's."""
+    """The site of each of Flower's node numbers."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """Nodes that were asked who they are, in which message, and until when they may answer."""
+    """For each node that was asked who it is: the message, and the time until which it may answer."""
     _turned_away: dict[int, float] = field(default_factory=dict)
-    """Nodes that are not asked who they are, and until when."""
+    """For each node that was turned away: the time before which it is not asked again who it is."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
-    """How often a site's update was "cut" or "weakened"."""
+    """How often each site's update was "cut" or "weakened"."""
     _reached: bool = True
-    """Whether the exchange itself could be reached when it was last asked."""
+    """Whether the message exchange could be reached at the last attempt."""
 
     def least(self, sites: int) -> int:
-        """The quorum of so many sites."""
+        """Returns the quorum for this many sites."""
         usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
         return min(sites, usual if self.quorum is None else self.quorum)
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
-        """Somebody's message goes no further, without a name a stranger's; it may be counted already."""
+        """Logs and reports that a message was refused.
+
+        Without a name it came from a stranger. `counted`: the refusal already counts against the site.
+        """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
         self.log.append(event if host is None else event | {"from": host})
@@ -123,24 +127,24 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Name a site whose update was cut."""
+        """Reports that a site's update was too long and was cut."""
         self._limited(name, "cut", f"an update {times:.3g} times as long as is usual: it was cut")
 
     def weakened(self, name: str, weight: float) -> None:
-        """Name a site that counts less or not at all because it works against the centre's labels."""
+        """Reports that a site gets less or no weight because it works against the centre's labels."""
         how = f"this one counts {weight:.0%}" if weight else "this one was dropped"
         self._limited(name, "weakened", f"updates that work against the centre's labels: {how}")
 
     def _limited(self, name: str, what: str, why: str) -> None:
-        """A line and an event; who goes on with it is named ever less often: the 1st, 2nd, 4th, ... time."""
+        """Shows a line and logs an event, but only the 1st, 2nd, 4th, ... time for the same site."""
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
-            if what == "weakened":  # a cut is in the round's own event
+            if what == "weakened":  # cuts are already in the round's event
                 self.log.append({"event": "limited", "site": name, "reason": f"{why} ({count} so far)"})
             self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
-        """Take in what the port told; gives the nodes whose answer cannot come any more."""
+        """Handles the port's reports; returns the nodes whose answer cannot arrive any more."""
         lost = set()
         with suppress(Empty):
             while True:
@@ -158,7 +162,7 @@ class Fleet:
         return lost
 
     def connected(self) -> dict[int, int]:
-        """Flower's number of each user that is there and takes part."""
+        """Returns Flower's node number of each user that is connected and takes part."""
         try:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
@@ -180,9 +184,9 @@ class Fleet:
         return {user: nodes[name] for user, name in enumerate(self.names) if name in nodes}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Ask new sites who they are and how many images they have.
+        """Asks new sites who they are and how many images they have.
 
-        Who is slow holds nobody up for long: its answer is taken in whenever it comes.
+        A slow site does not delay the others for long: its answer is handled whenever it arrives.
         """
         now = time.monotonic()
         self._greeted = {
@@ -207,12 +211,12 @@ class Fleet:
             time.sleep(getattr(self.grid, "pause", post.POLL))
 
     def _greetings(self) -> dict[int, RecordDict]:
-        """What sites have answered that were asked who they are."""
+        """Returns the answers of sites that were asked who they are, by node."""
         answers = {}
         for node, (name, _) in list(self._greeted.items()):
             try:
                 replies = list(self.grid.pull_messages([name]))
-            except Exception as error:  # it stopped in the middle, or is gone: it is asked again
+            except Exception as error:  # the answer is incomplete, or the site is gone: ask again
                 self.tell(f"{node} did not say who it is: {post.short(error)}")
                 self._turned_away[node] = time.monotonic() + SOON
                 del self._greeted[node]
@@ -227,7 +231,7 @@ class Fleet:
         return answers
 
     def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
-        """A site said who it is."""
+        """Registers a site that said who it is, or turns it away."""
         try:
             claimed, count = wire.read_who(content)
         except DataError as error:
@@ -252,7 +256,7 @@ class Fleet:
             self._send_away([node])
 
     def gather(self, first: bool = False) -> dict[int, int]:
-        """Wait for a quorum of the sites; before the `first` round for all, as long as there is patience."""
+        """Waits up to `patience` seconds for a quorum of the sites, or before the `first` round for all."""
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
             self.look()
@@ -271,7 +275,7 @@ class Fleet:
             line = f"{len(there)} of {wanted} sites are there, {wanted - len(there)} missing"
             line += f" ({', '.join(missing[:10])})" if missing else ""
             if time.monotonic() > end:
-                # where sites say their names themselves, all must have been there to be numbered
+                # if sites choose their own names, users can be numbered only when all have connected
                 if first and not self.asked and len(there) >= quorum:
                     return there
                 raise RunError(
@@ -290,7 +294,7 @@ class Fleet:
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, RecordDict]:
-        """Send each node its content; the answers that come in time."""
+        """Sends each node its content; returns the answers that arrive in time."""
         return post.exchange(
             self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
         )
@@ -306,10 +310,10 @@ class Fleet:
         meanwhile: Callable[[], None],
         alone: bool = True,
     ) -> Answers:
-        """Send the users that are there a model each; what comes back.
+        """Sends a model to each user that is connected; returns the answers.
 
-        Who does not answer is asked again until there is a quorum; where none of these users is there, the
-        server may go on `alone`.
+        Users that do not answer are asked again until there is a quorum. If none of these users is
+        connected, the server may train `alone`.
         """
         before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
         came: dict[int, tuple[Tensor, dict[str, float]]] = {}
@@ -362,7 +366,7 @@ class Fleet:
         wait: float,
         meanwhile: Callable[[], None],
     ) -> dict[int, tuple[Tensor, dict[str, float]]]:
-        """Send a model to these nodes; the models and numbers that come back in time, by user."""
+        """Sends a model to these nodes; returns the models and metrics that arrive in time, by user."""
         contents = {
             node: wire.pack_work(models[user], terms=terms, user=user, round=round)
             for node, user in users.items()
@@ -383,13 +387,13 @@ class Fleet:
         return came
 
     def _tell_missing(self, missing: list[str]) -> None:
-        """Name the sites that a round goes on without, once for as long as they are the same."""
+        """Reports the sites that a round goes on without, if they are not the same as last time."""
         if missing and missing != self._without:
             self.tell(f"going on without {', '.join(missing[:10])}{', ...' if missing[10:] else ''}")
         self._without = missing
 
     def leave_out(self, users: Collection[int]) -> None:
-        """Send these users no model any more, and say so to them."""
+        """Stops sending models to these users, and tells them so."""
         new = {self.names[user] for user in users} - self.left_out
         for name in sorted(new):
             self.tell(f"{name} is left out from here on: it was refused three times")
@@ -398,7 +402,7 @@ class Fleet:
         self._send_away([node for node, name in self._nodes.items() if name in new])
 
     def _send_away(self, nodes: Collection[int]) -> None:
-        """Tell sites that they are left out; nobody waits for what they say to that."""
+        """Tells sites that they are left out; does not wait for their answers."""
         why = "the centre refused three of this site's answers and leaves it out: ask its keeper"
         end = ConfigRecord({"ask": "end", "why": why})
         contents = {node: RecordDict({"config": end}) for node in nodes}
@@ -406,8 +410,10 @@ class Fleet:
         self.exclude(nodes)
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
-        """Tell everybody that all rounds are played, with the model that they may keep; who leaves at once
-        need not answer."""
+        """Tells all sites that the run is over, and sends them the model if they may keep it.
+
+        Sites that disconnect at once need not answer.
+        """
         self.tell = lambda line: None
         contents = {}
         for node, name in self._nodes.items():
@@ -419,4 +425,4 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """What the centre does while sites train once more."""
+    """Does nothing. The centre has already trained when sites are asked again."""

@@ -1,8 +1,8 @@
-"""The same federation under Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
+"""The same federation with Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
 
-Flower's SuperLink and SuperNodes then carry the messages, start a process for each of them, and say who may
-join. What is checked in an answer is checked here as well; what `request_filter.py` checks at the centre's
-port is not.
+Flower's SuperLink and SuperNodes then carry the messages, start a process for each message, and decide who
+may join. The content of answers is checked as usual. The checks of `request_filter.py` at the centre's port
+are not made.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ def _site(name: str, data: str, device: str, threads: int | None, keep: str | No
 
 
 def site_of(context: Context) -> Site:
-    """The site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
+    """Returns the site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
     settings: dict[str, Any] = dict(context.node_config)
     if "data" not in settings:
         raise ConfigError("say where the images are: flower-supernode --node-config 'data=\"FOLDER\"'")
@@ -43,7 +43,7 @@ def site_of(context: Context) -> Site:
 
 
 def same_bits(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Around whatever a site does."""
+    """Handles a site's message with reproducible arithmetic: the same bits every time."""
     with reproducible():
         return call_next(message, context)
 
@@ -54,7 +54,7 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """The centre, as the app's config describes it."""
+    """Runs the centre that the app's config describes."""
     settings: dict[str, Any] = {"config": "own", "set": "", "deadline": 120.0, "patience": 600.0} | dict(
         context.run_config
     )

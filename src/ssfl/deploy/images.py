@@ -1,4 +1,4 @@
-"""The images of a site: files in a folder, or arrays that a function of its own returns."""
+"""The images of a site: files in a folder, or arrays returned by a function of the site's own."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,22 +12,22 @@ from ssfl.errors import DataError
 
 
 class Images(Protocol):
-    """What a site has to say how many images it holds, and to train on them."""
+    """The images of a site, from any source: their number, and their pixels for training."""
 
     def __len__(self) -> int: ...
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """uint8 [N, C, H, W] in the centre's shape; `white` is the largest value of the centre's images."""
+        """Returns uint8 [N, C, H, W] in the centre's shape; `white` is the centre's largest pixel value."""
         ...
 
 
 class ImageFiles(list[Path]):
-    """Image files. They are read when the centre has said which size and depth it uses."""
+    """Image files. They are read once the centre has said which image size and bit depth it uses."""
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """The files decoded, scaled to the centre's size."""
+        """Returns the decoded images, resized to the centre's size."""
         decoded = decoding.decoded(self, shape[1:], shape[0], white)
-        if decoded.broken:  # they were whole when this site joined
+        if decoded.broken:  # they could be read when this site joined
             raise DataError(decoding.describe_broken(decoded.broken, len(self)))
         if decoded.cut:
             tell(
@@ -38,17 +38,17 @@ class ImageFiles(list[Path]):
 
 
 class Loaded:
-    """Images that a function of this site's own file returned."""
+    """Images returned by a function in this site's own file."""
 
     def __init__(self, name: str) -> None:
-        outside.trust(name)  # a person typed it after --data
+        outside.trust(name)  # safe: the user typed this name after --data
         self.name, self.images = name, arrays.unlabelled(outside.called(name, "--data"), name)
 
     def __len__(self) -> int:
         return len(self.images)
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """The images, scaled to the centre's size if that is square."""
+        """Returns the images, resized to the centre's size if that is square."""
         channels, height, width = shape
         if tuple(self.images.shape[1:]) == shape:
             return self.images
@@ -67,7 +67,7 @@ def _try(file: Path) -> None:
 
 
 def usable(files: list[Path], tell: Tell) -> ImageFiles:
-    """The image files that can be read; the others are named."""
+    """Returns the image files that can be read; reports the others."""
     good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):

@@ -1,7 +1,7 @@
-"""All that ssfl relies on in Flower beyond its public interface (flwr.app, flwr.clientapp, flwr.serverapp).
+"""All uses of Flower beyond its public interface (flwr.app, flwr.clientapp, flwr.serverapp).
 
-No other module imports anything else of Flower's, and `tests/test_flower_internals.py` lists what is here: a
-new release of Flower that differs breaks this file, with one message that says so.
+No other module imports Flower's internals, and `tests/test_flower_internals.py` lists those used here. So if
+a new release of Flower differs, only this file breaks, with one message that says so.
 """
 
 import os
@@ -63,17 +63,17 @@ except ImportError as error:
     ) from error
 
 CLOCKS_AGREE = 2.0
-"""Seconds of difference between two clocks that mean nothing."""
+"""A difference between two clocks of up to this many seconds is ignored."""
 Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-"""Bytes of the largest part that an array is sent in."""
+"""The largest part, in bytes, in which an array is sent."""
 RUN = "x-ssfl-run"
-"""The header by which the centre says which run it plays."""
+"""The header in which the centre names the run that it plays."""
 SERVER = Node(node_id=1)
-"""What Flower calls the SuperLink itself."""
+"""Flower's node for the SuperLink itself."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""What Flower says of an answer that did not come, or not wholly, while its message held."""
+"""Flower's error codes for an answer that did not arrive completely before its message expired."""
 TYPES: dict[str, tuple[Any, Any]] = {
     "control/register-node": (control_pb2.RegisterNodeRequest, control_pb2.RegisterNodeResponse),
     "control/unregister-node": (control_pb2.UnregisterNodeRequest, control_pb2.UnregisterNodeResponse),
@@ -98,7 +98,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "fleet/pull-messages": (fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
     "fleet/push-messages": (fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
 }
-"""The requests that are sent, and what is answered to them, by path."""
+"""The types of the requests and of their responses, by path."""
 for _api in ("fleet", "runtime"):
     TYPES[f"{_api}/push-object"] = message_pb2.PushObjectRequest, message_pb2.PushObjectResponse
     TYPES[f"{_api}/pull-object"] = message_pb2.PullObjectRequest, message_pb2.PullObjectResponse
@@ -118,22 +118,22 @@ fab-format-version = 0
 serverapp = "ssfl:none"
 clientapp = "ssfl:none"
 """
-"""Flower wants an app for a run. Nobody runs this one: centre and sites have ssfl."""
+"""Flower needs an app bundle to start a run. This one is never executed: centre and sites have ssfl."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What Flower's handlers want to know of the centre: the run that it plays."""
+    """What Flower's handlers need to know about the centre: the run that it plays."""
 
     run_id: int
 
 
 class CannotCarry(Exception):
-    """A message that cannot be sent, or does not come whole."""
+    """A message could not be sent, or did not arrive completely."""
 
 
 class Caller:
-    """Sends requests of Flower's protocol: protobuf over HTTP, tried again for `patience` seconds."""
+    """Sends requests in Flower's protocol, protobuf over HTTP; retries for `patience` seconds."""
 
     def __init__(
         self, http: httpx.Client, base: str, headers: Callable[[], Mapping[str, str]], patience: float = 0.0
@@ -148,7 +148,7 @@ class Caller:
         return parsed
 
     def post(self, path: str, content: bytes) -> bytes:
-        """The answer's body; errors are httpx's."""
+        """Sends a request and returns the body of the response; raises httpx's errors."""
         end, pause = time.monotonic() + self.patience, 0.1
         while True:
             try:
@@ -167,38 +167,39 @@ class Caller:
 
 
 class CentreClock:
-    """The centre's time, as a site knows it: the clocks of two machines may differ by hours.
+    """A site's estimate of the centre's time, because the clocks of two machines may differ by hours.
 
-    A request is signed with the time, and a message expires. Both are checked by the centre's clock, so a
-    site uses that one: every response has a `Date` header, and TLS shows that it comes from the centre.
+    Requests are signed with a time, and messages expire. The centre checks both by its own clock, so the site
+    uses that clock too. It reads the time from the `Date` header that every response has. TLS guarantees that
+    the response comes from the centre.
     """
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        """Seconds that the centre's clock is ahead of this machine's."""
+        """The seconds by which the centre's clock is ahead of this machine's."""
 
     def learn(self, response: httpx.Response) -> None:
-        """Compare the clocks; `Date` has whole seconds, so that small differences mean nothing."""
+        """Compares the clocks; ignores small differences, because `Date` has whole seconds."""
         try:
             ahead = (parsedate_to_datetime(response.headers["date"]) - now()).total_seconds()
-        except (KeyError, ValueError, TypeError):  # no date, or none that can be read
+        except (KeyError, ValueError, TypeError):  # there is no date, or it cannot be read
             return
         if abs(ahead - self.ahead) > CLOCKS_AGREE:
             self.ahead = ahead
 
     def now(self) -> datetime:
-        """The time at the centre."""
+        """Returns the time at the centre."""
         return now() + timedelta(seconds=self.ahead)
 
     def stamp(self, reply: Message) -> None:
-        """Date a reply by the centre's clock; it expires when the message does that it answers."""
+        """Dates a reply by the centre's clock; it expires together with the message that it answers."""
         created, facts = self.now().timestamp(), reply.metadata
         facts.ttl = facts.created_at + facts.ttl - created
         facts.created_at = created
 
 
 def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
-    """The headers by which the port knows a site: its public key, the time, and the time signed."""
+    """Returns the headers that identify a site: its public key, the time, and a signature of the time."""
     time = at.isoformat()
     signature = sign_message(private, time.encode())
     return {
@@ -209,7 +210,7 @@ def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
 
 
 def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> bytes | str:
-    """The public key that signed a request, or why there is none; nothing but its headers is looked at."""
+    """Returns the public key that signed a request, or as text why there is none; reads only the headers."""
     try:
         public, signature = (
             b64decode(headers[name.lower().encode()], validate=True)
@@ -231,17 +232,17 @@ def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> by
 
 
 def identity(task: int, run: int, node: int) -> None:
-    """Say in whose name this process makes messages."""
+    """Sets the task, run and node that this process's messages carry as their sender."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, run, node
 
 
 def register(call: Caller, name: str, key: ec.EllipticCurvePublicKey) -> int:
-    """Let a site in that has this key; gives its number."""
+    """Registers a site with its key; returns its node number."""
     return int(call("control/register-node", public_key=public_key_to_bytes(key), name=name).node_id)
 
 
 def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[str, int]:
-    """Register the sites, and begin a run that nobody but this process plays; gives the sites' numbers."""
+    """Registers the sites and starts a run that only this process plays; returns the sites' node numbers."""
     numbers = {name: register(call, name, key) for name, key in sites.items()}
     bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
     call("control/start-run", fab=fab_pb2.Fab(content=bundle))
@@ -249,7 +250,10 @@ def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[
 
 
 def take_task(call: Caller) -> int:
-    """Become the run's ServerApp, which `call` shows from now on; gives the run's number."""
+    """Makes this process the run's ServerApp; returns the run's number.
+
+    From now on `call` sends the ServerApp's token and the run's number in its headers.
+    """
     task = call("runtime/acquire-task", supported_task_types=[TaskType.SERVER_APP])
     before = call.headers
     call.headers = lambda: {**before(), TASK_TOKEN_HEADER: task.token}
@@ -261,7 +265,7 @@ def take_task(call: Caller) -> int:
 
 
 def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
-    """Take a site's place, with a new key after registering it; signs of life follow every `beat` seconds."""
+    """Activates a site's node, after registering a `new` key; announces a heartbeat every `beat` seconds."""
     own = public_key_to_bytes(private.public_key())
     if new:
         call("fleet/register-node", public_key=own)
@@ -270,7 +274,7 @@ def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new
 
 
 def send(call: Caller, api: str, node: Any, message: Message, **more: Any) -> str:
-    """Announce a message and send its parts; gives its name."""
+    """Announces a message and sends its parts; returns its name."""
     name: str = message.object_id
     message.metadata.__dict__["_message_id"] = name
     objects = get_all_nested_objects(message)
@@ -292,7 +296,7 @@ def send(call: Caller, api: str, node: Any, message: Message, **more: Any) -> st
 
 
 def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: float) -> Message:
-    """Fetch the parts of a message that was announced, and confirm it; `patience` seconds for the last."""
+    """Fetches the parts of an announced message within `patience` seconds, confirms it and returns it."""
     end, contents = time.monotonic() + patience, {}
     for part in {each.object_id for each in iterate_object_tree(tree)}:
         pause = 0.05
@@ -314,17 +318,17 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
 
 
 def count_parts(tree: Any) -> int:
-    """The number of a message's parts."""
+    """Returns the number of a message's parts."""
     return sum(1 for _ in iterate_object_tree(tree))
 
 
 def is_intact(name: str, content: bytes) -> bool:
-    """Whether a part of a message is what its name says."""
+    """Returns whether a part of a message matches its name, which is its hash."""
     return bool(get_object_id(content) == name)
 
 
 def array_chunks(content: bytes) -> bytes | None:
-    """What an array says of its chunks, as JSON; None for any other part of a message."""
+    """Returns an array's list of its chunks, as JSON; None for any other part of a message."""
     if get_object_head_values_from_object_content(content)[0] != "Array":
         return None
     body: bytes = get_object_body(content, Array)
@@ -333,23 +337,25 @@ def array_chunks(content: bytes) -> bytes | None:
 
 @dataclass(frozen=True)
 class SuperLink:
-    """Flower's message exchange, in this process."""
+    """Flower's message exchange, running in this process."""
 
     app: Any
     """An ASGI application."""
     node_of: Callable[[bytes], int | None]
-    """The number of the node with a public key."""
+    """Returns the number of the node that has a public key."""
     alive: Callable[[int, float], bool]
-    """Counts a node as there for twice so many seconds; whether it is one."""
+    """Takes a node for connected for twice this many seconds; returns whether there is such a node."""
     handlers: Mapping[str, Callable[..., Any]]
-    """What answers requests about messages, by path, the centre's with its run as `task`: the functions that
-    `app` calls in the end, after much that costs more than they do. Their caller has checked who asks."""
+    """The functions that answer requests about messages, by path. Those of the centre take its run as `task`.
+    `app` calls the same functions, but through layers that cost more time than the functions themselves. The
+    caller must have checked who sent the request."""
 
 
 def superlink(keys_only: bool) -> SuperLink:
-    """Flower's SuperLink; with `keys_only` nobody registers itself.
+    """Returns Flower's SuperLink; with `keys_only` no site can register itself.
 
-    Its state is in memory: an exchange ends with its process anyway, and SQLite takes most of a round's time.
+    Its state is kept in memory: it is not needed after the process ends, and SQLite would take most of a
+    round's time.
     """
     os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     from flwr.superlink.main import create_app

@@ -1,8 +1,9 @@
-"""Who may take part: a certificate for the centre, and a key for each site, in one file that is handed over.
+"""Who may take part: a certificate for the centre, and a key for each site, in one file to give to the site.
 
-A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` (TLS), `NAME.pub` of every site (ECDSA
-P-384, which signs its messages) and `NAME.site`: the site's private key and the certificate by which it knows
-the centre. Give NAME.site to the site by a way you trust, then delete it here; everything else stays.
+A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds
+`NAME.pub`, the public key (ECDSA P-384) that the site's signatures are checked with, and `NAME.site`: the
+site's private key, and the certificate by which it recognises the centre. Give NAME.site to the site in a way
+you trust, then delete it here. Keep everything else.
 """
 
 import ipaddress
@@ -24,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from ssfl.errors import SsflError
 
 YEARS = 5
-"""How long certificates hold."""
+"""The number of years that certificates are valid."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RESERVED = ("ca", "centre")
 PEM = serialization.Encoding.PEM
@@ -32,16 +33,16 @@ PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True)
 class SiteKey:
-    """What a .site file holds."""
+    """The content of a .site file."""
 
     name: str
     private: ec.EllipticCurvePrivateKey
     authority: bytes
-    """The certificate that the centre's is signed with, PEM."""
+    """The certificate of the authority that signed the centre's certificate, as PEM."""
 
 
 def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
-    """Make the centre's certificate, for the names or addresses that sites will reach it by."""
+    """Creates the centre's certificate for the host names or addresses that sites will use."""
     files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
     _require_free(files)
     names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
@@ -71,7 +72,7 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
 
 
 def add(folder: Path, name: str) -> Path:
-    """Make the key of a site; gives the file to hand over."""
+    """Creates a site's key; returns the file to give to the site."""
     if not NAME.fullmatch(name) or name in RESERVED:
         raise SsflError(f"{name!r} cannot be a site's name: use letters, digits, '-', '_' and '.'")
     authority = _read(folder / "ca.crt", f"make it with `ssfl keys init --dir {folder}`")
@@ -88,7 +89,7 @@ def add(folder: Path, name: str) -> Path:
 
 
 def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
-    """The public keys of a keys folder by site, in the order of their names."""
+    """Returns the public keys in a keys folder by site, sorted by name."""
     public = {}
     for file in sorted(folder.glob("*.pub"), key=lambda file: file.stem):
         try:
@@ -102,7 +103,7 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Take a site's key away; a centre that runs leaves the site out from its next round on."""
+    """Removes a site's key; a running centre leaves the site out from its next round on."""
     if not (folder / f"{name}.pub").is_file():
         raise SsflError(
             f"{folder} holds no key of {name!r}: its sites are {', '.join(sites(folder)) or 'none'}"
@@ -112,13 +113,13 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def replace(folder: Path, name: str) -> Path:
-    """Make another key for a site, which counts instead of its old one; gives the file to hand over."""
+    """Replaces a site's key by a new one; returns the file to give to the site."""
     revoke(folder, name)
     return add(folder, name)
 
 
 class WatchedFleet(Protocol):
-    """What a watch of keys needs of a fleet."""
+    """The part of a fleet that `Watch` uses."""
 
     names: list[str]
     left_out: set[str]
@@ -129,25 +130,25 @@ class WatchedFleet(Protocol):
 
 @dataclass
 class Watch:
-    """Looks at a keys folder while a federation runs."""
+    """Watches a keys folder while a federation runs."""
 
     folder: Path
     known: dict[str, ec.EllipticCurvePublicKey]
     without: set[str]
-    """Sites that have no key now."""
+    """Sites that currently have no key."""
     fleet: WatchedFleet
     renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
-    """Has the port take another key of a site from now on, or none."""
+    """Tells the port to accept this key of a site instead of its old one, or none."""
     _seen: list[tuple[str, int]] = field(default_factory=list)
 
     def look(self) -> None:
-        """Take in keys that were replaced, taken away or added since this was last asked."""
+        """Applies changes since the last call: keys that were replaced, removed or added."""
         try:
             seen = sorted((file.name, file.stat().st_mtime_ns) for file in self.folder.glob("*.pub"))
             if seen == self._seen:
                 return
             now = sites(self.folder)
-        except (SsflError, OSError) as error:  # somebody is at work there
+        except (SsflError, OSError) as error:  # the folder is probably being changed right now
             self.fleet.tell(f"the keys stay as they were: {error}")
             return
         self._seen = seen
@@ -172,7 +173,7 @@ class Watch:
 
 
 def check_dates(folder: Path) -> None:
-    """Refuse a certificate that sites would refuse."""
+    """Raises if a certificate is not valid today, because sites would refuse it."""
     for file in (folder / "ca.crt", folder / "centre.crt"):
         try:
             read = x509.load_pem_x509_certificate(
@@ -189,7 +190,7 @@ def check_dates(folder: Path) -> None:
 
 
 def read_site(file: Path) -> SiteKey:
-    """A site file, checked."""
+    """Reads and checks a .site file."""
     try:
         fields = tomllib.loads(_read(file, "ask the centre's keeper for it").decode())
         key = serialization.load_ssh_private_key(fields["private_key"].strip().encode() + b"\n", None)
@@ -219,7 +220,7 @@ def _called(name: str) -> x509.Name:
 def _certificate(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    start = datetime.now(UTC) - timedelta(days=1)  # clocks differ
+    start = datetime.now(UTC) - timedelta(days=1)  # the clocks of machines differ
     return x509.CertificateBuilder(
         issuer, subject, key, x509.random_serial_number(), start, start + timedelta(days=365 * YEARS)
     )
@@ -239,7 +240,7 @@ def _require_free(files: Sequence[Path]) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """A new file that its owner alone may read."""
+    """Writes a new file that only its owner may read."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

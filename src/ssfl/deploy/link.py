@@ -1,8 +1,8 @@
-"""The centre's way to its SuperLink: Flower's message exchange in a process of its own, and the grid on it.
+"""The centre's link to its SuperLink: starts Flower's message exchange in its own process and talks to it.
 
-Stock Flower answers on one port to sites, to whoever starts runs or registers sites, and to the processes
-that run them, and checks the sites alone. Here only sites use the port (`port.py`, `request_filter.py`); the
-centre has a Unix socket and a secret of its own, and no app bundle is ever run.
+Flower itself uses one port for sites, for starting runs and registering sites, and for the processes of the
+runs, and it authenticates only the sites. Here only sites use the port (`port.py`, `request_filter.py`). The
+centre has its own Unix socket and a secret. No app bundle is ever executed.
 """
 
 import errno
@@ -30,43 +30,43 @@ from ssfl.deploy import internals, request_filter
 from ssfl.errors import SsflError
 
 STARTING = 300.0
-"""Seconds until a SuperLink must answer; on a busy machine the import alone takes a minute."""
+"""Seconds until the SuperLink must answer. On a busy machine its imports alone take a minute."""
 RETRYING = 60.0
-"""Seconds in which a request to it is tried again."""
+"""Seconds for which a request to the SuperLink is retried."""
 ASKING = 30.0
-"""Seconds after which Flower is asked for an answer of which the port has said nothing."""
+"""Seconds after which Flower is asked for an answer that the port has not announced."""
 BEAT = 20.0
-"""Seconds between two signs of life of the run."""
+"""Seconds between two heartbeats of the run."""
 BACKLOG = 1024
 COMMAND = [sys.executable, "-m", "ssfl.deploy.port"]
 LONGEST = 100
-"""Bytes that the path of a Unix socket may have, and a few less."""
+"""The longest path of a Unix socket, in bytes; a little below the system's limit."""
 Note = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class Link:
-    """The exchange as the run's ServerApp sees it; this process is the ServerApp."""
+    """The message exchange as the run's ServerApp sees it. This process is the ServerApp."""
 
     call: internals.Caller
     run: int
     deadline: float
-    """Seconds after which an answer that stops in the middle is given up."""
+    """Seconds after which an incomplete answer is given up."""
     answered: set[str] = field(default_factory=set)
-    """Messages whose answers have come, as the port tells from a thread of its own."""
+    """The messages whose answers have arrived. Filled from another thread, by the port's reports."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Flower's number of each site that has a key."""
+    """Flower's node number of each site that has a key."""
     pause: float = 0.1
-    """Seconds between two looks for an answer, which cost next to nothing here."""
+    """Seconds between two checks for an answer. It is short because a check is cheap here."""
     _asked: dict[str, float] = field(default_factory=dict)
-    """When Flower was last asked for the answers to messages."""
+    """When Flower was last asked for the answer, by message."""
 
     def get_nodes(self) -> Iterable[internals.NodeInfo]:
-        """The sites that are there."""
+        """Returns the sites that are connected."""
         return list(self.call("runtime/get-nodes").nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; gives the names of those whose sites are still there."""
+        """Sends messages; returns the names of those that were accepted, whose sites are still connected."""
         sent, nodes = [], []
         for message in messages:
             with suppress(internals.CannotCarry):
@@ -76,8 +76,10 @@ class Link:
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The answers to messages, as far as they are there; Flower is asked now and then, for what the port
-        cannot tell: that a site is gone."""
+        """Returns the answers to messages that have arrived.
+
+        Flower is also asked from time to time, because the port cannot report that a site has disconnected.
+        """
         now = time.monotonic()
         for name in message_ids:
             self._asked.setdefault(name, now)
@@ -89,7 +91,7 @@ class Link:
         for reply in pulled.messages_list:
             self.answered.discard(reply.metadata.reply_to_message_id)
             self._asked.pop(reply.metadata.reply_to_message_id, None)
-        if len(self._asked) > 10_000:  # those that nobody asks for any more
+        if len(self._asked) > 10_000:  # drop messages whose answers are no longer wanted
             self._asked.clear()
         return [
             internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
@@ -97,7 +99,7 @@ class Link:
         ]
 
     def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
-        """Let a site in with this key from now on, or not at all, and no more with the one it had."""
+        """Replaces a site's key; with None the site can no longer connect."""
         old = self.numbers.pop(name, None)
         if old is not None:
             self.call("control/unregister-node", node_id=old)
@@ -106,7 +108,7 @@ class Link:
             self.numbers[name] = internals.register(self.call, name, key)
 
     def exclude(self, nodes: Collection[int]) -> None:
-        """Have the port drop sites that are left out, once they were told."""
+        """Tells the port to drop sites that are left out, after they have been told so."""
         self._tell_port(request_filter.EXCLUDE, nodes)
 
     def _tell_port(self, path: str, nodes: Collection[int]) -> None:
@@ -125,14 +127,14 @@ def running(
     model_bytes: int,
     note: Note,
 ) -> Iterator[Link]:
-    """A SuperLink with the given sites registered, and a run on it.
+    """Starts a SuperLink, registers the given sites and begins a run on it; yields the link.
 
-    Without keys nothing is encrypted and anybody may join. An answer that stops in the middle is given up
-    after `deadline` seconds; one larger than a model is refused. `note` is told what was refused and how much
-    has travelled, from a thread of its own.
+    Without keys nothing is encrypted and anybody may join. An incomplete answer is given up after `deadline`
+    seconds. An answer larger than a model is refused. `note` is called from another thread with reports of
+    refusals and of the bytes sent.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    for old in folder.glob("link.db*"):  # an exchange of a run that was stopped: rounds are in checkpoints
+    for old in folder.glob("link.db*"):  # left by a stopped run; its rounds are in checkpoints
         old.unlink()
     secret, answered = secrets.token_hex(32), set[str]()
 
@@ -167,7 +169,7 @@ def running(
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """The port that sites connect to."""
+    """Opens the port that sites connect to."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -191,7 +193,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def own_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
-    """The centre's own way in, and where it is: a Unix socket in a folder that its user alone may enter."""
+    """Opens the centre's Unix socket, in a folder that only its user may enter; yields it and its path."""
     with ExitStack() as stack:
         path = min(str(folder / "link.sock"), os.path.relpath(folder / "link.sock"), key=len)
         if len(os.fsencode(path)) > LONGEST:
@@ -223,7 +225,7 @@ def start(
     sites: int,
     note: Note,
 ) -> subprocess.Popen[bytes]:
-    """Start the SuperLink's process, which answers on both sockets."""
+    """Starts the SuperLink's process, which answers on both sockets."""
     reading, writing = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),
@@ -232,7 +234,8 @@ def start(
     }  # fmt: skip
     sockets = [public.fileno(), own.fileno()]
     with (folder / "link.log").open("a+b") as log:
-        # a session of its own: Ctrl-C and SIGTERM are for the centre, which ends its round and then this
+        # In its own session, Ctrl-C and SIGTERM reach only the centre. The centre finishes its round and then
+        # ends this process.
         process = subprocess.Popen(
             [*COMMAND, *map(str, sockets)], env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -241,7 +244,7 @@ def start(
     os.close(writing)
 
     def listen() -> None:
-        """Until the process ends."""
+        """Passes on the process's reports until it ends."""
         with open(reading, encoding="utf-8") as lines:
             for line in lines:
                 note(json.loads(line))
@@ -264,7 +267,7 @@ def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -
 
 @contextmanager
 def _played(call: internals.Caller) -> Iterator[int]:
-    """The run that was begun, as long as this process plays it."""
+    """Takes over the run and sends its heartbeats; yields its number; marks it as completed at the end."""
     run = internals.take_task(call)
     over = threading.Event()
 

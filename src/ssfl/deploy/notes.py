@@ -1,4 +1,4 @@
-"""What the port tells the centre about refusals: a few at once, the rest counted and told once a minute."""
+"""The port's reports of refusals. A few are sent at once; the rest are counted and reported once a minute."""
 
 import time
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AT_ONCE = 5
-"""Refusals of one sender that are told at once in a period; a stranger's, one of each kind."""
+"""The refusals of one sender that are reported at once in a period. For strangers, only one of each kind."""
 PERIOD = 60.0
 """Seconds between two summaries."""
 SENDERS = 100
-"""Strangers that are counted each by itself in a period; all others together."""
+"""The strangers that are counted separately in a period. All others are counted together."""
 OTHERS = "other addresses"
 
 
 @dataclass
 class Budget:
-    """What one sender was refused in this period."""
+    """The refusals of one sender in this period."""
 
     told: int = 0
     kinds: set[str] = field(default_factory=set)
@@ -25,7 +25,7 @@ class Budget:
 
 
 class Notes:
-    """Tells refusals within a budget; `flush` is called now and then."""
+    """Reports refusals within a budget; `flush` must be called regularly."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell = tell
@@ -33,8 +33,10 @@ class Notes:
         self.senders: dict[tuple[int | None, str], Budget] = {}
 
     def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
-        """Somebody was refused something; without a node a stranger. `lost` is whether its answer cannot come
-        any more, `broken` whether its connection is to blame."""
+        """Reports or counts a refusal; without a node, the sender is a stranger.
+
+        `lost`: the sender's answer cannot arrive any more. `broken`: the cause is a broken connection.
+        """
         self.flush()
         why = why[:300]
         sender = (node, "") if node is not None else (None, host)
@@ -51,14 +53,14 @@ class Notes:
             budget.last = why
 
     def count(self, node: int, host: str, why: str) -> None:
-        """A site was refused something that is told with the next summary alone."""
+        """Counts a refusal of a site that is reported only in the next summary."""
         self.flush()
         budget = self.senders.setdefault((node, ""), Budget())
         budget.counted += 1
         budget.last = why
 
     def flush(self, end: bool = False) -> None:
-        """Tell what was only counted, once a period."""
+        """Reports the refusals that were only counted, once a period or at the `end`."""
         if not end and time.monotonic() - self.began < PERIOD:
             return
         self.began = time.monotonic()

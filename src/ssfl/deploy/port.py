@@ -1,7 +1,7 @@
-"""The process with the centre's port: who may connect, how long, and how much of them is kept in memory.
+"""The process with the centre's port. It limits connections, their duration and the memory they use.
 
-Strangers connect to one port and reach nothing but `request_filter.py`. The centre has a Unix socket of its
-own in a folder that only its user may enter. So whatever strangers do to the port, the centre reaches Flower.
+Strangers connect to one port and reach only `request_filter.py`. The centre has its own Unix socket in a
+folder that only its user may enter. So the centre always reaches Flower, whatever strangers do to the port.
 """
 
 import asyncio
@@ -26,25 +26,26 @@ from ssfl.deploy import internals, request_filter
 HANDSHAKE = 20.0
 """Seconds for a TLS handshake."""
 HEADERS = 20.0
-"""Seconds in which a stranger must have sent a signed request, and anybody the headers that it began."""
+"""Seconds for a stranger to send a signed request, and for a site to complete headers that it began."""
 IDLE = 75.0
 """Seconds that a site's connection may be idle."""
 ANSWER = 900.0
-"""Seconds after which a request is given up, whatever it waits for."""
+"""Seconds after which any request is given up."""
 HEAD = 65_536
-"""Bytes that may come before the headers are complete."""
+"""The bytes that may arrive before the headers are complete."""
 STRANGERS = 64
-"""Connections from one address that have not shown a key, and two more for each site: many may share one."""
+"""The connections allowed from one address that have not shown a key. Two more are allowed for each site,
+because many sites may share one address."""
 PER_SITE = 8
-"""Connections of one site."""
+"""The connections allowed for one site."""
 SPARE = 128
-"""Open files that are kept for everything but the port: the database, threads, the centre's own channel."""
+"""Open files reserved for everything except the port: the database, threads, the centre's own socket."""
 FILES = 65_536
-"""Open files to ask the system for."""
+"""The limit on open files to request from the system."""
 WRITERS = 4
-"""Requests that Flower works on at once."""
+"""The requests that Flower handles at the same time."""
 LOG = 4 << 20
-"""Bytes that the log may have; of more only the end is kept."""
+"""The largest log, in bytes. Of a longer one only the end is kept."""
 
 
 @dataclass(eq=False)
@@ -55,11 +56,11 @@ class Visit:
     since: float
     """When it last changed from idle to busy or back."""
     node: int | None = None
-    """Whose it is, once a request was signed by a known key."""
+    """The site's node, once a request was signed with a known key; None for a stranger."""
     unread: int = 0
-    """Bytes that came since the last request."""
+    """The bytes that arrived since the last request."""
     shaken: bool = False
-    """Whether the handshake, which has a time limit of its own, is over."""
+    """Whether the handshake is over. The handshake has its own time limit."""
     busy: bool = False
     """Whether a request is being answered."""
     close: Callable[[], Any] = lambda: None
@@ -67,15 +68,15 @@ class Visit:
 
 @dataclass
 class Port:
-    """Accepts connections, closes those that are in the way, and hands the others to uvicorn."""
+    """Accepts connections, closes some if there are too many, and passes the others to uvicorn."""
 
     listening: socket.socket
     trust: ssl.SSLContext | None
     sites: int
     failed: Callable[[str, str], None]
-    """Is told from where a connection came that failed before there was a request, and why."""
+    """Called if a connection fails before its first request, with its address and the reason."""
     tick: Callable[[], None] = lambda: None
-    """Is called every second."""
+    """Called every second."""
     visits: dict[Visit, None] = field(default_factory=dict)
     """All connections, the oldest first."""
 
@@ -86,14 +87,14 @@ class Port:
         self.most = most
 
     async def run(self, make: Callable[[Visit], asyncio.Protocol]) -> None:
-        """Accept for ever."""
+        """Accepts connections until cancelled."""
         loop, tasks = asyncio.get_running_loop(), set()
         sweeping = asyncio.create_task(self.sweep())
         tasks.add(sweeping)
         while True:
             try:
                 accepted, address = await loop.sock_accept(self.listening)
-            except OSError:  # too many open files, or gone before it was accepted
+            except OSError:  # too many open files, or the peer is already gone
                 await asyncio.sleep(0.1)
                 continue
             visit = Visit(str(address[0]), time.monotonic())
@@ -107,7 +108,7 @@ class Port:
     async def _receive(
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
     ) -> None:
-        """The handshake; after it the protocol tells when the connection ends."""
+        """Does the handshake. Afterwards the protocol notices when the connection ends."""
         more: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -124,7 +125,10 @@ class Port:
             visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
 
     def make_room(self, host: str) -> None:
-        """Close the oldest connection that shows no key, of the address that has the most, if need be."""
+        """Closes a stranger's connection if there are too many.
+
+        It is the oldest one from `host` if that address has too many, otherwise from the address with most.
+        """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:
             if visit.node is None:
@@ -136,7 +140,7 @@ class Port:
             self.end(crowd[0])
 
     def admit(self, visit: Visit, node: int) -> bool:
-        """Count a connection as a site's; False where it has too many that are all busy."""
+        """Counts a connection as a site's; returns False if the site has too many and all are busy."""
         if visit.node != node:
             own = [other for other in self.visits if other.node == node]
             if len(own) >= PER_SITE:
@@ -148,12 +152,12 @@ class Port:
         return True
 
     def end(self, visit: Visit) -> None:
-        """Close a connection at once."""
+        """Closes a connection at once."""
         self.visits.pop(visit, None)
         visit.close()
 
     async def sweep(self) -> None:
-        """Close what takes too long, and cut the log."""
+        """Closes connections that take too long, and shortens the log, every second."""
         while True:
             await asyncio.sleep(1)
             current = time.monotonic()
@@ -166,7 +170,7 @@ class Port:
 
 
 def watched(stock: Any, port: Port) -> Any:
-    """uvicorn's protocol, of which the port knows when it is idle."""
+    """Returns uvicorn's protocol class, extended so that the port knows when a connection is idle."""
 
     class Watched(stock):  # type: ignore[misc]
         visit: Visit
@@ -191,7 +195,7 @@ def watched(stock: Any, port: Port) -> Any:
 
 
 def raised_limit() -> int:
-    """The number of files that may be open, as many as the system allows."""
+    """Raises the limit on open files as far as the system allows; returns it."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -204,7 +208,7 @@ def raised_limit() -> int:
 
 
 def cut_log() -> None:
-    """Keep the end of a log that has become too long; it is written by appending."""
+    """Keeps only the end of a log that is too long. This is safe because the log is opened for appending."""
     with suppress(OSError):
         size = os.fstat(2).st_size
         if size > LOG:
@@ -214,7 +218,7 @@ def cut_log() -> None:
 
 
 def ends_with(parent: int) -> None:
-    """End this process with the one that started it, however that ends."""
+    """Ends this process when its parent process ends, for whatever reason."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -225,7 +229,7 @@ def ends_with(parent: int) -> None:
 
 
 async def serve(listening: socket.socket, private: socket.socket, environment: dict[str, str]) -> None:
-    """Answer on both sockets until this process is asked to end."""
+    """Answers on both sockets until this process is asked to end."""
     keys = Path(environment["SSFL_LINK_KEYS"]) if environment.get("SSFL_LINK_KEYS") else None
     trust = None
     if keys is not None:
@@ -253,7 +257,7 @@ async def serve(listening: socket.socket, private: socket.socket, environment: d
         return made
 
     async def open_port() -> None:
-        # SQLite has one writer at a time, and the others sleep longer than its work takes
+        # SQLite allows one writer at a time, and waiting writers sleep longer than a write takes
         anyio.to_thread.current_default_thread_limiter().total_tokens = WRITERS
         while not server.started:
             await asyncio.sleep(0.05)
@@ -267,10 +271,10 @@ async def serve(listening: socket.socket, private: socket.socket, environment: d
 
 
 def main() -> None:
-    """The process: Flower's SuperLink behind the request filter."""
-    # systemd and Slurm send SIGTERM to every process; the centre needs this one to end its round
+    """Runs this process: Flower's SuperLink behind the request filter."""
+    # systemd and Slurm send SIGTERM to every process, but the centre needs this one to finish its round
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # by which it is asked to end; a shell has what it starts in the background ignore it
+    # SIGINT asks this process to end, but a shell makes its background processes ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = dict(os.environ)
     os.environ.pop("SSFL_LINK_SECRET")

@@ -1,4 +1,4 @@
-"""Messages to the sites and their answers, whatever carries them: Flower's Grid, or a test's stand-in."""
+"""Sends messages to the sites and collects their answers, over Flower's Grid or a test's stand-in."""
 
 import threading
 import time
@@ -14,13 +14,13 @@ from ssfl.deploy.internals import LATE as LATE
 from ssfl.deploy.internals import CannotCarry, NodeInfo
 
 POLL = 0.25
-"""Seconds between two looks for answers."""
+"""Seconds between two checks for answers."""
 TROUBLE = (httpx.HTTPError, OSError, CannotCarry)
-"""What goes wrong on the way: the message is lost, the federation is not."""
+"""Errors of the connection. They cost one message, and the federation goes on."""
 ATTEMPTS = 3
-"""How often a message is sent before it is given up."""
+"""The number of attempts to send a message."""
 LONGEST = 300
-"""Letters of a text from somebody else that are shown and written down."""
+"""The number of characters of a text from somebody else that are shown and logged."""
 
 
 def short(text: object) -> str:
@@ -30,7 +30,7 @@ def short(text: object) -> str:
 
 
 class Exchange(Protocol):
-    """What is used of Flower's Grid."""
+    """The part of Flower's Grid that is used."""
 
     def get_nodes(self) -> Iterable[NodeInfo]: ...
 
@@ -47,7 +47,7 @@ def send(
     tell: Tell,
     called: Callable[[int], str],
 ) -> Iterator[tuple[int, str]]:
-    """Send each node its content, to be answered within `holds` seconds; gives the messages' names."""
+    """Sends each node its content, to be answered within `holds` seconds; yields nodes and message names."""
     for node, content in contents.items():
         for attempt in range(ATTEMPTS):
             message = Message(content, dst_node_id=node, message_type=kind, ttl=holds)
@@ -69,8 +69,10 @@ def exchange(
     lost: Callable[[], set[int]],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[int, RecordDict]:
-    """Send each node its content; the answers that come in time. `lost` gives nodes whose answer cannot come
-    any more."""
+    """Sends each node its content; returns the answers that arrive within `deadline` seconds.
+
+    `lost` returns nodes whose answer cannot arrive any more. `meanwhile` is called while sites work.
+    """
     if not contents:
         return {}
     inbox = Queue[tuple[int, Message | Exception]]()
@@ -79,13 +81,16 @@ def exchange(
     end = time.monotonic() + deadline
 
     def fetch(node: int, name: str) -> None:
-        """One thread for each: a site that stops in the middle of its answer holds up nobody else."""
+        """Waits for one answer.
+
+        It runs in its own thread, so that a site that stops within its answer does not delay the others.
+        """
         while time.monotonic() < end:
             try:
                 for reply in grid.pull_messages([name]):
                     inbox.put((node, reply))
                     return
-            except TROUBLE:  # the next look may do better
+            except TROUBLE:  # the next attempt may succeed
                 pass
             except Exception as error:
                 inbox.put((node, error))
@@ -105,7 +110,7 @@ def exchange(
         except Empty:
             if left > 0:
                 continue
-            break  # what came while this process was busy has been taken in
+            break  # answers that came while this process was busy are handled by now
         missing.discard(node)
         if isinstance(reply, Message) and reply.has_content():
             answers[node] = reply.content

@@ -1,8 +1,9 @@
-"""What the centre's port lets through: sites' requests, of the right size, one answer to each message.
+"""The filter at the centre's port: passes only sites' requests, of the right size, one answer per message.
 
-Flower reads a request of any size, takes an array at its word and keeps silent about a second answer. Here
-such requests are refused before anything of them is stored, and the centre is told by whom and why. Whoever
-does not sign a request with a known key is refused by its headers; nothing more of it is read.
+Flower reads requests of any size, trusts the size that an array claims, and does not report second answers.
+Here such requests are refused before any of their content is stored, and the centre is told who sent them and
+why they were refused. A request that is not signed with a known key is refused after its headers; its body is
+not read.
 """
 
 import asyncio
@@ -24,56 +25,60 @@ from ssfl.deploy.notes import Notes
 SECRET = "x-ssfl-secret"
 FLEET = "/v1/fleet/"
 VISIT = "ssfl.visit"
-"""Where a request's connection is found in its state; requests over the centre's own channel have none."""
+"""The key of the connection in a request's state. Requests over the centre's own socket have none."""
 ROOM = 65_536
-"""Bytes that an answer may have besides its model: names, numbers, Flower's own. Others have less."""
+"""Bytes that an answer may have besides its model: names, numbers, Flower's own. Other requests may have at
+most this many bytes in all."""
 PARTS = 8
-"""Objects of an answer besides the chunks of its model: the message, its records, the array."""
+"""The number of an answer's objects besides the chunks of its model: the message, its records, the array."""
 ENDLESS = "headers without an end"
 FROM_CENTRE = 1 << 30
-"""Bytes of a request of the centre."""
+"""The largest request of the centre, in bytes."""
 STALLED = 60.0
-"""Seconds in which something more of a body must come."""
+"""Seconds within which more of a body must arrive."""
 HOLD = 20.0
-"""Seconds that a site's question for work waits for an answer; the site would wait 30."""
+"""Seconds that a site's request for work is held open. The site itself would wait for 30 s."""
 BEATS = 10.0, 60.0
-"""Seconds between signs of life that a site may promise."""
+"""The shortest and the longest heartbeat interval that a site may announce, in seconds."""
 FAREWELL = 40
-"""Requests of a site that was left out, so that it can fetch the message that says so."""
+"""The requests that a site may still send after it was left out, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
-"""What the centre tells this process, as JSON lists of nodes: who was sent a message, who is left out."""
+"""Paths to which the centre posts JSON lists of nodes: those that were sent a message, those left out."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]
 
 
 def teller(descriptor: int) -> Report:
-    """Tells the centre, a JSON object a line; nothing waits for a centre that does not listen."""
+    """Returns a function that sends reports to the centre, one JSON object per line.
+
+    It never blocks: a report is lost if the centre does not read.
+    """
     os.set_blocking(descriptor, False)
 
     def tell(note: dict[str, Any]) -> None:
-        with suppress(OSError):  # it is busy, or gone: then this process ends soon
+        with suppress(OSError):  # the centre is busy, or gone; then this process ends soon
             os.write(descriptor, json.dumps(note).encode() + b"\n")
 
     return tell
 
 
 class Connections(Protocol):
-    """What is used of the port."""
+    """The part of the port that is used."""
 
     def admit(self, visit: Any, node: int) -> bool: ...
 
 
 class Refused(Exception):
-    """A request that goes no further."""
+    """A request is refused."""
 
 
 class BrokenOff(Refused):
-    """A request whose connection ended or stalled: networks do that, and it is not held against a site."""
+    """A request's connection ended or stalled. Networks do that; it does not count against the site."""
 
 
 class RequestFilter:
-    """An ASGI application around Flower's."""
+    """An ASGI application that wraps Flower's."""
 
     port: Connections
 
@@ -85,22 +90,22 @@ class RequestFilter:
         self.chunks = -(-self.most // internals.CHUNK)
         self.most_at_once = min(self.most, internals.CHUNK + ROOM)
         self.ready = False
-        """Whether the centre has registered its sites and begun its run: until then all keys are unknown."""
+        """Whether the centre has registered its sites and started its run. Before, all keys are unknown."""
         self.up = self.down = 0
         self.nodes: dict[bytes, int | None] = {}
-        """The node of each public key that was asked for since sites were last registered."""
+        """The node of each public key that was looked up since sites were last registered."""
         self.answered: dict[int, tuple[str, str]] = {}
-        """The message that each node answered last, and its answer."""
+        """For each node, the message that it answered last, and its answer."""
         self.left: dict[int, int] = {}
-        """How many bytes each node's answer may still have."""
+        """How many more bytes each node's answer may have."""
         self.quiet: set[int] = set()
-        """Nodes that have no message waiting, as far as is known."""
+        """Nodes for which no message is waiting, as far as is known."""
         self.waiting: dict[int | None, set[asyncio.Event]] = {}
-        """Questions for work that are held, by node."""
+        """The requests for work that are held open, by node."""
         self.coming: dict[int, tuple[str, set[str]]] = {}
-        """The message that each node is answering, and the parts of its answer that are still missing."""
+        """For each node, the message that it is answering, and the missing parts of its answer."""
         self.excluded: dict[int, int] = {}
-        """How many requests are still answered to nodes that are left out."""
+        """How many more requests are answered, for each node that is left out."""
         self.notes = Notes(tell)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -124,7 +129,7 @@ class RequestFilter:
             visit.busy, visit.since, visit.unread = False, time.monotonic(), 0
 
     async def _private(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        """A request of the centre."""
+        """Answers a request of the centre."""
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
             await _answer(send, 403, b"for the centre alone")
             return
@@ -151,7 +156,7 @@ class RequestFilter:
             self.nodes.clear()
 
     def _node(self, public: bytes) -> int | None:
-        """The node with a public key."""
+        """Returns the node that has a public key, if any."""
         if public not in self.nodes:
             if len(self.nodes) > 10_000:
                 self.nodes.clear()
@@ -161,7 +166,7 @@ class RequestFilter:
     async def _fleet(
         self, scope: Any, headers: dict[bytes, bytes], visit: Any, receive: Receive, send: Send
     ) -> None:
-        """A site's request."""
+        """Checks and answers a site's request."""
         path, host = scope["path"], visit.host
         joining = not self.keys_only and path.endswith(("/register-node", "/activate-node"))
         key = internals.signer(headers, lambda public: joining or self._node(public) is not None)
@@ -213,16 +218,16 @@ class RequestFilter:
             self._follow(node, path, body, answer)
 
     async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
-        """Have Flower answer a request about messages; its answer, unless it refuses."""
+        """Answers a request about messages with Flower's handler; returns the answer, None if refused."""
         try:
             request = _parsed(path.removeprefix("/v1/"), body)
-            if request.node.node_id != node:  # a site that was busy while the centre was started anew
+            if request.node.node_id != node:  # the centre was restarted while this site was busy
                 await _answer(send, 401, b"this key has another number now: connect again")
                 return None
             if path.endswith("/pull-messages"):
-                self.quiet.add(node)  # what comes from here on wakes it
+                self.quiet.add(node)  # a message that arrives from now on wakes it
             reply = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
-        except Exception:  # Flower has several kinds
+        except Exception:  # Flower raises several kinds of errors
             if path.endswith(("/push-object", "/push-messages")):
                 self._note(node, host, "a message that cannot be read")
             await _answer(send, 400, b"refused")
@@ -235,7 +240,7 @@ class RequestFilter:
         return answer
 
     async def _passed_on(self, scope: Any, body: bytes, receive: Receive, send: Send) -> bytes | None:
-        """Have all of Flower answer a request; an empty answer for one that it does not refuse."""
+        """Passes a request on to Flower's application; returns b"" on success and None if it was refused."""
         good, waiting = False, [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
@@ -251,7 +256,7 @@ class RequestFilter:
         return b"" if good else None
 
     def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
-        """Keep up with a site: whether more messages may wait for it, and when its answer is complete."""
+        """Tracks a site: whether more messages may be waiting for it, and when its answer is complete."""
         if path.endswith("/activate-node") or (path.endswith("/pull-messages") and answer):
             self.quiet.discard(node)
         elif path.endswith("/push-messages"):
@@ -265,9 +270,9 @@ class RequestFilter:
             self.tell({"answered": self.coming.pop(node)[0]})
 
     async def _held(self, node: int | None, receive: Receive) -> bool:
-        """Wait until there is a message for a node; False if none came for a while.
+        """Waits until there is a message for a node; returns False if none came within `HOLD` seconds.
 
-        So a site that has nothing to do asks three times a minute, and still gets its work at once.
+        So an idle site asks only three times a minute, and still gets its work at once.
         """
         event = asyncio.Event()
         self.waiting.setdefault(node, set()).add(event)
@@ -281,7 +286,7 @@ class RequestFilter:
         return event.is_set()
 
     async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
-        """Answer a sign of life, which need not pass through all of Flower; False if Flower shall."""
+        """Answers a heartbeat without Flower's slower application; returns False if Flower must answer."""
         request = _parsed("fleet/send-node-heartbeat", body)
         if node is None or request.node.node_id != node:
             return False
@@ -292,7 +297,7 @@ class RequestFilter:
         return True
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
-        """The body, no longer than it may be."""
+        """Returns the body of a request; raises if it has more than `most` bytes."""
         try:
             size = int(headers[b"content-length"])
         except (KeyError, ValueError):
@@ -312,7 +317,7 @@ class RequestFilter:
                 return bytes(body)
 
     def _check_message(self, node: int, body: bytes) -> None:
-        """The announcement of an answer: one, its sender's own, to one message, of few parts."""
+        """Raises unless this announces a single answer, by its sender, to one message, with few parts."""
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers at once")
@@ -329,7 +334,7 @@ class RequestFilter:
         self.left[node] = self.most
 
     def _check_object(self, node: int, body: bytes) -> None:
-        """A part of an answer: what it says it is, and together with the others no more than a model."""
+        """Raises if a part of an answer does not match its name, or its parts exceed a model's size."""
         request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
@@ -338,7 +343,7 @@ class RequestFilter:
         if not internals.is_intact(request.object_id, content):
             raise Refused("a truncated or altered part of an answer")
         try:
-            # an array may name a chunk again and again, and be as large as it likes when it is put together
+            # an array may list the same chunk many times, and so become arbitrarily large when assembled
             array = internals.array_chunks(content)
             if array is not None:
                 chunks = json.loads(array)["arraychunk_ids"]
@@ -348,11 +353,11 @@ class RequestFilter:
             raise Refused("a part that cannot be read") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
-        """Tell the centre; `lost` is whether the answer that it waits for cannot come any more."""
+        """Reports a refusal to the centre; `lost`: the answer that it waits for cannot arrive any more."""
         self.notes.add(node, host, why, lost)
 
     def failed(self, host: str, reason: str) -> None:
-        """A connection ended before there was a request: plain HTTP, a distrusted certificate."""
+        """Reports a connection that failed before its first request: plain HTTP, a distrusted certificate."""
         self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:

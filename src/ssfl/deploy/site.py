@@ -1,7 +1,7 @@
-"""A site: unlabelled images, and one connection out to the centre. Nothing listens here.
+"""A site: it has unlabelled images and opens one connection to the centre. It listens on no port.
 
-To the centre's SuperLink this is a Flower SuperNode. It runs our ClientApp in its own process and ignores the
-app bundle that Flower would install and run: what a centre sends is numbers, never a program.
+To the centre's SuperLink this is a Flower SuperNode. It runs ssfl's ClientApp in its own process and ignores
+the app bundle that Flower would install and run. A centre sends numbers and settings, never code.
 """
 
 import json
@@ -36,12 +36,12 @@ from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
 POLL = 0.5
-"""Seconds between two questions to the centre whether there is work."""
+"""Seconds between two requests for work to the centre."""
 
 
 @dataclass
 class Site:
-    """The images of one site, and the work on them."""
+    """A site's images, and the training on them."""
 
     name: str
     images: Images
@@ -49,16 +49,16 @@ class Site:
     threads: int | None = None
     tell: Tell = print
     keep: Path | None = None
-    """Where to write the final model, if the centre gives it."""
+    """Where to write the final model, if the centre shares it."""
     done: bool = False
-    """Whether the centre has said that all rounds are played."""
+    """Whether the centre has said that the run is over."""
     not_kept: SsflError | None = None
     """Why the final model could not be written."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
-    """The simulation of the last terms, so that images are read once."""
+    """The simulation for the last terms, kept so that images are read only once."""
 
     def simulation(self, terms: str, user: int) -> Simulation:
-        """The federation as this site sees it: user number `user` holds its images, nobody else any."""
+        """Returns the federation as this site sees it: user `user` has its images, all others have none."""
         key = f"{user} {terms}"
         if key not in self._ready:
             agreed = wire.read_terms(terms)
@@ -88,7 +88,7 @@ class Site:
         return self._ready[key]
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
-        """The round of a simulated user: the same images, draws, loss and learning rates."""
+        """Trains one round as a simulated user would: the same images, draws, loss and learning rates."""
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
@@ -103,7 +103,7 @@ class Site:
         return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
-        """There is nothing more to do; the final model is kept where that is wanted and it was sent."""
+        """Ends the site's work; writes the final model if it was sent and `keep` is set."""
         self.done = True
         self.tell(str(asked["why"]))
         if self.keep is None:
@@ -114,12 +114,12 @@ class Site:
         try:
             for file in keep_model(self.keep, str(asked["card"]), content):
                 self.tell(f"wrote {file}")
-        except SsflError as error:  # such as a full disk; the centre need not hear of it
+        except SsflError as error:  # such as a full disk; this does not concern the centre
             self.not_kept = error
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
-    """Code from outside must be this site's own file, supplied with `--with`, and the centre's too."""
+    """Raises unless external code is a file of this site, given with `--with`, and equal to the centre's."""
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
         return
@@ -138,7 +138,7 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
 
 
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
-    """Write a model that the centre sent, and its card, as `ssfl export` does; both are checked."""
+    """Checks a model that the centre sent, and its card, and writes both as `ssfl export` does."""
     try:
         facts = json.loads(card)
         network = predict.network_of(facts, target)
@@ -152,7 +152,7 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
 
 
 def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
-    """The ClientApp of a site: "query" asks who is there or tells the end, "train" trains."""
+    """Returns a site's ClientApp: "query" asks who it is or says that the run is over, "train" trains."""
     app = ClientApp(mods=list(mods))
 
     @app.query()
@@ -180,9 +180,10 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
 
 
 def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
-    """Work for the centre at HOST:PORT until it says that all rounds are played.
+    """Works for the centre at HOST:PORT until it says that the run is over.
 
-    Without a key the connection is not encrypted. A centre that is away is waited for, `patience` seconds.
+    Without a key the connection is not encrypted. If the centre cannot be reached, the site tries again for
+    `patience` seconds.
     """
     app = client_app(lambda context: site)
     with reproducible(), silenced():
@@ -198,7 +199,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
 
 
 def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
-    """Answer messages until all rounds are played."""
+    """Answers messages until the run is over."""
     while not site.done:
         message = connection.receive()
         if message is None:
@@ -210,10 +211,10 @@ def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
 
 
 def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
-    """What the ClientApp says, or what went wrong."""
+    """Returns the ClientApp's answer, or an error message."""
     context = Context(message.metadata.run_id, node, {}, RecordDict(), {})
     try:
         return app(message, context)
-    except Exception as error:  # the centre shall know why it gets no model
+    except Exception as error:  # tell the centre why it gets no model
         tell(f"this round's work failed: {error}")
         return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)

@@ -1,4 +1,4 @@
-"""What the centre shows: on a terminal a live table of the sites, elsewhere a line for whatever happens."""
+"""The centre's output: on a terminal a live table of the sites, and a line for each thing that happens."""
 
 from contextlib import suppress
 from types import TracebackType
@@ -16,7 +16,7 @@ from ssfl.simulate import privacy
 
 
 class ShownFleet(Protocol):
-    """What is shown of a fleet."""
+    """The part of a fleet that is shown."""
 
     names: list[str]
     images: dict[str, int]
@@ -24,14 +24,14 @@ class ShownFleet(Protocol):
 
 
 class FederationView:
-    """Shows a federation; use as a context."""
+    """Shows a federation. Use it in a `with` statement."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self.sites: ShownFleet | None = None
         self.round = self.rounds = 0
         self.accuracy = ""
-        self.inside = False  # whether the centre trains what the federation is compared with
+        self.inside = False  # whether the centre is training a baseline to compare with
         self.last_losses: dict[str, str] = {}
         self.refusals: dict[str, int] = {}
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
@@ -47,20 +47,20 @@ class FederationView:
         self.live.stop()
 
     def tell(self, line: str) -> None:
-        """A line at once; whatever a stranger put into it, the terminal obeys nobody.
+        """Shows a line at once, without control characters that a stranger may have put into it.
 
-        A log on a full disk loses lines, and the federation goes on.
+        If the log is on a full disk, the line is lost and the federation goes on.
         """
         with suppress(OSError):
             self.console.print(Text(printable(line)), soft_wrap=True)
             self.console.file.flush()
 
     def watch(self, sites: ShownFleet, rounds: int) -> None:
-        """Show these sites from now on."""
+        """Shows these sites from now on."""
         self.sites, self.rounds = sites, rounds
 
     def report(self, event: Event) -> None:
-        """What a run tells."""
+        """Shows an event of the run."""
         if event["event"] == "start":
             self.inside = bool(event.get("what"))
             if self.inside:
@@ -81,7 +81,7 @@ class FederationView:
         self.round = event["round"]
         names = {} if self.sites is None else dict(enumerate(self.sites.names))
         losses = ""
-        if "loss" in event:  # private sites keep that back
+        if "loss" in event:  # private sites do not report it
             losses = f"loss {event['loss']:.3f}  mask rate {event['mask_rate']:.2f}  "
             each = zip(event["returned"], event["user_loss"], event["user_mask_rate"], strict=True)
             for user, loss, mask in each:
@@ -89,12 +89,12 @@ class FederationView:
                     self.last_losses[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
         refused = f"{len(event['refused'])} refused  " if event.get("refused") else ""
         came = f"{len(event['returned'])} of {len(event['participants'])} sites"
-        if not event["participants"]:  # a head start
+        if not event["participants"]:  # a head start of the server
             came, losses = "the centre alone", ""
         self.tell(f"round {event['round']}/{self.rounds}  {came}  {refused}{losses}{event['seconds']:.1f} s")
 
     def table(self) -> Table:
-        """Who is there, what they do, what was refused."""
+        """Returns the table of sites: what each one does, and how often it was refused."""
         title = (
             f"round {self.round} of {self.rounds}  {self.accuracy}" if self.rounds else "waiting for sites"
         )

@@ -1,7 +1,7 @@
-"""What travels: a row of weights as float32, the settings a user needs as TOML, counts and numbers.
+"""The content of messages: a model as a float32 row, the settings a user needs as TOML, counts and metrics.
 
-Every message to a site says all that its work depends on, so that a site keeps nothing and may be started
-anew at any time. What arrives is checked before it is used, at both ends.
+Every message to a site holds everything that its work depends on. So a site keeps no state and can be
+restarted at any time. Both sides check what they receive before they use it.
 """
 
 import io
@@ -24,48 +24,49 @@ from ssfl.errors import ConfigError, DataError, MethodError
 from ssfl.federation import METRICS, Named
 
 LOSS = 1e3
-"""The largest loss that a site may tell: a single huge number would be all that a mean shows."""
+"""The largest loss that a site may report. A single huge value would dominate the mean."""
 LARGEST = 1e15
-"""No number of a model or of its loss is larger: a million of them squared are still float32 numbers."""
+"""The largest absolute value in a model or in the numbers sent with it. The sum of a million of their squares
+still fits into float32."""
 MOST_CLASSES = 100_000
 MODEL, ROW = "model", "row"
-"""What a model is called in a message."""
+"""The names of the model's record and array in a message."""
 NUMBERS = "numbers"
-"""What the numbers are called that a method sends users with the model."""
+"""The name of the record with the numbers that a method sends to users with the model."""
 MOST_NUMBERS = 1000
-"""How many of them there may be under one name."""
+"""How many numbers there may be under one name."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a user is sent for a round."""
+    """What is sent to a user for a round."""
 
     row: Tensor
     numbers: Named
-    """[1] or [1, n] each: what the method sends besides the model."""
+    """The numbers that the method sends besides the model, [1] or [1, n] each."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What everybody must have in common."""
+    """The settings that the centre and all sites must share."""
 
     config: Config
-    """Resolved, without anything of the centre's machine."""
+    """The resolved config, without anything specific to the centre's machine."""
     classes: int
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     white: int
     outside: dict[str, str] = field(default_factory=dict)
-    """Of a network and a method from outside: digests of the text, and the fingerprint of what is frozen."""
+    """For an external network or method: digests of its source, and the fingerprint of the frozen weights."""
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
-        """The terms of a centre, which may have brought its own network and method."""
+        """Returns the terms of a centre, which may use an external network and method (`brought`)."""
         here = replace(
             config,
             data=DataSettings(path="site", flip=config.data.flip),
-            model=replace(config.model, weights=None),  # a file of the centre; models come from there
+            model=replace(config.model, weights=None),  # a file at the centre; messages bring the model
             run=RunSettings(seed=config.run.seed, engine="loop", users_at_once=1),
         )
         known = {
@@ -77,14 +78,14 @@ class Terms:
         return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white, known)
 
     def text(self) -> str:
-        """As JSON, the config as TOML inside."""
+        """Returns the terms as JSON, with the config as TOML inside."""
         fields = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
         known = {"outside": self.outside} if self.outside else {}
         return json.dumps(fields | {"mean": self.mean, "std": self.std, "white": self.white} | known)
 
 
 def read_terms(text: str) -> Terms:
-    """Terms from the centre, checked: a site trusts no message."""
+    """Reads and checks the centre's terms, because a site trusts no message."""
     try:
         fields = json.loads(text)
         given = tomllib.loads(fields["config"])
@@ -96,7 +97,7 @@ def read_terms(text: str) -> Terms:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
     for key, value in as_dict(config)["method"].items():
-        if value is not None and key not in given.get("method", {}):  # what it is here may be else there
+        if value is not None and key not in given.get("method", {}):  # the two defaults may differ
             raise DataError(f"the centre's message does not say method.{key}: has it another ssfl?")
     channels = shape[0] if len(shape) == 3 else 0
     fits = channels in (1, 3) and all(4 <= side <= 1024 for side in shape[1:])
@@ -109,9 +110,9 @@ def read_terms(text: str) -> Terms:
 
 
 def check(config: Config) -> None:
-    """Raise where a real federation cannot do what a config asks for.
+    """Raises if a real federation cannot do what a config asks for.
 
-    Values reported by a site must not affect the average, so that methods that need them are refused.
+    Values reported by a site must not affect the average, so methods that need them are refused.
     """
     method, train = config.method, config.train
     why = obstacle(config, ("reports", "sends", "sizes", "labels"))
@@ -155,7 +156,7 @@ def check(config: Config) -> None:
 
 
 def pack(row: Tensor, **more: str | int) -> RecordDict:
-    """A model on its way, and what goes with it."""
+    """Returns a message with a model and settings."""
     array = Array(row.detach().to("cpu", torch.float32).numpy())
     content = RecordDict({MODEL: ArrayRecord({ROW: array})})
     if more:
@@ -164,7 +165,7 @@ def pack(row: Tensor, **more: str | int) -> RecordDict:
 
 
 def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
-    """A round's work on its way to a site."""
+    """Returns the message that asks a site for a round's work."""
     content = pack(sent.row, **settings)
     for name, tensor in sent.numbers.items():
         if tensor.ndim > 2 or tensor.numel() > MOST_NUMBERS:
@@ -181,7 +182,7 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
 
 
 def read_numbers(content: RecordDict, like: Tensor) -> Named:
-    """The numbers that the method sends with the model, checked: [1, ...] each, of the model's type."""
+    """Reads and checks the numbers sent with the model; returns [1, ...] each, in the model's dtype."""
     numbers = {}
     for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
         values = np.asarray(value, np.float64)
@@ -194,9 +195,9 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:
-    """The model in a message: so many finite float32 numbers, under its name and no other.
+    """Reads and checks the model in a message: `length` finite float32 numbers, and no other array.
 
-    Nothing is read that is not of exactly the bytes expected: the header of an array can claim any shape.
+    The size in bytes must match exactly before anything is read: an array's header can claim any shape.
     """
     record = content.array_records.get(MODEL)
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
@@ -217,15 +218,17 @@ def unpack(content: RecordDict, length: int) -> Tensor:
 
 
 def _header(length: int) -> bytes:
-    """How NumPy's file of a row begins."""
+    """Returns the header of a NumPy file with a row of this length."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
     return buffer.getvalue()
 
 
 def pack_trained(trained: Returned, images: int, round: int, private: bool) -> RecordDict:
-    """A site's answer: its model and the few numbers that are told of its training; a private one keeps
-    them back, since they are not noised."""
+    """Returns a site's answer: its model and the metrics of its training.
+
+    A private site sends zeros for the metrics, because no noise is added to them.
+    """
     content = pack(trained.rows[0])
     metrics: dict[str, int | float | list[int] | list[float]] = {
         name: 0.0 if private else float(trained.metrics[name]) for name in METRICS
@@ -235,7 +238,10 @@ def pack_trained(trained: Returned, images: int, round: int, private: bool) -> R
 
 
 def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, dict[str, float]]:
-    """The model and the numbers of a site's answer, checked. Nothing that it says weighs its model."""
+    """Reads and checks a site's answer; returns its model and its metrics.
+
+    Nothing that a site reports affects the weight of its model.
+    """
     strange = content.keys() - {MODEL, "metrics"}
     if strange:
         raise DataError(f"what nobody asked for ({', '.join(map(str, strange))[:100]})")
@@ -257,7 +263,7 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
 
 
 def read_images(content: RecordDict) -> int:
-    """How many images a site says that it has."""
+    """Returns the number of images that a site reports."""
     try:
         count = _number(content.metric_records["metrics"]["images"])
     except (KeyError, TypeError) as error:
@@ -268,7 +274,7 @@ def read_images(content: RecordDict) -> int:
 
 
 def read_who(content: RecordDict) -> tuple[str, int]:
-    """The name and the number of images that a site tells of itself."""
+    """Returns the name and the number of images that a site reports."""
     try:
         name = content.config_records["config"]["name"]
     except KeyError as error:
@@ -277,21 +283,21 @@ def read_who(content: RecordDict) -> tuple[str, int]:
 
 
 def _number(value: object) -> float:
-    """A number, or an error: records may hold lists and text."""
+    """Returns the value as a float; raises if it is no number, because records may hold lists and text."""
     if not isinstance(value, int | float):
         raise TypeError(f"{type(value).__name__} where a number was expected")
     return float(value)
 
 
 def whole(value: object) -> int:
-    """A whole number of a message."""
+    """Returns a value of the centre's message if it is a whole number; raises otherwise."""
     if not isinstance(value, int):
         raise DataError(f"the centre's message has {type(value).__name__} where a whole number was expected")
     return value
 
 
 def settings(content: RecordDict) -> ConfigRecord:
-    """What the centre's message says besides a model."""
+    """Returns the settings in the centre's message."""
     try:
         return content.config_records["config"]
     except KeyError:

@@ -14,7 +14,7 @@ REACH = 1.0
 GROWTH = 2.0
 """The usual length is at most this multiple of the largest of the last rounds."""
 ROUNDS = 10
-"""The number of last rounds that are remembered."""
+"""How many of the last rounds are remembered."""
 LENGTH = 3.0
 """An update is refused if it is longer than this multiple of the usual length."""
 SHARE = 0.3
@@ -56,9 +56,10 @@ def judge(
     before: Tensor | None = None,
     trust: Tensor | None = None,
 ) -> GateResult:
-    """Decides about models [n, P + Q]; `strikes` counts how often each user was refused, `before` holds the
-    usual lengths of earlier rounds (the larger of users' and server's), 0 where unknown, and `trust` [n] is
-    from `trusted`.
+    """Returns which models [n, P + Q] are refused or cut, and their weights.
+
+    `strikes` counts how often each user was refused. `before` holds the usual lengths of earlier rounds (the
+    larger of the users' and the server's), 0 if unknown. `trust` [n] is from `trusted`.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
     median of the others, and by earlier rounds, since most users of one round may be bad by chance. This

@@ -12,7 +12,7 @@ from ssfl.engines.work import Pool
 
 BATCH = 1000
 STEP = 64
-"""Images whose gradient is computed at once."""
+"""The number of images whose gradient is computed at once."""
 
 
 class ModelScore(NamedTuple):
@@ -59,8 +59,11 @@ def _tensor_cores(allowed: bool) -> Iterator[None]:
 def descent(
     model: nn.Module, layout: Layout, pool: Pool, row: Tensor, places: Tensor, keys: Tensor
 ) -> Tensor:
-    """The direction [P] in which the loss of strong views of labelled images falls fastest, at a row
-    [P + Q]; a view for each place in the pool and its key. Weak views where no strong ones are kept."""
+    """Returns the direction [P] in which the loss on strong views of labelled images falls fastest.
+
+    It is the negative gradient at the model `row` [P + Q], summed over one view for each of `places` in the
+    pool, drawn with its key in `keys`. Weak views are used if the pool keeps no strong ones.
+    """
     kind = "strong" if pool.features is None or len(pool.features.views) > 1 else "weak"
     tensors = {name: tensor.detach().clone() for name, tensor in layout.unflatten(row).items()}
     weights = [tensors[name].requires_grad_() for name in layout.names[: layout.trained]]

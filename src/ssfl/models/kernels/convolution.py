@@ -1,4 +1,4 @@
-"""Convolutions as operators; `triton_conv.py` computes them."""
+"""Convolutions as PyTorch operators. Their kernels are in `triton_conv.py`."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -8,25 +8,28 @@ from torch import Tensor
 
 _use = find_spec("triton") is not None
 MULTIPLE = 16
-"""Tensor cores take channels by sixteen."""
+"""The number of channels must be a multiple of this, for the tensor cores."""
 FEW = 4
-"""Input channels that are few: those of pictures, in a network's first layer."""
+"""The most input channels of a network's first layer, which takes pictures."""
 
 
 def usable() -> bool:
-    """Whether there are kernels at all."""
+    """Returns whether the kernels may be used: Triton is installed, and they are not switched off."""
     return _use
 
 
 def use(wanted: bool) -> None:
-    """Whether to use them from now on."""
+    """Switches the kernels on or off."""
     global _use
     _use = wanted
 
 
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Whether these images and filters are for the kernels: bfloat16 on a GPU, channels by sixteen, and
-    places within one model's images that fit into 31 bits."""
+    """Returns whether the kernels can take these images and filters.
+
+    They must be bfloat16 on a GPU, with channels in multiples of 16 (or few inputs), and the offsets within
+    one model's images must fit into 31 bits.
+    """
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
     pixels = x.numel() // (len(weight) * inputs)
@@ -40,7 +43,7 @@ def suit(x: Tensor, weight: Tensor) -> bool:
 
 
 def pixels_first(x: Tensor) -> Tensor:
-    """The same numbers as [..., H, W, C], contiguous."""
+    """Returns [..., C, H, W] as [..., H, W, C], contiguous."""
     return x.movedim(-3, -1).contiguous()
 
 
@@ -50,7 +53,7 @@ def _out(size: int, kernel: int, stride: int, padding: int) -> int:
 
 @torch.library.custom_op("ssfl::convolve", mutates_args=())
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """[n · B, C, H, W] with [n, O, C, k, k] and [n, O]: [n · B, O, H', W']."""
+    """Returns [n · B, O, H', W'] from images [n · B, C, H, W], filters [n, O, C, k, k] and biases [n, O]."""
     from ssfl.models.kernels import triton_conv
 
     if weight.shape[2] <= FEW:

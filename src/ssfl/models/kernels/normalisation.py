@@ -1,4 +1,7 @@
-"""Normalisation with what follows it as one operator; `triton_norm.py` and `triton_batch.py` compute it."""
+"""Normalisation, sum and activation as one PyTorch operator.
+
+The kernels are in `triton_norm.py` (group norm) and `triton_batch.py` (batch norm).
+"""
 
 from typing import Any
 
@@ -9,16 +12,16 @@ from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
 from ssfl.models.kernels.trial import on_trial
 
 LARGEST = 32768
-"""Numbers of one image that a program holds at once."""
+"""The most values of one image that a Triton program holds at once."""
 
 
 def _power(value: int) -> int:
-    """The next power of two."""
+    """Returns the next power of two."""
     return 1 << (value - 1).bit_length()
 
 
 def suit(x: Tensor, groups: int) -> bool:
-    """Whether the kernel takes these images: bfloat16 on a GPU, small enough to be held at once."""
+    """Returns whether the kernel can take these images: bfloat16 on a GPU, small enough to hold at once."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
         return False
     members = x.shape[1] // groups
@@ -30,7 +33,7 @@ def suit(x: Tensor, groups: int) -> bool:
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
-    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C]."""
+    """Returns max(y, slope · y) of y = normalised x + add, for n models; weight and bias are [n, C]."""
     from ssfl.models.kernels import triton_norm
 
     more = None if add is None else pixels_first(add)
@@ -88,7 +91,7 @@ group_norm.register_autograd(_backward, setup_context=_remember)
 
 
 def suit_batch(x: Tensor) -> bool:
-    """Whether the kernels are wanted and take these images: bfloat16 on a GPU, channels by sixteen."""
+    """Returns whether to use the kernels: wanted, bfloat16 on a GPU, channels in multiples of 16."""
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0
     return fits and usable() and on_trial()
 
@@ -97,9 +100,9 @@ def suit_batch(x: Tensor) -> bool:
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """max(y, slope · y) of y = normalised x + add, for images of n models: weight and bias are [n, C].
+    """Returns max(y, slope · y) of y = normalised x + add, for n models; weight and bias are [n, C].
 
-    And the mean and variance of each model's channels, [n, C], through which no gradient goes.
+    Also returns the mean and variance of each model's channels, [n, C]. No gradient flows through these.
     """
     from ssfl.models.kernels import triton_batch
 

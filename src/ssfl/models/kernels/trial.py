@@ -1,11 +1,12 @@
-"""Kernels that are not used unless the environment asks for them."""
+"""The switch for kernels that are used only on request."""
 
 import os
 
 
 def on_trial() -> bool:
-    """Whether kernels are used that were checked and timed one by one, but not yet in whole training steps.
+    """Returns whether the kernels of `triton_tma.py` and `triton_batch.py` are switched on.
 
-    They are those of `triton_tma.py` and `triton_batch.py`; the environment says SSFL_KERNELS=trial.
+    They were checked and timed one by one, but not yet in whole training steps. The environment variable
+    SSFL_KERNELS=trial switches them on.
     """
     return os.environ.get("SSFL_KERNELS") == "trial"

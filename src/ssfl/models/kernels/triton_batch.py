@@ -1,8 +1,8 @@
-"""Triton kernels: batch normalisation of n models, with a sum and an activation, forward and back.
+"""Triton kernels: batch normalisation of n models, with a sum and an activation, forward and backward.
 
-Images are [n · B, H, W, C], parameters and statistics [n, C]. Sums over a model's pixels are taken in
-parts, whose number is a function of the shapes, and the parts are added in their order: the same bits
-every time.
+Images are [n · B, H, W, C], parameters and statistics [n, C]. A sum over a model's pixels is computed in
+parts. Their number depends only on the shapes, and they are added in a fixed order. So the result has the
+same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 1056
-"""How many programs keep a large GPU busy: eight for each of its processors."""
+"""The number of programs that keeps a large GPU busy: eight for each multiprocessor."""
 TOGETHER = 32
-"""Parts that are added at a time."""
+"""The number of parts that are added at a time."""
 HELD = 4096
-"""Numbers of a tile."""
+"""The number of values in a tile."""
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
@@ -158,19 +158,19 @@ def _backward(
 
 
 def _wide(channels: int, most: int) -> int:
-    """The largest power of two that divides the channels, up to `most`."""
+    """Returns the largest power of two that divides the channels, up to `most`."""
     return min(channels & -channels, most)
 
 
 def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple[int, int]:
-    """Into how many parts a model's pixels are split, and their size."""
+    """Returns the number of parts that a model's pixels are split into, and their size."""
     parts = max(1, min(PROGRAMS // (models * (channels // wide)), triton.cdiv(rows, 4 * tall), 256))
     chunk = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
     return triton.cdiv(rows, chunk), chunk
 
 
 def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each model's channels, [n, C]."""
+    """Returns the mean and variance of each model's channels, [n, C]."""
     channels = x.shape[3]
     rows = x.numel() // (models * channels)
     wide = _wide(channels, 64)
@@ -190,7 +190,7 @@ def forward(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None,
     eps: float, slope: float,
 ) -> Tensor:  # fmt: skip
-    """The normalised, summed and activated images."""
+    """Returns the images after normalisation, sum and activation."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide
@@ -206,7 +206,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients for x, for what was added (if so), and for weight and bias, [n, C]."""
+    """Returns the gradients for x, for the summand (if `added`), and for weight and bias, [n, C]."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide // 2
@@ -215,7 +215,7 @@ def backward(
     to_add = torch.empty_like(x) if added else x.new_empty(0)
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
     to_weight, to_bias = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
-    # where it was positive: no matter, computed again, or read from y
+    # the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y
     mask = 0 if slope == 1 else 2 if added else 1
     _slopes[(channels // wide, parts, models)](
         grad, x, y, mean, var, weight, bias, to_add, sums, rows, chunk, eps, slope,

@@ -1,8 +1,8 @@
 """Triton kernels: the convolutions of n models, each with its own filters, as matrix products.
 
-Nothing is unfolded in memory: a tile of the product reads its pixels where they lie. All tensors are
-channels last and contiguous: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
-functions of the shapes, never tuned by timing, so that the same work gives the same bits every time.
+Images are not unfolded in memory: a tile of the product reads its pixels directly from the image. All tensors
+are channels last and contiguous: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
+functions of the shapes and never tuned by timing, so that the same work gives the same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -17,7 +17,7 @@ from torch import Tensor
 from ssfl.models.kernels import triton_tma
 
 PROGRAMS = 528
-"""How many programs keep a large GPU busy; the sum over pixels is split until there are as many."""
+"""The number of programs that keeps a large GPU busy. The sum over pixels is split to reach it."""
 
 
 @triton.jit
@@ -152,18 +152,18 @@ def _first(
 
 @cache
 def _stages(wanted: int, device: torch.device) -> int:
-    """How many loads are under way at a time: two where a GPU has little shared memory."""
+    """Returns the number of pipeline stages (loads in flight): two if the GPU has little shared memory."""
     room: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return wanted if room >= 160 * 1024 else 2
 
 
 def _tile(channels: int, most: int) -> int:
-    """The largest power of two that divides the channels, up to `most`."""
+    """Returns the largest power of two that divides the channels, up to `most`."""
     return min(channels & -channels, most)
 
 
 def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Pixels, outputs and channels of a tile; warps and stages. Measured on an H200."""
+    """Returns a tile's pixels, outputs and channels, and its warps and stages. Measured on an H200."""
     wide, deep = _tile(outputs, 128), _tile(channels, 64)
     if wide == 64 and deep == 64:
         return 128, wide, deep, 4, 3
@@ -171,7 +171,7 @@ def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int
 
 
 def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Outputs, inputs (taps and channels) and pixels of a tile; warps and stages."""
+    """Returns a tile's outputs, inputs (taps and channels) and pixels, and its warps and stages."""
     tall = _tile(outputs, 128)
     if tall == 128 and channels >= 256:
         return tall, 128, 64, 8, 3
@@ -179,7 +179,7 @@ def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]
 
 
 def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Pictures [n · B, C, H, W] with filters [n, O, C, k, k] and biases [n, O]: [n · B, H', W', O]."""
+    """Returns [n · B, H', W', O] from pictures [n · B, C, H, W], filters [n, O, C, k, k], biases [n, O]."""
     models, outputs, channels, kernel, _ = w.shape
     size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
     images = len(x) // models
@@ -194,13 +194,13 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) 
 
 
 def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Images [n · B, H, W, C] with filters [n, O, k, k, C] and biases [n, O]: [n · B, H', W', O]."""
+    """Returns [n · B, H', W', O] from images [n · B, H, W, C], filters [n, O, k, k, C], biases [n, O]."""
     size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
     return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
 
 
 def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
-    """The gradient with respect to images of height and width `size`."""
+    """Returns the gradient with respect to images of height and width `size`."""
     return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
 
 
@@ -230,9 +230,9 @@ def _launch(
 def weights_grad(
     grad: Tensor, x: Tensor, few: bool, models: int, kernel: int, stride: int, padding: int
 ) -> Tensor:
-    """The gradient with respect to filters, [n, O, k, k, C]; the pixels' sum in float32.
+    """Returns the gradient with respect to filters, [n, O, k, k, C]; sums over pixels in float32.
 
-    With `few` channels images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
+    With `few` channels, images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
     """
     _, height, width, outputs = grad.shape
     high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]

@@ -1,7 +1,8 @@
 """Triton kernels: group normalisation, a sum and an activation in one pass over the images.
 
-A program takes some channels (whole groups) of one image and holds them all, so that an image is read
-once, whatever is computed from it. Images are [n · B, H, W, C], parameters [n, C].
+A program holds some channels (whole groups) of one image completely, so that the image is read only once.
+Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C], parameters
+[n, C].
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -12,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 LARGE = 1024
-"""Pixels from which an image is large."""
+"""An image with at least this many pixels is large."""
 MANY = 512
-"""Programs that keep a large GPU busy where each takes a while."""
+"""The number of programs that keeps a large GPU busy if each one takes a while."""
 
 
 @triton.jit
@@ -192,9 +193,10 @@ def _backward_twice(
 
 
 def _tiles(shape: torch.Size, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
-    """Pixels and channels of a tile, and warps; with fewer pixels than an image has, it is read twice.
+    """Returns a tile's pixels and channels, and its warps.
 
-    `more`: something is added; `back`: the gradient. Read off results/kernels-h200.json.
+    If a tile has fewer pixels than the image, the image is read twice. `more`: something is added. `back`:
+    the gradient is computed. The values were chosen from results/kernels-h200.json.
     """
     images, height, width, channels = shape
     tall, members = triton.next_power_of_2(height * width), channels // groups
@@ -214,7 +216,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float,
     tile: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The normalised, summed and activated images."""
+    """Returns the images after normalisation, sum and activation."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
@@ -230,7 +232,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, slope: float,
     added: bool, tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients for x, for what was added (if so), and for weight and bias, image by image."""
+    """Returns the gradients for x, for the summand (if `added`), and for weight and bias of each image."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)

@@ -1,9 +1,10 @@
 """Triton kernels for Hopper: the products of `triton_conv.py`, with tiles loaded by the copy engine (TMA).
 
-A tile of pixels is a box of whole images, rows and columns; what lies outside an image comes as zeros, so
-no place is computed and nothing is masked before the store. With a stride the pixels are seen as
-[n · B, H / s, s, W / s, s · C], so that the taps of one phase are again a box. The products are
-[outputs, pixels]: the side that comes as a box must be the second one, or it would go through registers.
+A tile of pixels is a box of images, rows and columns. Pixels outside an image are loaded as zeros, so no
+addresses are computed, and no mask is needed before the store. With stride s, the pixels are viewed as
+[n · B, H / s, s, W / s, s · C], so that the taps of one phase form a box again. The products are
+[outputs, pixels]: the operand that is loaded as a box must be the second one, or it would go through
+registers.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -22,17 +23,18 @@ from ssfl.models.kernels.trial import on_trial
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton
+except ImportError:  # Triton is too old
     TensorDescriptor = None
 
 PROGRAMS = 132
-"""How many programs keep the GPU busy: one for each of its processors."""
+"""The number of programs that keeps the GPU busy: one for each multiprocessor."""
 MOST_PARTS = 4
-"""Into more parts the pixels' sum is not split: there it was not timed, or gained little."""
+"""The most parts that the sum over pixels is split into. For more, `triton_conv.py` is used: these kernels
+were not timed there, or gained little."""
 NARROW = 64
-"""Outputs that the tensor cores take at least."""
+"""The fewest outputs that the tensor cores take."""
 FAR = 8
-"""Strides that are added before a division, so that nothing negative is divided."""
+"""This many strides are added before a division, so that no negative number is divided."""
 
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
@@ -147,7 +149,7 @@ def _filters(
 
 
 class Tile(NamedTuple):
-    """Pixels, outputs and channels of a tile; warps and stages."""
+    """A tile's pixels, outputs and channels, and its warps and stages."""
 
     pixels: int
     outputs: int
@@ -158,9 +160,9 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether kernels on trial are wanted, this GPU has the copy engine, and Triton knows it.
+    """Returns whether kernels on trial are wanted, the GPU has the copy engine, and Triton supports it.
 
-    If only the first is so, that is said once.
+    Warns once if they are wanted but cannot be used.
     """
     if not on_trial():
         return False
@@ -175,12 +177,12 @@ def hopper(device: torch.device) -> bool:
 
 
 def _power(value: int) -> int:
-    """The next power of two."""
+    """Returns the next power of two."""
     return 1 << (value - 1).bit_length()
 
 
 def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
-    """Images, rows and columns of a tile of so many pixels that reaches least beyond the image."""
+    """Returns the images, rows and columns of the tile of `pixels` that extends least beyond the image."""
 
     def side(size: int, room: int) -> int:
         sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [
@@ -194,7 +196,7 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
 
 
 def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
-    """Images [n · B, H, W, C] as boxes."""
+    """Returns a descriptor that loads boxes of pixels from images [n · B, H, W, C]."""
     _, height, width, deep = x.shape
     shape = [len(x), height // stride, stride, width // stride, stride * deep]
     strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
@@ -202,7 +204,7 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) ->
 
 
 def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
-    """So many rows, as tiles."""
+    """Returns a descriptor that loads tiles from a matrix with this many rows."""
     columns = x.numel() // rows
     return TensorDescriptor(x, [rows, columns], [columns, 1], block)
 
@@ -210,7 +212,7 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """The tile for these images (see results/kernels-h200.json); None where `triton_conv.py` does it."""
+    """Returns the tile for these images (see results/kernels-h200.json); None to use `triton_conv.py`."""
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
@@ -228,8 +230,10 @@ def product_tile(
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """The tile, whether three taps go together, and in how many parts the pixels are summed; None where
-    `triton_conv.py` does it. Read off results/kernels-h200.json."""
+    """Returns the tile, whether to compute three taps together, and how many parts the sum over pixels has.
+
+    Returns None to use `triton_conv.py`. The values were chosen from results/kernels-h200.json.
+    """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     if not hopper(x.device) or x.shape[1] % stride or x.shape[2] % stride or outputs % NARROW:
@@ -242,7 +246,7 @@ def filter_tile(
     else:
         tile = Tile(128 if height * width >= 64 else 64, 128, min(channels & -channels, 128), 8, 3)
     box = _box(tile.pixels, height, width)
-    if images % box[0]:  # a tile would reach into the next model's images
+    if images % box[0]:  # a tile would extend into the next model's images
         return None
     tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
     programs = PROGRAMS * (1 if _flat(box, height, width) else 4) * (1 if kernel > 1 else 2)
@@ -252,7 +256,7 @@ def filter_tile(
 
 
 def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
-    """Whether a tile's pixels lie one after another."""
+    """Returns whether a tile's pixels are contiguous in memory."""
     return box[2] == width and (box[1] == height or (box[0] == 1 and height % box[1] == 0))
 
 
@@ -260,7 +264,7 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip` the images' gradient."""
+    """Convolves images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip`, the images' gradient."""
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
@@ -287,7 +291,7 @@ def weights_grad(
     row: bool,
     parts: int,
 ) -> Tensor:
-    """The gradient with respect to filters, [n, O, k, k, C]; the pixels' sum in float32."""
+    """Returns the gradient with respect to filters, [n, O, k, k, C]; sums over pixels in float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = _box(tile.pixels, height, width)
