@@ -19,7 +19,7 @@ from ssfl.errors import ConfigError, RunError
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""
-_LOST = "another process of torchrun ended or cannot be reached: see its output, then continue with `ssfl resume RUN`"
+_LOST = "another process of torchrun was lost: see its output, then continue with `ssfl resume RUN`"
 
 
 def rank() -> int:
