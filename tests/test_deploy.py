@@ -381,6 +381,16 @@ def test_before_the_first_round_everybody_is_waited_for_as_long_as_there_is_pati
         made.fleet.gather(first=True)
 
 
+def test_sites_that_name_themselves_may_come_one_after_another(folders: Path, hall: Open) -> None:
+    made, grid, _ = hall(config_of(folders, []))
+    made.fleet.names, made.fleet.asked = [], True
+    grid.absent = {55, 66}
+    with pytest.raises(RunError):
+        made.fleet.gather(first=True)  # one of three is not enough, though no other name is known
+    grid.absent = set()
+    assert list(made.fleet.gather(first=True)) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("late", [{55, 66, 77}, {55, 66}])
 def test_a_round_in_which_sites_are_late_is_repeated(late: set[int], folders: Path, hall: Open) -> None:
     config = config_of(folders, METHODS["grouping"])

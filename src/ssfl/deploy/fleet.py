@@ -262,7 +262,9 @@ class Fleet:
             self.look()
             self.listen()
             there = self.connected()
-            most = len(self.names) - len(self.left_out) if self.names else self.needed
+            # sites that choose their own names are known one by one as they connect
+            expected_sites = self.needed if self.asked or not self.names else len(self.names)
+            most = expected_sites - len(self.left_out)
             if most < 1:
                 raise RunError("every site is left out after three refusals: look at the sites")
             needed = min(self.needed, most)
