@@ -63,7 +63,7 @@ class External(nn.Module):
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name not in self._dims and name not in self._statistics:
                 memo[id(tensor)] = tensor
-        memo |= {id(tensor): tensor for made in self._narrow.values() for tensor in made.values()}
+        memo |= {id(tensor): tensor for copies in self._narrow.values() for tensor in copies.values()}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

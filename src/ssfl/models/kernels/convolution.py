@@ -73,8 +73,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int)
 def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
 
-    found = triton_conv.spread(pixels_first(grad), pixels_first(weight), size, stride, padding)
-    return found.movedim(-1, -3)
+    grad_x = triton_conv.spread(pixels_first(grad), pixels_first(weight), size, stride, padding)
+    return grad_x.movedim(-1, -3)
 
 
 @_images_grad.register_fake
@@ -88,8 +88,8 @@ def _weights_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 
     few = x.shape[1] <= FEW
     x = x.contiguous() if few else pixels_first(x)
-    found = triton_conv.weights_grad(pixels_first(grad), x, few, models, kernel, stride, padding)
-    return found if few else found.movedim(-1, -3)
+    grad_weight = triton_conv.weights_grad(pixels_first(grad), x, few, models, kernel, stride, padding)
+    return grad_weight if few else grad_weight.movedim(-1, -3)
 
 
 @_weights_grad.register_fake

@@ -36,9 +36,9 @@ def group_norm(
     """Returns max(y, slope · y) of y = normalised x + add, for n models; weight and bias are [n, C]."""
     from ssfl.models.kernels import triton_norm
 
-    more = None if add is None else pixels_first(add)
+    summand = None if add is None else pixels_first(add)
     out = triton_norm.forward(
-        pixels_first(x), weight.contiguous(), bias.contiguous(), more, groups, eps, slope
+        pixels_first(x), weight.contiguous(), bias.contiguous(), summand, groups, eps, slope
     )
     return out.movedim(-1, -3)
 
@@ -57,11 +57,11 @@ def _grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ssfl.models.kernels import triton_norm
 
-    found = triton_norm.backward(
+    to_x, to_add, to_weight, to_bias = triton_norm.backward(
         pixels_first(grad), pixels_first(x), pixels_first(y), weight.contiguous(), bias.contiguous(),
         groups, eps, slope, added,
     )  # fmt: skip
-    return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
+    return to_x.movedim(-1, -3), to_add.movedim(-1, -3) if added else to_add, to_weight, to_bias
 
 
 @_grad.register_fake
@@ -106,9 +106,9 @@ def batch_norm(
     """
     from ssfl.models.kernels import triton_batch
 
-    images, more = pixels_first(x), None if add is None else pixels_first(add)
+    images, summand = pixels_first(x), None if add is None else pixels_first(add)
     mean, var = triton_batch.statistics(images, len(weight))
-    out = triton_batch.forward(images, mean, var, weight.contiguous(), bias.contiguous(), more, eps, slope)
+    out = triton_batch.forward(images, mean, var, weight.contiguous(), bias.contiguous(), summand, eps, slope)
     return out.movedim(-1, -3), mean, var
 
 
@@ -127,11 +127,11 @@ def _batch_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ssfl.models.kernels import triton_batch
 
-    found = triton_batch.backward(
+    to_x, to_add, to_weight, to_bias = triton_batch.backward(
         pixels_first(grad), pixels_first(x), pixels_first(y), mean, var,
         weight.contiguous(), bias.contiguous(), eps, slope, added,
     )  # fmt: skip
-    return found[0].movedim(-1, -3), found[1].movedim(-1, -3) if added else found[1], found[2], found[3]
+    return to_x.movedim(-1, -3), to_add.movedim(-1, -3) if added else to_add, to_weight, to_bias
 
 
 @_batch_grad.register_fake

@@ -22,7 +22,7 @@ HELD = 4096
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Sums of x and of its square over a part of the pixels, both after the first pixel is taken off."""
+    """Sums of x and of its square over a part of the pixels, both after the first pixel is subtracted."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     x += model * rows * C
@@ -56,7 +56,7 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """The two sums over all parts, so many at a time."""
+    """The two sums over all parts, BP parts at a time."""
     one = tl.zeros((BP, BC), dtype=tl.float32)
     two = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, parts, BP):
@@ -80,22 +80,25 @@ def _forward(
     place = model * rows * C + r[:, None] * C + c[None, :]
     tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        more = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
+        summand = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + model * C + c).to(tl.float32) / tl.sqrt(tl.load(var + model * C + c) + eps)
     shift = tl.load(bias + model * C + c).to(tl.float32) - tl.load(mean + model * C + c) * scale
     tile = tile * scale[None, :] + shift[None, :]
     if ADD:
-        tile += more
+        tile += summand
     tile = tl.where(tile > 0, tile, tile * slope)
     tl.store(y + place, tile.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
-def _slopes(
+def _grad_sums(
     grad, x, y, mean, var, weight, bias, to_add, out, rows, chunk, eps, slope,
     C: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient, and of it times normalised x, over a part of the pixels; see `_masked`."""
+    """Sums of the gradient, and of its product with normalised x, over a part of the pixels.
+
+    MASK: the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y.
+    """
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     level = tl.load(mean + model * C + c)[None, :]
@@ -153,8 +156,8 @@ def _backward(
         shift = tl.load(bias + at).to(tl.float32)
         g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
     level, along = tl.load(to_bias + at) / rows, tl.load(to_weight + at) / rows
-    found = (g - level[None, :] - tile * along[None, :]) * (w * even)[None, :]
-    tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=inside)
+    grad_x = (g - level[None, :] - tile * along[None, :]) * (w * even)[None, :]
+    tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=inside)
 
 
 def _wide(channels: int, most: int) -> int:
@@ -179,9 +182,9 @@ def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
     mean, var = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
     _moments[(channels // wide, parts, models)](x, sums, rows, chunk, channels, tall, wide, num_warps=4)
-    some = _wide(channels, 16)
-    _statistics[(channels // some, models)](
-        x, sums, mean, var, rows, parts, channels, TOGETHER, some, num_warps=4
+    narrow = _wide(channels, 16)
+    _statistics[(channels // narrow, models)](
+        x, sums, mean, var, rows, parts, channels, TOGETHER, narrow, num_warps=4
     )
     return mean, var
 
@@ -217,12 +220,14 @@ def backward(
     to_weight, to_bias = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
     # the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y
     mask = 0 if slope == 1 else 2 if added else 1
-    _slopes[(channels // wide, parts, models)](
+    _grad_sums[(channels // wide, parts, models)](
         grad, x, y, mean, var, weight, bias, to_add, sums, rows, chunk, eps, slope,
         channels, added, mask, tall, wide, num_warps=4,
     )  # fmt: skip
-    some = _wide(channels, 16)
-    _sums[(channels // some, models)](sums, to_bias, to_weight, parts, channels, TOGETHER, some, num_warps=4)
+    narrow = _wide(channels, 16)
+    _sums[(channels // narrow, models)](
+        sums, to_bias, to_weight, parts, channels, TOGETHER, narrow, num_warps=4
+    )
     tall = HELD // wide
     _backward[(triton.cdiv(rows, tall), channels // wide, models)](
         to_add if added else grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,

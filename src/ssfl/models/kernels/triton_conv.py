@@ -238,9 +238,9 @@ def weights_grad(
     high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]
     images = len(x) // models
     count = images * height * width
-    found = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
-    if found is not None:
-        return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *found)
+    tile = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
+    if tile is not None:
+        return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *tile)
     tall, wide, deep, warps, stages = _filter_tiles(outputs, channels)
     stages = _stages(stages, x.device)
     if few:

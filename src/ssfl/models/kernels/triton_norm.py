@@ -27,7 +27,7 @@ def _over_group(values, BC: tl.constexpr, MEMBERS: tl.constexpr):
 
 @triton.jit
 def _normalised(x, real, pixels, eps, BC: tl.constexpr, MEMBERS: tl.constexpr):
-    """The tile [pixels, channels] with mean 0 and variance 1 per group, and one over its deviation."""
+    """The tile [pixels, channels] with mean 0 and variance 1 per group, and the inverse deviation."""
     count = pixels * MEMBERS
     mean = _over_group(tl.sum(x, 0), BC, MEMBERS) / count
     x = tl.where(real, x - mean[None, :], 0.0)
@@ -63,7 +63,7 @@ def _backward(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """MASK: where the activation was positive is (0) of no account, (1) computed again, (2) read from y."""
+    """MASK: the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -88,8 +88,8 @@ def _backward(
     count = pixels * MEMBERS
     along = _over_group(both * w, BC, MEMBERS) / count
     level = _over_group(alone * w, BC, MEMBERS) / count
-    found = (g * w[None, :] - level[None, :] - tile * along[None, :]) * scale[None, :]
-    tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
+    grad_x = (g * w[None, :] - level[None, :] - tile * along[None, :]) * scale[None, :]
+    tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _forward_twice(
     x, weight, bias, add, y, images, pixels, eps, slope,
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`_forward` for large images: read for the statistics, and again, from the cache, for the rest."""
+    """`_forward` for large images. They are read for the statistics, and again from the cache."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -122,7 +122,7 @@ def _forward_twice(
 def _statistics(
     x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Mean and one over the deviation of each channel's group, [BC]; the first pixel is the zero."""
+    """Mean and inverse deviation of each channel's group, [BC]. Sums are relative to the first pixel."""
     first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
     total = tl.zeros((BP, BC), dtype=tl.float32)
     squares = tl.zeros((BP, BC), dtype=tl.float32)
@@ -144,7 +144,7 @@ def _backward_twice(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`_backward` for large images, read several times, from the cache but for the first."""
+    """`_backward` for large images. They are read several times, all but the first time from the cache."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -188,26 +188,26 @@ def _backward_twice(
             g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
         if ADD:
             tl.store(to_add + place, g.to(to_add.dtype.element_ty), mask=real)
-        found = (g * w[None, :] - level[None, :] - tile * along[None, :]) * scale[None, :]
-        tl.store(to_x + place, found.to(to_x.dtype.element_ty), mask=real)
+        grad_x = (g * w[None, :] - level[None, :] - tile * along[None, :]) * scale[None, :]
+        tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=real)
 
 
-def _tiles(shape: torch.Size, groups: int, more: bool, back: bool) -> tuple[int, int, int]:
+def _tiles(shape: torch.Size, groups: int, added: bool, back: bool) -> tuple[int, int, int]:
     """Returns a tile's pixels and channels, and its warps.
 
-    If a tile has fewer pixels than the image, the image is read twice. `more`: something is added. `back`:
+    If a tile has fewer pixels than the image, the image is read twice. `added`: a tensor is added. `back`:
     the gradient is computed. The values were chosen from results/kernels-h200.json.
     """
     images, height, width, channels = shape
     tall, members = triton.next_power_of_2(height * width), channels // groups
     wide = max(members, min(channels, 64))
-    if tall >= LARGE and (more or back) and wide <= 64 and images * channels // wide >= MANY:
+    if tall >= LARGE and (added or back) and wide <= 64 and images * channels // wide >= MANY:
         return 2048 // wide, wide, 4
     if tall >= LARGE:
-        held, each = (16384, 32 if more else 64) if back else (32768, 32)
+        held, each = (16384, 32 if added else 64) if back else (32768, 32)
     else:
         held = 8192 if tall > 128 else 4096 if tall > 32 else 1024
-        each = 32 if more and tall > 128 else 64
+        each = 32 if added and tall > 128 else 64
     wide = max(members, min(channels, held // tall, 64))
     return tall, wide, max(1, min(16, tall * wide // (32 * each)))
 
