@@ -24,7 +24,7 @@ def main() -> int:
         raise SystemExit(f"{options.job} brings its own images: leave out --data")
     names = options.on.split(",")
     pythons = _pythons(options.python)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = str(Path(options.data).absolute()) if options.data else None
@@ -37,24 +37,24 @@ def main() -> int:
                 python = pythons.get(contest.peer(name) or "", sys.executable)
                 reason = contest.missing(name, python, options.device)
                 if reason is not None:
-                    found[name].append({"not_run": reason})
+                    runs[name].append({"not_run": reason})
                     continue
                 print(f"{name} ...", file=sys.stderr, flush=True)
-                found[name].append(contest.run(replace(spec, contestant=name), python, folder, options.wait))
-                print("\n".join(found[name][-1].get("log", [])), file=sys.stderr, end="")
+                runs[name].append(contest.run(replace(spec, contestant=name), python, folder, options.wait))
+                print("\n".join(runs[name][-1].get("log", [])), file=sys.stderr, end="")
         drawn = "drawn at random in this shape: speed does not depend on it" if job.images else "bundled"
-        told = {
-            **report.summary(spec, WARMUP, found),
+        summary = {
+            **report.summary(spec, WARMUP, runs),
             "data": Path(options.data).name if options.data else drawn,
             "device": options.device,
             **report.circumstances("benchmarks"),
         }
     path = Path(options.json or f"results/benchmark-{options.job}-{options.device}.json")
-    report.save(path, told)
-    print(f"{options.job}: {told['title']}; images {told['data']}; device {told['device']}\n")
-    print(report.table(told))
+    report.save(path, summary)
+    print(f"{options.job}: {summary['title']}; images {summary['data']}; device {summary['device']}\n")
+    print(report.table(summary))
     print(f"\n{path}")
-    return int(any("failed" in one for one in told["contestants"].values()))
+    return int(any("failed" in one for one in summary["contestants"].values()))
 
 
 def _options() -> argparse.Namespace:
@@ -76,11 +76,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _pythons(given: list[str]) -> dict[str, str]:
+def _pythons(overrides: list[str]) -> dict[str, str]:
     """Each peer's interpreter."""
     beside = {peer: contest.ROOT / f".venv-{peer}" / "bin" / "python" for peer in contest.PACKAGES}
     there = {peer: str(path) for peer, path in beside.items() if path.exists()}
-    return there | dict(one.split("=", 1) for one in given)
+    return there | dict(one.split("=", 1) for one in overrides)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def missing(name: str, python: str, device: str) -> str | None:
 
 def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any]:
     """What the contestant measured, when it started and its peak memory; or {"failed": why}."""
-    told, asked = Path(spec.out), folder / "spec.json"
-    told.unlink(missing_ok=True)
+    result, asked = Path(spec.out), folder / "spec.json"
+    result.unlink(missing_ok=True)
     asked.write_text(json.dumps(asdict(spec)), "utf-8")
     processes = spec.contestant.partition("-")[2]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -67,9 +67,9 @@ def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any
             peak = watch.stop()
         log.seek(0)
         tail = log.read().strip().splitlines()[-15:]
-    if code != 0 or not told.exists():
+    if code != 0 or not result.exists():
         return {"failed": f"exit code {code}", "log": tail}
-    measured: dict[str, Any] = json.loads(told.read_text("utf-8"))
+    measured: dict[str, Any] = json.loads(result.read_text("utf-8"))
     # One process knows its own peak exactly; of several, the largest sum that was seen.
     measured["memory"] = max(measured["memory"], peak or 0.0)
     return {"started": started, "others": [others, busy()], **measured}

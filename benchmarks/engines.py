@@ -57,7 +57,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="loop or vmap?")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder, reproducible():
         for model, norm, shape in NETWORKS:
@@ -77,9 +77,9 @@ def main() -> None:
                     f"vmap {vmap:7.2f} ms  loop / vmap {loop / vmap:.2f}  {chosen}",
                     flush=True,
                 )
-    if given.json:
+    if options.json:
         where = report.circumstances("benchmarks.engines")
-        report.save(given.json, where | {"torch": torch.__version__, "rows": rows})
+        report.save(options.json, where | {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

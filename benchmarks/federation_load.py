@@ -95,19 +95,19 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
     from ssfl.deploy import link
     from ssfl.deploy.fleet import Fleet
 
-    ring, lines, told = folder / "keys", list[str](), Queue[dict[str, Any]]()
+    ring, lines, notes = folder / "keys", list[str](), Queue[dict[str, Any]]()
     keys.init(ring, [])
     files = [keys.add(ring, f"site-{number:03d}") for number in range(count)]
     with link.listening("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
     known = keys.sites(ring)
-    draws, found = np.random.default_rng(1), []
+    draws, results = np.random.default_rng(1), []
     with (
         silenced(),
-        link.running(folder / "link", ring, "127.0.0.1", port, known, 120.0, 4 * NUMBERS, told.put) as grid,
+        link.running(folder / "link", ring, "127.0.0.1", port, known, 120.0, 4 * NUMBERS, notes.put) as grid,
     ):
         pid = child_of(os.getpid())
-        fleet = Fleet(grid, list(known), count, 120.0, 600.0, lines.append, told)
+        fleet = Fleet(grid, list(known), count, 120.0, 600.0, lines.append, notes)
         began, (cpu, _) = time.monotonic(), usage(pid)
         crowd = [
             subprocess.Popen(
@@ -134,8 +134,8 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
                 content = RecordDict({"config": ConfigRecord({"ask": "train"})})
                 content["model"] = ArrayRecord({"row": Array(draws.random(NUMBERS, np.float32))})
                 start = time.monotonic()
-                came = fleet.exchange({nodes[place]: content for place in drawn}, "train", 120.0)
-                found.append((time.monotonic() - start, len(came)))
+                answers = fleet.exchange({nodes[place]: content for place in drawn}, "train", 120.0)
+                results.append((time.monotonic() - start, len(answers)))
             training, (_, later) = usage(pid)[0] - cpu, usage(pid)
             database = sum(file.stat().st_size for file in (folder / "link").glob("link.db*"))
             fleet.dismiss("over")
@@ -145,7 +145,7 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
                     process.wait(30)
                 except subprocess.TimeoutExpired:
                     process.kill()
-    seconds = [each for each, _ in found]
+    seconds = [each for each, _ in results]
     return {
         "sites": count, "cohort": cohort, "rounds": rounds,
         "admitted_seconds": round(admitted, 1),
@@ -153,8 +153,8 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
         "idle_cpu_per_site_and_minute": round(resting / count / idle * 60, 3),
         "round_seconds": {name: round(float(np.quantile(seconds, part)), 2)
                           for name, part in (("median", 0.5), ("p90", 0.9), ("largest", 1.0))},
-        "round_cpu_per_answer": round(training / max(1, sum(came for _, came in found)), 3),
-        "answers_missing": sum(min(cohort, count) - came for _, came in found),
+        "round_cpu_per_answer": round(training / max(1, sum(answers for _, answers in results)), 3),
+        "answers_missing": sum(min(cohort, count) - answers for _, answers in results),
         "memory_mib": {"admitted": round(memory), "after": round(later)},
         "database_mib": round(database / 2**20, 1),
         "lines": len(lines),
@@ -176,7 +176,7 @@ def main() -> None:
         return
     import flwr
 
-    found = []
+    rows = []
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
@@ -184,7 +184,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             one = measured(count, asked.cohort, asked.rounds, asked.idle, Path(folder))
         print(json.dumps(one), flush=True)
-        found.append(one)
+        rows.append(one)
         if asked.json:
             about = {
                 "command": "python -m benchmarks.federation_load " + " ".join(sys.argv[1:]),
@@ -192,7 +192,7 @@ def main() -> None:
                 "machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
                 "weights": NUMBERS,
             }  # fmt: skip
-            asked.json.write_text(json.dumps(about | {"found": found}, indent=1) + "\n")
+            asked.json.write_text(json.dumps(about | {"found": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         task.loss(task.network, x, y).backward()
         optimizer.step()
-    told: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "num-examples": len(images),
         "steps": task.steps - before[0],
         "images": task.seen - before[1],
@@ -52,7 +52,7 @@ def train(message: Message, context: Context) -> Message:
         "threads": torch.get_num_threads(),
         "process": os.getpid(),
     }
-    content = RecordDict({"arrays": ArrayRecord(task.network.state_dict()), "metrics": MetricRecord(told)})
+    content = RecordDict({"arrays": ArrayRecord(task.network.state_dict()), "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=message)
 
 
@@ -66,10 +66,12 @@ def run(spec: jobs.Spec) -> jobs.Measured:
     server = ServerApp()
 
     def summed(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        told: list[dict[str, Any]] = [dict(reply.metric_records["metrics"]) for reply in replies]
-        processes.update(one["process"] for one in told)
-        measured.threads = told[0]["threads"]
-        return MetricRecord({name: sum(one[name] for one in told) for name in ("steps", "images", "total")})
+        metrics: list[dict[str, Any]] = [dict(reply.metric_records["metrics"]) for reply in replies]
+        processes.update(one["process"] for one in metrics)
+        measured.threads = metrics[0]["threads"]
+        return MetricRecord(
+            {name: sum(one[name] for one in metrics) for name in ("steps", "images", "total")}
+        )
 
     def note(round: int, arrays: ArrayRecord) -> None:
         measured.ends.append(time.monotonic())
@@ -88,10 +90,10 @@ def run(spec: jobs.Spec) -> jobs.Measured:
             evaluate_fn=note,
         )
         for record in result.train_metrics_clientapp.values():
-            told: dict[str, Any] = dict(record)
-            measured.steps += int(told["steps"])
-            measured.images += int(told["images"])
-            measured.losses.append(float(told["total"]) / int(told["steps"]))
+            totals: dict[str, Any] = dict(record)
+            measured.steps += int(totals["steps"])
+            measured.images += int(totals["images"])
+            measured.losses.append(float(totals["total"]) / int(totals["steps"]))
 
     cuda = spec.device.startswith("cuda")
     run_simulation(

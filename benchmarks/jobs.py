@@ -113,12 +113,12 @@ class Measured:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def config(spec: Spec, more: Sequence[str] = ()) -> Config:
+def config(spec: Spec, overrides: Sequence[str] = ()) -> Config:
     """The job as an ssfl config."""
     job = JOBS[spec.job]
     data = [f"data.path={spec.data}"] if spec.data else []
     run = [f"federation.rounds={spec.rounds}", f"run.device={spec.device}"]
-    return load_config(job.preset, [*job.settings, *data, *run, *more])
+    return load_config(job.preset, [*job.settings, *data, *run, *overrides])
 
 
 def participants(config: Config) -> int:

@@ -87,13 +87,13 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
     x_last, w_last, g_last = last(x), last(w), last(g)
 
     def expected() -> Tensor:
-        found = []
+        outputs = []
         for a, b, c in zip(x.float().chunk(models), w.float(), g.float().chunk(models), strict=True):
             a.requires_grad_(), b.requires_grad_()
             y = F.conv2d(a, b, None, stride, padding)
             grads = {"forward": 0, "images": a, "filters": b}
-            found.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())
-        return torch.stack(found) if way == "filters" else torch.cat(found)
+            outputs.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())
+        return torch.stack(outputs) if way == "filters" else torch.cat(outputs)
 
     def old() -> Tensor:
         keep = triton_tma.hopper
@@ -158,19 +158,19 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
     weight, bias = random(models, channels, seed=2), random(models, channels, seed=3)
     add = random(*x.shape, seed=4) if "add" in way else None
     g = random(*x.shape, seed=5)
-    x_last, g_last, more = last(x), last(g), None if add is None else last(add)
+    x_last, g_last, summand = last(x), last(g), None if add is None else last(add)
     added = add is not None
 
     def expected() -> Tensor:
-        found = []
+        outputs = []
         adds = [None] * models if add is None else add.float().chunk(models)
         wide = (x.float().chunk(models), weight.float(), bias.float(), g.float().chunk(models), adds)
         for a, w, b, c, d in zip(*wide, strict=True):
             a.requires_grad_()
             y = F.batch_norm(a, None, None, w, b, True) if "batch" in way else F.group_norm(a, groups, w, b)
             y = F.relu(y if d is None else y + d)
-            found.append(last(torch.autograd.grad(y, a, c)[0] if "back" in way else y.detach()))
-        return torch.cat(found)
+            outputs.append(last(torch.autograd.grad(y, a, c)[0] if "back" in way else y.detach()))
+        return torch.cat(outputs)
 
     def each() -> Iterator[Candidate]:
         if "batch" in way:
@@ -183,8 +183,8 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
                             return triton_batch.backward(
                                 g_last, x_last, y, *moments, weight, bias, 1e-5, 0.0, added
                             )[0]
-                        found = triton_batch.statistics(x_last, models)
-                        return triton_batch.forward(x_last, *found, weight, bias, more, 1e-5, 0.0)
+                        own = triton_batch.statistics(x_last, models)
+                        return triton_batch.forward(x_last, *own, weight, bias, summand, 1e-5, 0.0)
 
                     yield [held, programs], run
             return
@@ -207,13 +207,13 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
             return triton_norm.backward(
                 g_last, x_last, y, weight, bias, groups, 1e-5, 0.0, add is not None, tile
             )[0]
-        return triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0, tile)
+        return triton_norm.forward(x_last, weight, bias, summand, groups, 1e-5, 0.0, tile)
 
     if "back" in way and "batch" in way:
         moments: tuple[Tensor, Tensor] = triton_batch.statistics(x_last, models)
-        y = triton_batch.forward(x_last, *moments, weight, bias, more, 1e-5, 0.0)
+        y = triton_batch.forward(x_last, *moments, weight, bias, summand, 1e-5, 0.0)
     elif "back" in way:
-        y = triton_norm.forward(x_last, weight, bias, more, groups, 1e-5, 0.0)
+        y = triton_norm.forward(x_last, weight, bias, summand, groups, 1e-5, 0.0)
     return each(), expected() if models <= 3 else x
 
 
@@ -264,15 +264,15 @@ def label(candidate: Any, way: str) -> str:
 
 def tasks(only: list[str]) -> list[tuple[Any, ...]]:
     """Everything to try."""
-    found: list[tuple[Any, ...]] = []
+    cases: list[tuple[Any, ...]] = []
     for name in only:
         for case in CONVOLUTIONS[name]:
-            found += [(products, name, case, way, MODELS[name]) for way in ("forward", "images", "filters")]
+            cases += [(products, name, case, way, MODELS[name]) for way in ("forward", "images", "filters")]
         for sizes in NORMS.get(name, []):
             for kind in ("group", "batch"):
                 ways = [f"{kind}{back}{add}" for back in ("", " back") for add in ("", " add")]
-                found += [(norms, name, sizes, way, MODELS[name]) for way in ways]
-    return found
+                cases += [(norms, name, sizes, way, MODELS[name]) for way in ways]
+    return cases
 
 
 def main() -> None:
@@ -284,16 +284,16 @@ def main() -> None:
         "--seconds", type=float, default=100, help="how long candidates may be checked in all"
     )
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    waiting = [(number, task) for number, task in enumerate(tasks(given.only))]
+    options = parser.parse_args()
+    waiting = [(number, task) for number, task in enumerate(tasks(options.only))]
     fork = multiprocessing.get_context("fork")
     running: dict[int, Any] = {}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         files = {number: Path(folder) / f"{number}.jsonl" for number, _ in waiting}
         todo = list(waiting)
-        while (todo or running) and time.monotonic() - start < given.seconds:
-            while todo and len(running) < given.processes:
+        while (todo or running) and time.monotonic() - start < options.seconds:
+            while todo and len(running) < options.processes:
                 number, task = todo.pop(0)
                 running[number] = fork.Process(target=check, args=(task, files[number]))
                 running[number].start()
@@ -310,7 +310,7 @@ def main() -> None:
         rows = []
         for number, (make, name, case, way, models) in waiting:
             lines = files[number].read_text().splitlines() if files[number].exists() else []
-            checked = {label(found[0], way): found[1] for found in map(json.loads, lines)}
+            checked = {label(line[0], way): line[1] for line in map(json.loads, lines)}
             for count in models:
                 times: dict[str, Any] = {}
                 try:
@@ -327,10 +327,10 @@ def main() -> None:
                 rows.append({"network": name, "case": case, "way": way, "models": count, "us": times,
                              "errors": checked})  # fmt: skip
                 print(name, case, way, count, "old", times.get('"old"'), "best", best, flush=True)
-                if given.json:
+                if options.json:
                     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
                     report.save(
-                        given.json, report.circumstances("benchmarks.kernels") | where | {"rows": rows}
+                        options.json, report.circumstances("benchmarks.kernels") | where | {"rows": rows}
                     )
 
 

@@ -101,40 +101,40 @@ def page(files: Sequence[Path]) -> str:
     """The whole page."""
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for file in files:
-        told = json.loads(file.read_text("utf-8"))
-        _require_fit(file.name, told)
-        tables.setdefault(protocol(told), []).append((file.name, told))
+        contest = json.loads(file.read_text("utf-8"))
+        _require_fit(file.name, contest)
+        tables.setdefault(protocol(contest), []).append((file.name, contest))
     parts = [INTRODUCTION]
     for title, contests in sorted(tables.items()):
         parts.append(f"\n## {title}\n\n{_table(contests)}\n")
-        for name, told in contests:
-            devices = sorted({run["device"] for one in told["standings"] for run in one["runs"]})
-            commits = sorted({str(run["commit"])[:7] for one in told["standings"] for run in one["runs"]})
-            versions = ", ".join(f"{what} {told['versions'].get(what, '?')}" for what in ("ssfl", "torch"))
+        for name, contest in contests:
+            devices = sorted({run["device"] for one in contest["standings"] for run in one["runs"]})
+            commits = sorted({str(run["commit"])[:7] for one in contest["standings"] for run in one["runs"]})
+            versions = ", ".join(f"{what} {contest['versions'].get(what, '?')}" for what in ("ssfl", "torch"))
             parts.append(
-                f"\n`{told['command']}` ([{name}](../results/leaderboard/{name}); {', '.join(devices)}; "
-                f"{told['date'][:10]}; commit {', '.join(commits)}; {versions}).\n"
+                f"\n`{contest['command']}` ([{name}](../results/leaderboard/{name}); {', '.join(devices)}; "
+                f"{contest['date'][:10]}; commit {', '.join(commits)}; {versions}).\n"
             )
     return "".join([*parts, ADD])
 
 
-def _require_fit(name: str, told: dict[str, Any]) -> None:
+def _require_fit(name: str, contest: dict[str, Any]) -> None:
     """Raises Unfit where a file does not say how its numbers came about."""
     for key in ("command", "date", "versions", "standings"):
-        if not told.get(key):
+        if not contest.get(key):
             raise Unfit(f"{name} has no {key}: make it with `ssfl contest`")
-    if not told.get("tuned"):
+    if not contest.get("tuned"):
         raise Unfit(f"{name}: no learning rate was chosen: play it without --no-tune and without --choose")
-    for one in told["standings"]:
+    for one in contest["standings"]:
         if not one.get("config"):
             raise Unfit(f"{name}: {one['method']} has no resolved config: make it with `ssfl contest`")
         if any(str(run["commit"]).endswith("+") for run in one["runs"]):
             raise Unfit(f"{name}: {one['method']} was played with uncommitted changes: commit them first")
 
 
-def protocol(told: dict[str, Any]) -> str:
+def protocol(contest: dict[str, Any]) -> str:
     """What files must have in common to share a table, in words."""
-    one = next((one for one in told["standings"] if one["images"]), told["standings"][0])
+    one = next((one for one in contest["standings"] if one["images"]), contest["standings"][0])
     data, split, model = (one["config"][section] for section in ("data", "split", "model"))
     federation, train = one["config"]["federation"], one["config"]["train"]
     kinds = {
@@ -155,7 +155,7 @@ def protocol(told: dict[str, Any]) -> str:
 
 def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Best first; a method that lost seeds stands below those that lost none."""
-    rows = [Row(one, name) for name, told in contests for one in told["standings"]]
+    rows = [Row(one, name) for name, contest in contests for one in contest["standings"]]
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     lines = [HEAD, ("---",) * len(HEAD)]
     for row in rows:
@@ -173,10 +173,10 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _between(first: Row, other: Row) -> str:
-    found = difference(first.accuracies, other.accuracies)
-    if found is None:
+    gap = difference(first.accuracies, other.accuracies)
+    if gap is None:
         return "no common seed"
-    mean, half = found
+    mean, half = gap
     return f"{mean:.2f}" if half is None else f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
 
 

@@ -14,11 +14,11 @@ from ssfl.runs.surroundings import reproducible
 
 def run(spec: jobs.Spec) -> jobs.Measured:
     """Play the rounds; threads and the rest are what the library chooses by itself."""
-    more = [f"run.engine={spec.contestant}"]
+    overrides = [f"run.engine={spec.contestant}"]
     if spec.device != "cpu" and spec.contestant == "vmap":
-        more.append("run.compile=true")  # as a run of the usual length would choose
+        overrides.append("run.compile=true")  # as a run of the usual length would choose
     with reproducible():
-        simulation = assemble.make(jobs.config(spec, more))
+        simulation = assemble.make(jobs.config(spec, overrides))
         measured = jobs.Measured(threads=torch.get_num_threads())
         if isinstance(simulation.engine, Spread):
             measured.processes = simulation.engine.processes

@@ -97,8 +97,8 @@ def run(spec: jobs.Spec) -> jobs.Measured:
         callbacks=[clock],
         send_metrics_to_platform=False,
     )
-    told = [task.steps, task.seen, *np.diff(clock.totals, prepend=0.0)]
-    (counts,) = workers.all_reduce([torch.tensor(told, device=task.images.device)])
+    totals = [task.steps, task.seen, *np.diff(clock.totals, prepend=0.0)]
+    (counts,) = workers.all_reduce([torch.tensor(totals, device=task.images.device)])
     steps, seen, *totals = counts.tolist()
     each = steps / spec.rounds
     return jobs.Measured(

@@ -36,23 +36,23 @@ STYLE: Any = {
     "lines.linewidth": 2,
     "lines.markersize": 6,
 }
-Told = dict[str, Any]
+Result = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="What users cost.")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where the JSON files lie")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    given = parser.parse_args()
-    told = [read(given.results / f"{name}.json") for name in ("participants-h200", "users-cpu")]
-    fixed, each = straight(told[0]["rows"])
+    options = parser.parse_args()
+    results = [read(options.results / f"{name}.json") for name in ("participants-h200", "users-cpu")]
+    fixed, each = straight(results[0]["rows"])
     print(f"a step of C users: {fixed:.3f} ms + {each:.4f} ms for each; equal at C = {fixed / each:.1f}")
-    print(save(cost(*told), given.out / "cost.svg"))
+    print(save(cost(*results), options.out / "cost.svg"))
 
 
-def read(path: Path) -> Told:
-    told: Told = json.loads(path.read_text("utf-8"))
-    return told
+def read(path: Path) -> Result:
+    result: Result = json.loads(path.read_text("utf-8"))
+    return result
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -64,23 +64,23 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def straight(rows: list[Told]) -> tuple[float, float]:
+def straight(rows: list[Result]) -> tuple[float, float]:
     """Milliseconds of a step that do not depend on C, and those of each user: least relative squares."""
     users, spent = columns(rows, "users", "step_ms")
     each, fixed = np.polyfit(users, spent, 1, w=1 / spent)
     return float(fixed), float(each)
 
 
-def floor(row: Told) -> float:
+def floor(row: Result) -> float:
     """Milliseconds that arithmetic or memory alone would take, whichever is longer."""
     return max(float(row["gigaflop"]) / TERAFLOPS, float(row["gigabyte"]) / TERABYTES)
 
 
-def columns(rows: list[Told], *names: str) -> list[np.ndarray]:
+def columns(rows: list[Result], *names: str) -> list[np.ndarray]:
     return [np.array([row[name] for row in rows], float) for name in names]
 
 
-def cost(participants: Told, users: Told) -> Figure:
+def cost(participants: Result, users: Result) -> Figure:
     """Both panels."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
@@ -94,22 +94,22 @@ def cost(participants: Told, users: Told) -> Figure:
     return figure
 
 
-def draw_participants(axes: Axes, told: Told) -> None:
+def draw_participants(axes: Axes, result: Result) -> None:
     """A step of all users against C, and the two straight lines it lies between."""
-    users, spent = columns(told["rows"], "users", "step_ms")
-    fixed, each = straight(told["rows"])
+    users, spent = columns(result["rows"], "users", "step_ms")
+    fixed, each = straight(result["rows"])
     ends = np.array([0.8, 620.0])
     thin: dict[str, Any] = {"color": BLUE, "linewidth": 1, "linestyle": (0, (1, 2))}
     axes.plot(ends, [fixed, fixed], **thin)
     axes.plot(ends, each * ends, **thin)
-    axes.plot(users, [floor(row) for row in told["rows"]], color=GREY, linestyle=(0, (5, 2)), linewidth=1.5)
+    axes.plot(users, [floor(row) for row in result["rows"]], color=GREY, linestyle=(0, (5, 2)), linewidth=1.5)
     axes.plot(users, spent, "o-", color=BLUE)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.01, 60))
     axes.set_xticks(users, [f"{count:.0f}" for count in users])
     axes.set_yticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
     axes.set(xlabel="participants of a round, C", ylabel="milliseconds")
     axes.set_title("A step: a fixed part, then in proportion to C")
-    low = floor(told["rows"][0]) / users[0]
+    low = floor(result["rows"][0]) / users[0]
     axes.text(4, 0.95, "measured", color=BLUE, ha="right", va="center", fontweight="bold")
     axes.text(540, 0.9 * fixed, f"{fixed:.2f} ms for any C", color=BLUE, ha="right", va="top", fontsize=9)
     for x, rate, name, colour in (
@@ -122,13 +122,13 @@ def draw_participants(axes: Axes, told: Told) -> None:
             x, x * rate, name, color=colour, fontsize=9, va="top",
             rotation=angle, rotation_mode="anchor", transform_rotates_text=True,
         )  # fmt: skip
-    axes.text(0.02, 0.97, f"EMNIST CNN, {BATCH} images a user,\n{told['device']}", **corner(axes))
+    axes.text(0.02, 0.97, f"EMNIST CNN, {BATCH} images a user,\n{result['device']}", **corner(axes))
 
 
-def draw_users(axes: Axes, told: Told) -> None:
+def draw_users(axes: Axes, result: Result) -> None:
     """Seconds against K: until the first round, and of each."""
-    users, start, spent = columns(told["rows"], "users", "start_seconds", "round_seconds")
-    participants = next(s.partition("=")[2] for s in told["settings"] if "participants" in s)
+    users, start, spent = columns(result["rows"], "users", "start_seconds", "round_seconds")
+    participants = next(s.partition("=")[2] for s in result["settings"] if "participants" in s)
     for seconds, colour, marker, name, digits in (
         (start, ORANGE, "s", "until the first round begins", 1),
         (spent, BLUE, "o", "a round", 2),
@@ -142,8 +142,8 @@ def draw_users(axes: Axes, told: Told) -> None:
     axes.set_xticks(users, [f"{count:,.0f}" for count in users])
     axes.set(xlabel="users of the federation, K", ylabel="seconds")
     axes.set_title("More users cost nothing")
-    what = f"{told['images']:,} images of 8×8, {participants} participants"
-    machine = f"{what},\n{told['machine']['cores']} CPU cores"
+    what = f"{result['images']:,} images of 8×8, {participants} participants"
+    machine = f"{what},\n{result['machine']['cores']} CPU cores"
     axes.text(0.02, 0.97, machine, **corner(axes))
 
 

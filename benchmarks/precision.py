@@ -27,21 +27,22 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="runs that share the device at a time")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    settings = [*SETTINGS, f"data.path={given.data}", f"federation.rounds={given.rounds}", *given.sets]
-    cases = [(precision, seed) for seed in range(1, given.seeds + 1) for precision in PRECISIONS]
+    options = parser.parse_args()
+    settings = [*SETTINGS, f"data.path={options.data}", f"federation.rounds={options.rounds}", *options.sets]
+    cases = [(precision, seed) for seed in range(1, options.seeds + 1) for precision in PRECISIONS]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for first in range(0, len(cases), given.at_once):
-            some = cases[first : first + given.at_once]
-            started = [begin(settings, *case, Path(folder)) for case in some]
-            rows += [finish(process, *case) for process, case in zip(started, some, strict=True)]
+        for first in range(0, len(cases), options.at_once):
+            batch = cases[first : first + options.at_once]
+            started = [begin(settings, *case, Path(folder)) for case in batch]
+            rows += [finish(process, *case) for process, case in zip(started, batch, strict=True)]
     for precision in PRECISIONS:
-        found = [100 * row["accuracy"] for row in rows if row["precision"] == precision]
-        print(f"{precision:9} {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}  {found}")
-    if given.json:
-        told = {"versions": versions(), "settings": settings, "rows": rows}
-        report.save(given.json, report.circumstances("benchmarks.precision") | told)
+        accuracies = [100 * row["accuracy"] for row in rows if row["precision"] == precision]
+        mean, deviation = statistics.mean(accuracies), statistics.stdev(accuracies)
+        print(f"{precision:9} {mean:.2f} ± {deviation:.2f}  {accuracies}")
+    if options.json:
+        details = {"versions": versions(), "settings": settings, "rows": rows}
+        report.save(options.json, report.circumstances("benchmarks.precision") | details)
 
 
 def begin(settings: list[str], precision: str, seed: int, folder: Path) -> "subprocess.Popen[str]":
@@ -53,10 +54,10 @@ def begin(settings: list[str], precision: str, seed: int, folder: Path) -> "subp
 
 
 def finish(process: "subprocess.Popen[str]", precision: str, seed: int) -> dict[str, Any]:
-    told, _ = process.communicate()
+    output, _ = process.communicate()
     if process.returncode:
         sys.exit(f"the run with {precision}, seed {seed} failed")
-    summary = json.loads(told)
+    summary = json.loads(output)
     kept = ("accuracy", "loss", "rounds", "device", "engine", "compile")
     return {"precision": precision, "seed": seed} | {key: summary[key] for key in kept}
 

@@ -19,8 +19,8 @@ from ssfl.runs import provenance, text
 OURS = ("loop", "vmap")
 
 
-def summary(spec: jobs.Spec, warmup: int, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Everything worth keeping; `found` holds each contestant's runs, the failed ones as well."""
+def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Everything worth keeping; `runs_of` holds each contestant's runs, the failed ones as well."""
     config = jobs.config(spec)
     users, steps, batch = jobs.participants(config), config.federation.period, config.train.batch_size
     settings = {
@@ -31,14 +31,14 @@ def summary(spec: jobs.Spec, warmup: int, found: dict[str, list[dict[str, Any]]]
         "timed_rounds": spec.rounds - warmup, "warmup_rounds": warmup,
     }  # fmt: skip
     expected = {"steps": spec.rounds * users * steps, "images": spec.rounds * users * steps * batch}
-    contestants = {name: _contestant(runs, warmup, expected) for name, runs in found.items()}
+    contestants = {name: _contestant(runs, warmup, expected) for name, runs in runs_of.items()}
     best = min(
         (contestants[n]["median_s"] for n in OURS if "median_s" in contestants.get(n, {})), default=None
     )
-    for told in contestants.values():
-        if "median_s" in told:
-            told["images_per_s"] = users * steps * batch / told["median_s"]
-            told["times_our_best"] = told["median_s"] / best if best else None
+    for contestant in contestants.values():
+        if "median_s" in contestant:
+            contestant["images_per_s"] = users * steps * batch / contestant["median_s"]
+            contestant["times_our_best"] = contestant["median_s"] / best if best else None
     return {
         "job": spec.job,
         "title": jobs.JOBS[spec.job].title,
@@ -82,24 +82,27 @@ def table(summary: dict[str, Any]) -> str:
     )  # fmt: skip
     rows: list[Sequence[str]] = [head]
     notes = [summary["note"]] if summary["note"] else []
-    for name, told in summary["contestants"].items():
-        if "median_s" not in told:
+    for name, contestant in summary["contestants"].items():
+        if "median_s" not in contestant:
             notes.append(
-                f"{name} not run: {told['not_run']}"
-                if "not_run" in told
-                else f"{name} failed: {told['failed']}"
+                f"{name} not run: {contestant['not_run']}"
+                if "not_run" in contestant
+                else f"{name} failed: {contestant['failed']}"
             )
             continue
-        others = max((cores or 0.0 for both in told["others_busy_cores"] for cores in both), default=0.0)
+        others = max(
+            (cores or 0.0 for both in contestant["others_busy_cores"] for cores in both), default=0.0
+        )
         if others >= IDLE:
             notes.append(f"{name}: others kept {others:.1f} cores busy just before or after it")
-        ratio, gpu = told["times_our_best"], told["gpu_memory_mib"]
+        ratio, gpu = contestant["times_our_best"], contestant["gpu_memory_mib"]
         rows.append((
-            name, f"{told['median_s']:.3f}", f"{told['min_s']:.3f}–{told['max_s']:.3f}",
-            f"{told['images_per_s']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
-            f"{told['memory_mib']:,.0f}", "–" if gpu is None else f"{gpu:,.0f}",
-            f"{statistics.median(told['prepare_s']):.1f}", f"{statistics.median(told['warmup_s']):.2f}",
-            f"{told['processes']} × {told['threads']}", f"{told['losses'][-1][-1]:.4f}",
+            name, f"{contestant['median_s']:.3f}", f"{contestant['min_s']:.3f}–{contestant['max_s']:.3f}",
+            f"{contestant['images_per_s']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
+            f"{contestant['memory_mib']:,.0f}", "–" if gpu is None else f"{gpu:,.0f}",
+            f"{statistics.median(contestant['prepare_s']):.1f}",
+            f"{statistics.median(contestant['warmup_s']):.2f}",
+            f"{contestant['processes']} × {contestant['threads']}", f"{contestant['losses'][-1][-1]:.4f}",
         ))  # fmt: skip
     return "\n".join([text.table(rows), "", *notes]).rstrip()
 
@@ -114,10 +117,10 @@ def circumstances(module: str) -> dict[str, Any]:
     }
 
 
-def save(path: Path, told: dict[str, Any]) -> None:
+def save(path: Path, result: dict[str, Any]) -> None:
     """As JSON, for people as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _cpu() -> str:

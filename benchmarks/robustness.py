@@ -63,7 +63,7 @@ class Case(NamedTuple):
     defence: str
     seed: int
     reach: float
-    given: tuple[str, ...]
+    settings: tuple[str, ...]
     """Settings that all runs have."""
     validation: bool
 
@@ -72,7 +72,7 @@ def settings_of(case: Case) -> list[str]:
     """The settings of one run."""
     users, share = SITES[case.sites]
     sets = ["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=every"]
-    sets += [*case.given, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
+    sets += [*case.settings, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
     sets += [f"run.seed={case.seed}", f"split.seed={case.seed}"]
     return sets + ([f"federation.attackers={share}"] if ATTACKS[case.attack] else [])
 
@@ -91,16 +91,16 @@ def play(case: Case) -> tuple[Case, float, float]:
     return case, accuracy, time.perf_counter() - began
 
 
-def rows_of(cases: list[Case], found: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
+def rows_of(cases: list[Case], accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
     """A row for each kind of run that has ended: its accuracies, and its differences to the clean runs of the
     same seeds."""
     rows = []
     for case in (case for case in cases if case.seed == seeds[0]):
-        if any(case._replace(seed=seed) not in found for seed in seeds):
+        if any(case._replace(seed=seed) not in accuracies for seed in seeds):
             continue
-        each = [found[case._replace(seed=seed)] for seed in seeds]
+        each = [accuracies[case._replace(seed=seed)] for seed in seeds]
         clean = [
-            found.get(case._replace(attack=CLEAN[0], defence=CLEAN[1], seed=seed, reach=gate.REACH))
+            accuracies.get(case._replace(attack=CLEAN[0], defence=CLEAN[1], seed=seed, reach=gate.REACH))
             for seed in seeds
         ]
         apart = [one - other for one, other in zip(each, clean, strict=True) if other is not None]
@@ -125,47 +125,56 @@ def main() -> None:
     parser.add_argument("--validation", action="store_true", help="score on a part of the training images")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args()
-    sets = [*COMMON, f"federation.rounds={given.rounds}", f"run.eval_every={given.rounds}", "run.threads=1"]
-    sets += DIGITS if given.data is None else [*LETTERS, f"data.path={given.data}"]
-    both = (*sets, *given.set)
-    cases = [
-        Case(sites, attack, defence, seed, reach, both, given.validation)
-        for sites in given.sites
-        for attack in given.attacks
-        for defence in given.defences
-        for reach in (given.reach if "gate" in defence else [gate.REACH])
-        for seed in given.seeds
+    options = parser.parse_args()
+    sets = [
+        *COMMON,
+        f"federation.rounds={options.rounds}",
+        f"run.eval_every={options.rounds}",
+        "run.threads=1",
     ]
-    if given.data is not None:  # where it lies is nobody's affair
-        both = (*(one for one in both if not one.startswith("data.path=")), f"data: {given.data.stem}")
-    said = {"seeds": given.seeds, "settings": list(both), "on": _on(given.validation)}
-    found = known(given.json, said, cases)
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        for case, accuracy, seconds in pool.imap_unordered(play, [one for one in cases if one not in found]):
-            found[case] = accuracy
-            told = f"{case.sites}; {case.attack}; {case.defence}; reach {case.reach}; seed {case.seed}"
-            print(f"{told}: {100 * accuracy:.2f}  {seconds:.1f} s", file=sys.stderr, flush=True)
-            if given.json:
+    sets += DIGITS if options.data is None else [*LETTERS, f"data.path={options.data}"]
+    both = (*sets, *options.set)
+    cases = [
+        Case(sites, attack, defence, seed, reach, both, options.validation)
+        for sites in options.sites
+        for attack in options.attacks
+        for defence in options.defences
+        for reach in (options.reach if "gate" in defence else [gate.REACH])
+        for seed in options.seeds
+    ]
+    if options.data is not None:  # do not publish a path of this machine
+        both = (*(one for one in both if not one.startswith("data.path=")), f"data: {options.data.stem}")
+    protocol = {"seeds": options.seeds, "settings": list(both), "on": _on(options.validation)}
+    accuracies = known(options.json, protocol, cases)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for case, accuracy, seconds in pool.imap_unordered(
+            play, [one for one in cases if one not in accuracies]
+        ):
+            accuracies[case] = accuracy
+            label = f"{case.sites}; {case.attack}; {case.defence}; reach {case.reach}; seed {case.seed}"
+            print(f"{label}: {100 * accuracy:.2f}  {seconds:.1f} s", file=sys.stderr, flush=True)
+            if options.json:
                 around = report.circumstances("benchmarks.robustness") | {"versions": versions()}
-                report.save(given.json, around | said | {"rows": rows_of(cases, found, given.seeds)})
-    print(table_of(rows_of(cases, found, given.seeds)))
+                report.save(
+                    options.json, around | protocol | {"rows": rows_of(cases, accuracies, options.seeds)}
+                )
+    print(table_of(rows_of(cases, accuracies, options.seeds)))
 
 
-def known(file: Path | None, said: dict[str, Any], cases: list[Case]) -> dict[Case, float]:
+def known(file: Path | None, protocol: dict[str, Any], cases: list[Case]) -> dict[Case, float]:
     """The accuracies that an earlier, shorter call with the same settings has written to the file."""
     if file is None or not file.is_file():
         return {}
     before = json.loads(file.read_text())
-    if any(before[key] != value for key, value in said.items()):
+    if any(before[key] != value for key, value in protocol.items()):
         sys.exit(f"{file} has other settings or seeds: name another file, or remove it")
     rows = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in before["rows"]}
-    found = {}
+    accuracies = {}
     for case in cases:
         row = rows.get((case.sites, case.attack, case.defence, case.reach))
         if row is not None:
-            found[case] = row["accuracies"][said["seeds"].index(case.seed)]
-    return found
+            accuracies[case] = row["accuracies"][protocol["seeds"].index(case.seed)]
+    return accuracies
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

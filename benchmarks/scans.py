@@ -48,11 +48,11 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
     labels: list[int] = []
     owners: list[np.ndarray] = []
     for number, place in enumerate([*named, *sites]):
-        found = sorted(one for one in place.rglob("*") if one.is_file())
+        inside = sorted(one for one in place.rglob("*") if one.is_file())
         if number >= len(named):
-            owners.append(np.arange(len(files), len(files) + len(found)))
-        files += found
-        labels += [number if number < len(named) else -1] * len(found)
+            owners.append(np.arange(len(files), len(files) + len(inside)))
+        files += inside
+        labels += [number if number < len(named) else -1] * len(inside)
     images = sources.read_image_files(files, 1, SIZE, SIZE, 255)[:, 0].numpy()
     return images, np.array(labels), [one.name for one in named], owners, [patient(one) for one in files]
 
@@ -81,7 +81,7 @@ def regressions(
     labelled = np.flatnonzero(labels >= 0)
     rows = np.zeros((len(labels), backbones.FEATURES), np.float32)
     rows[labelled] = features.plain(torch.from_numpy(images[labelled])[:, None], torch.float32).numpy()
-    told = {}
+    results = {}
     for strength in (0.001, 0.01, 0.1, 1.0):
         right = []
         for one in held:
@@ -89,8 +89,8 @@ def regressions(
             model = LogisticRegression(C=strength, max_iter=1000).fit(rows[train], labels[train])
             hits = labels[one][model.predict(rows[one]) == labels[one]]
             right.append(np.bincount(hits, minlength=len(classes)))
-        told[f"regression C={strength:g}"] = measured(labels, held, right)
-    return told
+        results[f"regression C={strength:g}"] = measured(labels, held, right)
+    return results
 
 
 def trained(
@@ -145,7 +145,7 @@ def main(words: list[str] | None = None) -> None:
     asked = parser.parse_args(words)
     images, labels, classes, owners, patients = read(asked.folder)
     held = folds(labels, patients, asked.folds, asked.repeats)
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "command": " ".join(
             ["python benchmarks/scans.py FOLDER", *(words or sys.argv[1:])[1:]]
         ),
@@ -157,8 +157,8 @@ def main(words: list[str] | None = None) -> None:
     variants = dict(one.split(":", 1) for one in asked.variant) or {"preset": ""}
     if asked.regression:
         variants = {}
-        for name, found in regressions(images, labels, classes, held).items():
-            _tell(told, name, found, asked.out)
+        for name, result in regressions(images, labels, classes, held).items():
+            _tell(report, name, result, asked.out)
     for name, sets in variants.items():
         config = ssfl.load_config(asked.config, [*asked.set, *sets.split()])
         if name == "alone":  # the same without the unlabelled pictures
@@ -166,16 +166,16 @@ def main(words: list[str] | None = None) -> None:
         began = time.perf_counter()
         right = [trained(config, images, labels, classes, owners, one) for one in held]
         seconds = time.perf_counter() - began
-        _tell(told, name, measured(labels, held, right) | {"seconds": seconds, "set": sets}, asked.out)
+        _tell(report, name, measured(labels, held, right) | {"seconds": seconds, "set": sets}, asked.out)
 
 
-def _tell(told: dict[str, Any], name: str, found: dict[str, Any], out: Path | None) -> None:
+def _tell(report: dict[str, Any], name: str, result: dict[str, Any], out: Path | None) -> None:
     """Print a variant's result, and write all results so far."""
-    told["results"][name] = found
-    shares = " ".join(f"{100 * one:.0f}" for one in found["class_accuracy"])
-    print(f"{name}: balanced {100 * found['balanced_accuracy']:.1f} % ({shares})", flush=True)
+    report["results"][name] = result
+    shares = " ".join(f"{100 * one:.0f}" for one in result["class_accuracy"])
+    print(f"{name}: balanced {100 * result['balanced_accuracy']:.1f} % ({shares})", flush=True)
     if out:
-        out.write_text(json.dumps(told, indent=1) + "\n")
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -53,30 +53,30 @@ class Crowd:
 def stand_in(address: str, own: int, key: keys.SiteKey, crowd: Crowd) -> None:
     """A site that sends back nearly what it gets."""
     while not crowd.done.is_set():
-        with connection.connected(address, key, 120) as found, suppress(httpx.HTTPError):  # lost: once more
-            _attend(found, own, key.name, crowd)
+        with connection.connected(address, key, 120) as line, suppress(httpx.HTTPError):  # lost: once more
+            _attend(line, own, key.name, crowd)
 
 
-def _attend(found: connection.Connection, own: int, name: str, crowd: Crowd) -> None:
+def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> None:
     while not crowd.done.is_set():
-        message = found.receive()
+        message = line.receive()
         with crowd.lock:
             crowd.asked += 1
         if message is None:
             time.sleep(POLL)
             continue
-        told: dict[str, Any] = {"images": 1.0}
+        metrics: dict[str, Any] = {"images": 1.0}
         content = RecordDict()
         if message.metadata.message_type.startswith("train"):
             sent: Any = message.content["model"]
             (row,) = sent.to_numpy_ndarrays()
             # another model, as after training: Flower sends equal ones once
             content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
-            told |= dict.fromkeys(METRICS, 0.0)
+            metrics |= dict.fromkeys(METRICS, 0.0)
         else:
             content["config"] = ConfigRecord({"name": name})
-        content["metrics"] = MetricRecord(told)
-        found.send(Message(content, reply_to=message), 0.0)
+        content["metrics"] = MetricRecord(metrics)
+        line.send(Message(content, reply_to=message), 0.0)
 
 
 @dataclass
@@ -114,17 +114,17 @@ def main() -> None:
     )
     parser.add_argument("--model", default="small", help="the network, on 28x28 images")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         images(root / "labelled")
-        for count in given.sites:
-            rows.append({"sites": count, **measure(root, count, given.model)})
+        for count in options.sites:
+            rows.append({"sites": count, **measure(root, count, options.model)})
             show(rows[-1])
-    if given.json:
-        told = report.circumstances("benchmarks.sites") | {"versions": versions(), "model": given.model}
-        report.save(given.json, told | {"rounds": ROUNDS, "poll_seconds": POLL, "rows": rows})
+    if options.json:
+        details = report.circumstances("benchmarks.sites") | {"versions": versions(), "model": options.model}
+        report.save(options.json, details | {"rounds": ROUNDS, "poll_seconds": POLL, "rows": rows})
 
 
 def show(row: Row) -> None:
@@ -159,8 +159,8 @@ def measure(root: Path, count: int, model: str) -> Row:
         with silenced():
             address = f"127.0.0.1:{relayed}"
             until(lambda: "listening" in (root / "log").read_text(), centre)
-            given = [(address, number, key, crowd) for number, key in enumerate(own, 1)]
-            start = [threading.Thread(target=stand_in, args=one, daemon=True) for one in given]
+            arguments = [(address, number, key, crowd) for number, key in enumerate(own, 1)]
+            start = [threading.Thread(target=stand_in, args=one, daemon=True) for one in arguments]
             for thread in start[:-1]:
                 thread.start()
             until(lambda: (root / "log").read_text().count("is connected") >= count - 1, centre)

@@ -59,14 +59,14 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
                 state, events = sim.play(state)
                 mask = events[0].get("mask_rate", 0.0)
                 left_out += events[0].get("alone", 0)
-            found = sim.evaluate(state)["accuracy"]
+            accuracy = sim.evaluate(state)["accuracy"]
     except DivergedError as error:
         return {"ended": str(error)}
     finally:
         sim.engine.close()
     row = sim.final_row(state)
     users = [_on(sim, row, sim.parts.users[user]) for user in range(len(sim.parts.users))]
-    return {"accuracy": found, "users": users, "mask_rate": mask, "rounds_without_users": left_out}
+    return {"accuracy": accuracy, "users": users, "mask_rate": mask, "rounds_without_users": left_out}
 
 
 def _on(sim: Simulation, row: Tensor, images: Any) -> float:
@@ -82,29 +82,32 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for case in given.cases:
-        for method in given.methods:
-            for seed in given.seeds:
-                told = play(given.config, method, case, seed, given.sets)
-                rows.append({"case": case, "method": method, "seed": seed} | told)
-                print(f"{case}; {method}; seed {seed}: {told.get('accuracy', 'diverged')}", file=sys.stderr)
-    head = ["", *given.methods, "users (first method)"]
-    print(text.table([head, *(_line(case, given, rows) for case in given.cases)]))
-    if given.json:
-        told = report.circumstances("benchmarks.stability") | {"versions": versions(), "config": given.config}
-        report.save(given.json, told | {"settings": CASES, "negative": NEGATIVE, "rows": rows})
+    for case in options.cases:
+        for method in options.methods:
+            for seed in options.seeds:
+                result = play(options.config, method, case, seed, options.sets)
+                rows.append({"case": case, "method": method, "seed": seed} | result)
+                print(f"{case}; {method}; seed {seed}: {result.get('accuracy', 'diverged')}", file=sys.stderr)
+    head = ["", *options.methods, "users (first method)"]
+    print(text.table([head, *(_line(case, options, rows) for case in options.cases)]))
+    if options.json:
+        details = report.circumstances("benchmarks.stability") | {
+            "versions": versions(),
+            "config": options.config,
+        }
+        report.save(options.json, details | {"settings": CASES, "negative": NEGATIVE, "rows": rows})
 
 
-def _line(case: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
+def _line(case: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
     """A case's row of the table."""
     cells, here = [case], [row for row in rows if row["case"] == case]
-    for method in given.methods:
+    for method in options.methods:
         ends = [row["accuracy"] for row in here if row["method"] == method and "accuracy" in row]
-        lost = len(given.seeds) - len(ends)
+        lost = len(options.seeds) - len(ends)
         cells.append(spread(ends) + (f" ({lost} diverged)" if lost else ""))
-    first = [row.get("users", []) for row in here if row["method"] == given.methods[0]]
+    first = [row.get("users", []) for row in here if row["method"] == options.methods[0]]
     users = [100 * share for shares in first for share in shares]
     cells.append(f"{min(users):.0f} / {statistics.mean(users):.0f} / {max(users):.0f}" if users else "")
     return cells

@@ -120,7 +120,7 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
         alone = timed(lambda: sim.engine.train(state.average[None], rest[:1], server))
         evaluation = timed(lambda: sim.evaluate(state))
     slices = case.users / len(rows)
-    found = {
+    result = {
         "model": case.model, "norm": case.norm, "users": case.users, "engine": case.engine,
         "users_at_once": sim.config.run.users_at_once,
         "precision": sim.config.train.precision, "compiled": sim.config.run.compile,
@@ -131,9 +131,9 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
         **floor(case, sim),
     }  # fmt: skip
     if torch.cuda.is_available():
-        found["gpu_memory_gb"] = (torch.cuda.max_memory_allocated() - ballast) / 1e9
+        result["gpu_memory_gb"] = (torch.cuda.max_memory_allocated() - ballast) / 1e9
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return result
 
 
 def floor(case: Case, sim: Simulation) -> dict[str, float]:
@@ -176,30 +176,32 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--leave", type=float, help="take all of the GPU's memory but so many GB")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     ballast = torch.empty(0, dtype=torch.int8)
-    if given.leave:  # as if the card were smaller
-        much = int(torch.cuda.mem_get_info()[0] - 1e9 * given.leave)
+    if options.leave:  # as if the card were smaller
+        much = int(torch.cuda.mem_get_info()[0] - 1e9 * options.leave)
         ballast = torch.empty(much, dtype=torch.int8, device="cuda")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in given.only:
-            for users in given.users or [CASES[name].users]:
+        for name in options.only:
+            for users in options.users or [CASES[name].users]:
                 case = replace(CASES[name], users=users)
                 place = Path(folder) / "x".join(map(str, case.shape))
-                rows.append({"name": name} | measure(case, given.device, place, given.rounds, len(ballast)))
-                told = rows[-1]
+                rows.append(
+                    {"name": name} | measure(case, options.device, place, options.rounds, len(ballast))
+                )
+                row = rows[-1]
                 print(
-                    f"{name:20} C={users:<4} {told['step_ms']:8.3f} ms/step  "
-                    f"server {told['server_step_ms']:.3f}  round {told['round_ms']:.1f} ms  "
-                    f"evaluation {told['evaluation_ms']:.1f} ms  "
-                    f"first round {told['first_round_s']:.0f} s  {told['gigaflop']:.0f} GFLOP  "
-                    f"{told['gigabyte']:.2f} GB  memory {told.get('gpu_memory_gb', 0):.1f} GB",
+                    f"{name:20} C={users:<4} {row['step_ms']:8.3f} ms/step  "
+                    f"server {row['server_step_ms']:.3f}  round {row['round_ms']:.1f} ms  "
+                    f"evaluation {row['evaluation_ms']:.1f} ms  "
+                    f"first round {row['first_round_s']:.0f} s  {row['gigaflop']:.0f} GFLOP  "
+                    f"{row['gigabyte']:.2f} GB  memory {row.get('gpu_memory_gb', 0):.1f} GB",
                     flush=True,
                 )
-    if given.json:
-        where = {"device": device_name(torch.device(given.device)), "torch": torch.__version__}
-        report.save(given.json, report.circumstances("benchmarks.steps") | where | {"rows": rows})
+    if options.json:
+        where = {"device": device_name(torch.device(options.device)), "torch": torch.__version__}
+        report.save(options.json, report.circumstances("benchmarks.steps") | where | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -35,30 +35,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args()
-    settings = [*SETTINGS, f"federation.participants={given.participants}", *given.sets]
-    tries: dict[int, list[Row]] = {users: [] for users in given.users}
+    options = parser.parse_args()
+    settings = [*SETTINGS, f"federation.participants={options.participants}", *options.sets]
+    tries: dict[int, list[Row]] = {users: [] for users in options.users}
     with tempfile.TemporaryDirectory() as folder:
-        data = generate(Path(folder) / "images.npz", given.images)
-        for i in range(given.repeats):  # in turn, so that a busy minute does not fall on one row alone
+        data = generate(Path(folder) / "images.npz", options.images)
+        for i in range(options.repeats):  # in turn, so that a busy minute does not fall on one row alone
             for users, rows in tries.items():
                 overrides = [f"data.path={data}", f"split.users={users}", *settings]
                 rows.append(measure(overrides, Path(folder) / f"{users}-{i}"))
     medians = [
-        {"users": users, "images_each": given.images / users}
+        {"users": users, "images_each": options.images / users}
         | {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         for users, rows in tries.items()
     ]
     show(medians)
-    if given.json:
-        told = report.circumstances("benchmarks.users") | {
+    if options.json:
+        details = report.circumstances("benchmarks.users") | {
             "versions": versions() | {"numpy": np.__version__},
-            "images": given.images,
-            "repeats": given.repeats,
+            "images": options.images,
+            "repeats": options.repeats,
             "settings": settings,
             "rows": medians,
         }
-        report.save(given.json, told)
+        report.save(options.json, details)
 
 
 def show(rows: list[Row]) -> None:

@@ -106,12 +106,12 @@ SCREEN: Variants = {
 SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 
 
-def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
+def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
     """One run, and how it ended."""
-    folder = given.out / f"{given.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
+    folder = options.out / f"{options.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
     seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
-    sets = ["data.validation=0.2", "run.threads=1", *given.sets, *sets, *_rounds(given, sets), *seeds]
-    config = load_config(given.config, sets)
+    sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
+    config = load_config(options.config, sets)
     same.require(config, folder)
     if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
         with suppress(DivergedError):  # a result as well: the others go on
@@ -121,10 +121,10 @@ def played(given: argparse.Namespace, name: str, sets: list[str], seed: int) -> 
     return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}
 
 
-def _rounds(given: argparse.Namespace, sets: list[str]) -> list[str]:
+def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
     """Where rounds are told in number, as many as make the same number of steps with another T."""
-    federation = load_config(given.config, given.sets).federation
-    longer = load_config(given.config, [*given.sets, *sets]).federation
+    federation = load_config(options.config, options.sets).federation
+    longer = load_config(options.config, [*options.sets, *sets]).federation
     if federation.rounds is None or longer.period == federation.period:
         return []
     return [f"federation.rounds={federation.rounds * federation.period // longer.period}"]
@@ -140,33 +140,36 @@ def main() -> None:
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of all")
     parser.add_argument("--out", type=Path, default=Path("runs/variants"))
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args()
-    wanted = SETS[given.set_of]
-    unknown = [name for name in given.only or () if name not in wanted]
+    options = parser.parse_args()
+    wanted = SETS[options.set_of]
+    unknown = [name for name in options.only or () if name not in wanted]
     if unknown:
         parser.error(f"no variant {unknown[0]!r}: choose from {', '.join(wanted)}")
-    wanted = {name: wanted[name] for name in given.only or wanted}
-    tasks = [(name, wanted[name], seed) for seed in range(1, given.seeds + 1) for name in wanted]
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as lanes:
-        rows = list(lanes.map(partial(played, given), *zip(*tasks, strict=True)))
+    wanted = {name: wanted[name] for name in options.only or wanted}
+    tasks = [(name, wanted[name], seed) for seed in range(1, options.seeds + 1) for name in wanted]
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as lanes:
+        rows = list(lanes.map(partial(played, options), *zip(*tasks, strict=True)))
     print(text.table([["", "accuracy, %", "against the first"], *_lines(list(wanted), rows)]))
-    if given.json:
-        told = report.circumstances("benchmarks.variants") | {"versions": versions(), "config": given.config}
-        report.save(given.json, told | {"sets": given.sets, "variants": wanted, "rows": rows})
+    if options.json:
+        details = report.circumstances("benchmarks.variants") | {
+            "versions": versions(),
+            "config": options.config,
+        }
+        report.save(options.json, details | {"sets": options.sets, "variants": wanted, "rows": rows})
 
 
 def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     """Mean and deviation of each variant, and how far it is from the first on the same seeds."""
-    found = {
+    accuracies = {
         name: {row["seed"]: 100 * row["validation_accuracy"] for row in rows
                if row["variant"] == name and row["validation_accuracy"] is not None}
         for name in names
     }  # fmt: skip
     lines = []
-    for name, seeds in found.items():
+    for name, seeds in accuracies.items():
         mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "diverged"
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
-        against = "" if name == names[0] else paired(seeds, found[names[0]], "+")
+        against = "" if name == names[0] else paired(seeds, accuracies[names[0]], "+")
         lines.append([name, mean + spread, against])
     return lines
 
