@@ -24,7 +24,7 @@ from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
 SAVED = 120.0
-"""Save a checkpoint at least every so many seconds, whatever `run.checkpoint_every` says."""
+"""The most seconds between two checkpoints, whatever `run.checkpoint_every` says."""
 Report = Callable[[Event], None]
 
 
@@ -41,6 +41,24 @@ class Done:
 
 
 Playing = Generator[Done, None, "Result"]
+
+
+@dataclass(frozen=True)
+class RestOfRun:
+    """The rounds of a run that are left to play."""
+
+    sim: Simulation
+    path: Path
+    """The run folder."""
+    start: Checkpoint
+    """The state after the rounds that were already played."""
+    report: Report | None
+    """Shows events to the user."""
+    interrupted: Callable[[], int]
+    """Returns the signal that asks the run to stop, or 0."""
+    evaluate: Callable[[State], Event]
+    what: str = ""
+    """The name of a run inside another, such as a baseline; "" for the run itself."""
 
 
 class Interrupted(Stopped):
@@ -81,7 +99,7 @@ def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) 
     """Play the remaining rounds of a run."""
     crowded = sim.ranks is not None and sim.ranks.size > 1
     with interruptible(report is not None, crowded) as interrupted:
-        left = playing(sim, path, start, report, lambda: interrupted.by, sim.evaluate)
+        left = playing(RestOfRun(sim, path, start, report, lambda: interrupted.by, sim.evaluate))
         while True:
             try:
                 next(left)
@@ -91,45 +109,29 @@ def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) 
                 return replace(result, stopped=sim.rounds, stopped_by=by) if by else result
 
 
-def playing(
-    sim: Simulation,
-    path: Path,
-    start: Checkpoint,
-    report: Report | None,
-    interrupted: Callable[[], int],
-    evaluate: Callable[[State], Event],
-) -> Playing:
+def playing(rest: RestOfRun) -> Playing:
     """Yields after each of the remaining rounds; an error is recorded in the run folder.
 
     Closing the generator early saves the last round.
     """
-    arguments = (sim, path, start, report, interrupted, evaluate)
-    if not is_leader(sim.config):
-        return (yield from _playing(*arguments, lambda event: None))
-    with folder.recorded_failures(path), track.tracking(path, sim.config) as tracked:
-        return (yield from _playing(*arguments, tracked))
+    if rest.what or not is_leader(rest.sim.config):
+        return (yield from _playing(rest, lambda event: None))
+    with folder.recorded_failures(rest.path), track.tracking(rest.path, rest.sim.config) as tracked:
+        return (yield from _playing(rest, tracked))
 
 
-def _playing(
-    sim: Simulation,
-    path: Path,
-    start: Checkpoint,
-    report: Report | None,
-    interrupted: Callable[[], int],
-    evaluate: Callable[[State], Event],
-    tracked: Report,
-    what: str = "",
-) -> Playing:
-    """As `playing`; `what` names a run inside another, and is "" for the run itself."""
-    state, line = start.state, again(sim.config, path)
-    totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | start.totals
+def _playing(rest: RestOfRun, tracked: Report) -> Playing:
+    """Does the work of `playing`, and passes each event to `tracked`."""
+    sim, path, report, evaluate = rest.sim, rest.path, rest.report, rest.evaluate
+    state, line = rest.start.state, again(sim.config, path)
+    totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | rest.start.totals
     every, now, leads = sim.config.run, conditions(sim), is_leader(sim.config)
     saving, saved = 0.0, time.monotonic()  # `saving`: seconds of a checkpoint that no event reports yet
     saved_round = state.round
     history = list(folder.read_events(path)) if leads else []
     stop = 0  # the signal that asks the run to stop
     if report is not None:
-        report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": what})
+        report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": rest.what})
     clock = Clock(sim.config, state.round)
 
     def tell(event: Event) -> None:
@@ -174,7 +176,7 @@ def _playing(
                 for key in totals:
                     totals[key] += event.get(key, 0)
                 tell(event)
-            stop = interrupted() if sim.ranks is None else sim.ranks.agree(interrupted())
+            stop = rest.interrupted() if sim.ranks is None else sim.ranks.agree(rest.interrupted())
             late = time.monotonic() - saved >= SAVED
             if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
                 save()
@@ -193,7 +195,7 @@ def _playing(
             tell(privacy.spent(sim.config, history))
         if not leads:
             return Result(last_event(history, "eval").get("accuracy", math.nan), history, path)
-        play = partial(_inside, report=report, interrupted=interrupted)
+        play = partial(_inside, report=report, interrupted=rest.interrupted)
         try:
             compared = baseline.compare(sim, path, state, play)
         except Interrupted as stopped:
@@ -222,6 +224,6 @@ def _inside(
         parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
         folder.create(path, sim.config, parts, sim.brought)
     state = start.state
-    for done in _playing(sim, path, start, report, interrupted, sim.evaluate, lambda event: None, what):
+    for done in playing(RestOfRun(sim, path, start, report, interrupted, sim.evaluate, what)):
         state = done.state
     return state

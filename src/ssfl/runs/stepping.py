@@ -91,9 +91,8 @@ class Federation:
         self._sim, start = self._open.enter_context(begun)
         self.state: State = start.state
         """The state that passes to the next round: streams, average, memory."""
-        self._left: round_loop.Playing | None = round_loop.playing(
-            self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate
-        )
+        rest = round_loop.RestOfRun(self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate)
+        self._left: round_loop.Playing | None = round_loop.playing(rest)
         summary = folder.read_summary(self.path)
         if there and summary is not None and train.finished(self.path):
             self._end(Result(summary.get("accuracy", math.nan), self.history, self.path))
