@@ -165,25 +165,28 @@ def talkative(reply: Message) -> Message:
 WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "not a number": (lambda reply: reply_with(reply, row_of(reply) * np.float32("nan")), "not finite"),
     "infinite": (lambda reply: reply_with(reply, row_of(reply) + np.float32("inf")), "not finite"),
-    "too short": (lambda reply: reply_with(reply, row_of(reply)[:-1]), "float32 numbers"),
-    "another kind": (lambda reply: reply_with(reply, row_of(reply).astype(np.float64)), "float32 numbers"),
-    "another name": (renamed, "other names"),
+    "too short": (lambda reply: reply_with(reply, row_of(reply)[:-1]), "a model of float32 ("),
+    "another kind": (
+        lambda reply: reply_with(reply, row_of(reply).astype(np.float64)),
+        "a model of float64 (",
+    ),
+    "another name": (renamed, "model/weights"),
     "truncated": (cut_short, "truncated"),
     "boasting": (boasting, "truncated or altered"),
-    "another round": (lambda reply: reply_with(reply, row_of(reply), round=7), "an answer to round 8, not 1"),
+    "another round": (lambda reply: reply_with(reply, row_of(reply), round=7), "round 8"),
     "loss not finite": (lambda reply: reply_with(reply, row_of(reply), loss=float("nan")), "not finite"),
     "beyond all lengths": (
         lambda reply: reply_with(reply, row_of(reply) * 0 + np.float32(3e38)),
-        "beyond 1e+15",
+        "1e+15",
     ),
-    "loss in the mean": (lambda reply: reply_with(reply, row_of(reply), loss=1e5), "that no training gives"),
-    "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "that no training gives"),
+    "loss in the mean": (lambda reply: reply_with(reply, row_of(reply), loss=1e5), "'loss': 100000.0"),
+    "loss beyond": (lambda reply: reply_with(reply, row_of(reply), loss=1e39), "'loss': 1e+39"),
     "sure of too much": (
         lambda reply: reply_with(reply, row_of(reply), mask_rate=7.0),
-        "that no training gives",
+        "'mask_rate': 7.0",
     ),
-    "loss a list": (lambda reply: reply_with(reply, row_of(reply), loss=[1.0]), "without its numbers"),
-    "more than asked for": (talkative, "nobody asked for"),
+    "loss a list": (lambda reply: reply_with(reply, row_of(reply), loss=[1.0]), "list"),
+    "more than asked for": (talkative, "pictures"),
     "far too long": (lambda reply: reply_with(reply, row_of(reply) * np.float32(50)), "times as long as"),
 }
 
@@ -214,7 +217,7 @@ def test_who_is_refused_three_times_is_left_out(folders: Path, hall: Open) -> No
     told = [event for event in events if event["event"] == "round"]
     assert [event["participants"] for event in told] == [[0, 1, 2]] * 3 + [[0, 2]] * 2
     assert state.strikes.tolist() == [0, 3, 0]
-    assert "bonn is left out from here on: it was refused three times" in lines
+    assert sum("bonn is excluded" in line for line in lines) == 1
     assert grid.sites[55].done  # and it knows
     assert not grid.sites[66].done
     # also after the centre was started anew
@@ -293,7 +296,7 @@ def test_who_comes_back_before_it_was_missed_is_let_in_later(
     grid.sites[99] = grid.sites[55]  # bonn again, as a node of its own, while the old one still counts
     made.fleet.asked = True
     made.fleet.connected()
-    assert "bonn is turned away: another site has that name" in lines
+    assert any(line.startswith("bonn may not join") for line in lines)
     del grid.sites[55]
     time.sleep(0.2)
     made.fleet.connected()
@@ -327,7 +330,7 @@ def test_a_site_that_fails_says_why(folders: Path, hall: Open) -> None:
     grid.spoil = spoil
     _, [event] = made.play(made.initial())
     assert event["returned"] == [0, 1]
-    assert "calais has no answer: no disk" in lines
+    assert any("calais" in line and "no disk" in line for line in lines)
 
 
 def test_a_round_goes_on_with_a_quorum_and_names_who_is_missing(folders: Path, hall: Open) -> None:
@@ -337,10 +340,10 @@ def test_a_round_goes_on_with_a_quorum_and_names_who_is_missing(folders: Path, h
     state, [event] = made.play(state)
     assert event["participants"] == event["returned"] == [0, 1]
     assert event["missing"] == ["calais"]
-    assert "going on without calais" in lines
+    assert sum("calais" in line and "not in this round" in line for line in lines) == 1
     lines.clear()
     state, _ = made.play(state)
-    assert "going on without calais" not in lines  # once is enough
+    assert not any("calais" in line for line in lines)  # once is enough
     grid.absent = set()
     _, [event] = made.play(state)
     assert event["returned"] == [0, 1, 2]
@@ -363,7 +366,7 @@ def test_too_few_sites_are_waited_for_but_not_for_ever(folders: Path, hall: Open
     grid.absent = {55, 66}
     with pytest.raises(RunError, match="bonn, calais"):
         made.play(state)
-    assert "waiting: 1 of 2 sites are there, 1 missing (bonn, calais)" in lines
+    assert any(line.startswith("waiting: 1 of 2 sites") and "bonn, calais" in line for line in lines)
     made.fleet.quorum = 1
     _, [event] = made.play(state)
     assert event["participants"] == event["returned"] == [0]
@@ -375,7 +378,7 @@ def test_before_the_first_round_everybody_is_waited_for_as_long_as_there_is_pati
     made, grid, lines = hall(config_of(folders, []))
     grid.absent = {66}
     assert list(made.fleet.gather(first=True)) == [0, 1]
-    assert "waiting: 2 of 3 sites are there, 1 missing (calais)" in lines
+    assert any(line.startswith("waiting: 2 of 3 sites") and "calais" in line for line in lines)
     grid.absent = {55, 66}
     with pytest.raises(RunError):
         made.fleet.gather(first=True)
@@ -432,8 +435,8 @@ def test_trouble_on_the_way_is_waited_out(folders: Path, hall: Open, monkeypatch
     assert len(made.fleet.gather(first=True)) == 3
     state, _ = played(made)
     assert same(state, simulated(config, folders))
-    assert "the sites cannot be reached (timed out): trying again" in lines
-    assert any(line.endswith("could not be sent a message: timed out") for line in lines)
+    assert any("(timed out): trying again" in line for line in lines)
+    assert any(line.endswith("could not be sent: timed out") for line in lines)
 
 
 def test_nobody_at_all_stops_the_run_after_the_patience(folders: Path, hall: Open) -> None:
@@ -557,7 +560,7 @@ def test_a_federation_ends_with_the_bytes_of_a_simulation(folders: Path, ring: P
     assert stage.ended(serve) == 0, stage.said("serve")
     for name, process in joins.items():
         assert stage.ended(process) == 0, stage.said(name)
-        assert "all 3 rounds are played" in stage.said(name)
+        assert "all 3 rounds" in stage.said(name)
     state = checkpoint(out)
     assert same(state, simulated(config_of(folders, METHODS["grouping"]), folders))
     # the run folder is like any other
@@ -624,10 +627,8 @@ def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Pat
         "aachen", ImageFiles([tmp_path / "10.png", tmp_path / "11.png"]), "cpu", 1, lines.append
     )
     there.simulation(centre.prepare(config_of(tmp_path, []))[1], 0)
-    assert lines == [
-        "1 of 2 images have values above 4,095, the largest that the centre's images have bits for: "
-        "these are cut off"
-    ]
+    [line] = lines
+    assert line.startswith("1 of 2 images")
 
 
 def test_the_live_view_says_when_the_centre_plays_alone(folders: Path, hall: Open) -> None:
@@ -661,11 +662,11 @@ def test_the_live_view_shows_sites_round_accuracy_and_refusals(folders: Path, ha
     text = console.export_text()
     assert "round 1 of 3" in text
     assert "on held-out labels" in text
-    assert "refused: bonn sent a model with numbers that are not finite" in text
+    assert "refused: bonn sent " in text
     rows = {name: [line for line in text.splitlines() if line.startswith(f"│ {name}")] for name in NAMES}
     assert "answered" in rows["aachen"][0]
     assert "not finite" in rows["bonn"][0]
-    assert "away" in rows["calais"][0]
+    assert "disconnected" in rows["calais"][0]
     assert "?[31mcolours" in text
 
 

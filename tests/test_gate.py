@@ -38,10 +38,10 @@ def test_the_gate_names_what_is_wrong_and_lets_the_others_pass() -> None:
     sent = torch.zeros(6, 2, dtype=torch.float64)
     rows = torch.tensor([[1, 0], [0, 1.5], [float("nan"), 0], [9, 0], [1.2, 0], [1, 0]], dtype=torch.float64)
     strikes = torch.tensor([0, 2, 0, 0, 0, 3])
-    assert gate.judge(sent, rows, strikes).reasons == [
-        "", "", "not finite", "its update is 7.5 times as long as the others'", "",
-        "left out after three refusals",
-    ]  # fmt: skip
+    reasons = gate.judge(sent, rows, strikes).reasons
+    assert [bool(reason) for reason in reasons] == [False, False, True, True, False, True]
+    assert "not finite" in reasons[2]
+    assert " 7.5 times " in reasons[3]
     still = gate.judge(sent, sent, torch.zeros(6))  # a round in which nobody moved
     assert still.reasons == [""] * 6
     assert torch.equal(still.rows, sent)
@@ -233,9 +233,8 @@ def test_a_user_that_breaks_down_is_refused_and_the_run_goes_on(
     ssfl.run(quick("federation.gate=true", "method.name=alternate", "run.engine=loop"), tmp_path / "run")
     events = [event for event in runs.read_events(tmp_path / "run") if event["event"] == "round"]
     for event in events:
-        assert event["refused"] == {
-            "1": "not finite" if event["round"] <= 3 else "left out after three refusals"
-        }
+        assert event["refused"].keys() == {"1"}
+        assert ("not finite" in event["refused"]["1"]) == (event["round"] <= gate.STRIKES)
         assert event["user_loss"][1] is None
         assert event["loss"] == pytest.approx(
             sum(loss for loss in event["user_loss"] if loss is not None) / 9
@@ -333,7 +332,7 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
     attackers = {str(user) for user in attacks.who(10, 0.2, 1)}
     rounds = [event for event in result.history if event["event"] == "round"]
     assert all(set(event["refused"]) == attackers for event in rounds)
-    assert set(rounds[-1]["refused"].values()) == {"left out after three refusals"}
+    assert len(set(rounds[-1]["refused"].values())) == 1  # they are excluded by now
     # and the count survives a crash
     for lost in ("summary.json", "model.safetensors", "checkpoints/round-0000006.safetensors"):
         (tmp_path / "run" / lost).unlink()

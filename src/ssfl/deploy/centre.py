@@ -127,15 +127,18 @@ class _Sites:
             self.answers = self.centre.fleet.train(
                 models, self.centre.terms, self.round, meanwhile, self.centre.has_server
             )
-        back = only(cohort, self.answers.sent, self.answers.came)
+        back = only(cohort, self.answers.sent, self.answers.returned)
         if not back.users and not self.centre.has_server:
-            raise RunError(f"no site's model counts in round {self.round + 1}: look at the sites")
+            raise RunError(
+                f"no site sent a usable model in round {self.round + 1}: see the reasons above, and check "
+                "the sites"
+            )
         self._users = back.users
         return back
 
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, given: Named) -> Returned:
+    def train(self, rows: Tensor, momentum: Tensor, part: slice, sent: Named) -> Returned:
         """Returns the models and metrics that the sites sent back."""
-        back = [self.answers.came[user] for user in self._users[part]]
+        back = [self.answers.returned[user] for user in self._users[part]]
         metrics = {name: torch.tensor([numbers[name] for _, numbers in back]).to(rows) for name in METRICS}
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
@@ -148,11 +151,12 @@ class _Sites:
 def prepare(config: Config) -> tuple[Simulation, str]:
     """Returns the centre's part of the federation, and the terms for the sites."""
     wire.check(config)
-    given = config
+    original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
     if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
         raise ConfigError(
-            f"{config.data.name}: weak and strong cannot be sent to sites: leave them out of ssfl.Data"
+            f"{config.data.name} has its own augmentations, which cannot be sent to sites: remove weak and "
+            "strong from its ssfl.Data"
         )
     labels = dataset.labels.numpy()
     held, kept = resolve.set_aside(config, dataset)
@@ -167,7 +171,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     config = resolve.resolve(config, dataset)
     parts = split.Parts(server, [np.zeros(0, np.int64)] * config.split.users)
     at_sites = replace(config, run=replace(config.run, engine="sites"))
-    doubts.warn(given, at_sites, dataset, parts, held)
+    doubts.warn(original, at_sites, dataset, parts, held)
     run = replace(config.run, engine="loop", users_at_once=1)
     device = assemble.choose_device(config.run.device)
     sim = assemble.build(replace(config, run=run), dataset, parts, held, device)
@@ -207,17 +211,15 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
     if place.keys is not None:
         if not known:
             raise SsflError(
-                f"{place.keys} holds no site's key: add one with `ssfl keys add NAME --dir {place.keys}`"
+                f"{place.keys} has no key of a site: make one with `ssfl keys add NAME --dir {place.keys}`"
             )
         keyring.check_dates(place.keys)
     count = place.sites if place.keys is None else len(known)
     needed = place.sites or len(known)
     if not count:
-        raise ConfigError("without keys, say with --sites how many sites there will be")
+        raise ConfigError("the number of sites is unknown: without keys, set it with --sites")
     if needed > count:
-        raise ConfigError(
-            f"--sites {needed} is more than the {count} sites that have keys: add keys, or lower it"
-        )
+        raise ConfigError(f"--sites {needed}: only {count} sites have keys. Add keys, or use at most {count}")
     with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
         view.tell(_labelled(sim))
         notes: Queue[dict[str, Any]] = Queue()
@@ -225,14 +227,16 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
         with link.running(
             path / "flower", place.keys, place.host, place.port, known, place.deadline, size, notes.put
         ) as grid:
-            shown = "not encrypted, this machine alone" if place.keys is None else "TLS"
-            view.tell(f"listening on {place.host}:{place.port} ({shown}); sites: {', '.join(known) or count}")
+            security = "not encrypted, only from this machine" if place.keys is None else "TLS"
+            view.tell(
+                f"listening on {place.host}:{place.port} ({security}); sites: {', '.join(known) or count}"
+            )
             gone = [name for name in names if known and name not in known]
             new = set(names) - set(roster.begun_with(path)) if again and known else ()
             if new:
-                view.tell(f"new since this run began: {', '.join(sorted(new))}")
+                view.tell(f"new sites since this run began: {', '.join(sorted(new))}")
             if gone:
-                view.tell(f"without a key, and kept out: {', '.join(gone)}")
+                view.tell(f"excluded because they have no key: {', '.join(gone)}")
             times = place.deadline, place.patience
             fleet = Fleet(
                 grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None,
@@ -247,7 +251,7 @@ def _labelled(sim: Simulation) -> str:
     """Describes the training and test images, so that a wrong folder is noticed before sites connect."""
     data = sim.dataset
     without = int((data.labels < 0).sum())
-    ignored = f"; {without} images without a label are left out" if without else ""
+    ignored = f"; {without} images without a label are not used" if without else ""
     return (
         f"{len(data.classes)} classes ({', '.join(data.classes[:5])}{', ...' if data.classes[5:] else ''}): "
         f"{len(sim.parts.server)} labelled images to train on, {len(data.test_labels)} to test on{ignored}"
@@ -262,9 +266,9 @@ def opened(
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
-            raise RunError(f"{path} is a simulation: go on with `{folder.again(path)}`")
+            raise RunError(f"{path} is a simulation: continue it with `{folder.again(path)}`")
         if folder.read_summary(path) is not None:
-            raise RunError(f"{path} is finished: all its rounds are played")
+            raise RunError(f"{path} is finished: start a new run with --data")
         folder.require_resumable(path)
         folder.require_same_code(path, "model", config.model.name)
         folder.require_same_code(path, "method", config.method.name)
@@ -297,7 +301,7 @@ def conduct(
     train.require_frozen(start, now, sim.config, path)
     changed = train.changes(start.conditions, now)
     if changed:
-        view.tell(f"warning: {changed}: numbers may differ from here on")
+        view.tell(f"warning: {changed}: results may differ from now on")
     view.watch(fleet, sim.rounds)
     command = round_loop.again(sim.config, path)
     folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
@@ -306,7 +310,7 @@ def conduct(
         try:
             fleet.gather(first=True)
         except RunError as error:
-            raise RunError(f"{error}; then go on with `{command}`") from error
+            raise RunError(f"{error}; then continue with `{command}`") from error
         folder.write_split(path, _described(sim) | _shares(fleet))  # the names, and the sizes known so far
         result = round_loop.play(centre, path, start, view.report)
     finally:
@@ -315,7 +319,7 @@ def conduct(
             for event in centre.refusals(last):
                 folder.append_event(path, event)
             folder.write_split(path, _described(sim) | _shares(fleet))
-    why = f"all {sim.rounds} rounds are played; {result.score_text}"
+    why = f"all {sim.rounds} rounds are done; {result.score_text}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")
         del card["data"]  # do not tell the sites where the centre's images are

@@ -78,23 +78,24 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
                 if "certificate has expired" in str(error):
                     raise SsflError(
                         f"the certificate of {address} has expired by this machine's clock "
-                        f"({datetime.now():%Y-%m-%d %H:%M}): set the clock, or ask the centre's keeper for "
-                        "new keys"
+                        f"({datetime.now():%Y-%m-%d %H:%M}): correct the clock, or ask the operator of the "
+                        "centre for a new site file"
                     ) from error
                 if "certificate is not yet valid" in str(error):
                     raise SsflError(
                         f"the certificate of {address} is not valid yet by this machine's clock "
-                        f"({datetime.now():%Y-%m-%d %H:%M}): set the clock"
+                        f"({datetime.now():%Y-%m-%d %H:%M}): correct the clock"
                     ) from error
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise SsflError(
-                        f"{address} shows another certificate than this key trusts: name that host in "
-                        "`ssfl keys init --host`, or ask the centre's keeper for a new site file"
+                        f"the certificate of {address} does not match this site file: check the address, or "
+                        "ask the operator of the centre for a new site file. The operator must list this "
+                        "host in `ssfl keys init --host`"
                     ) from error
                 if time.monotonic() > began + patience:
                     raise SsflError(
-                        f"nothing answers at {address} ({error}): is the centre running, and does a firewall "
-                        "let it be reached?"
+                        f"no answer from {address} after {patience:.0f} s ({error}): check that the centre "
+                        "is running and that no firewall blocks the port"
                     ) from error
             if node is None:
                 time.sleep(1)
@@ -122,7 +123,7 @@ def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -
 
 def _refused(address: str, reply: str) -> str:
     return (
-        f"{address} does not know this site's key, or it is in use ({' '.join(reply.split())[:150]}): "
-        "ask the centre's keeper; a key that was added after the centre began counts from its next "
-        "`ssfl serve --resume` on"
+        f"{address} does not accept this site's key ({' '.join(reply.split())[:150]}): the key is unknown, "
+        "revoked or in use. If it was added after the centre started, ask its operator to stop the centre "
+        "and continue with `ssfl serve --resume`"
     )

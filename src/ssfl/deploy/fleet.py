@@ -24,9 +24,9 @@ from ssfl.errors import DataError, RunError
 LINE_EVERY = 10.0
 """Seconds between two lines about missing sites."""
 GREETING = 10.0
-"""Seconds to wait for more new sites to say who they are, after the last one answered."""
+"""Seconds to wait for the names of more new sites, after the last one answered."""
 LATER = 30.0
-"""Seconds until a site is asked again who it is, if it answered something else."""
+"""Seconds until a site is asked again for its name, if it answered something else."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
 without the centre knowing it yet."""
@@ -42,7 +42,7 @@ class Answers:
 
     sent: Collection[int]
     """The users that were sent a model."""
-    came: Mapping[int, tuple[Tensor, dict[str, float]]]
+    returned: Mapping[int, tuple[Tensor, dict[str, float]]]
     """The models and metrics that came back in time, by user."""
     refused: Mapping[int, str]
     """Why something that a user sent was refused, by user. Its model may still have been accepted."""
@@ -97,9 +97,9 @@ class Fleet:
     _nodes: dict[int, str] = field(default_factory=dict)
     """The site of each of Flower's node numbers."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """For each node that was asked who it is: the message, and the time until which it may answer."""
-    _turned_away: dict[int, float] = field(default_factory=dict)
-    """For each node that was turned away: the time before which it is not asked again who it is."""
+    """For each node that was asked for its name: the message, and the time until which it may answer."""
+    _rejected: dict[int, float] = field(default_factory=dict)
+    """For each node that may not join: the time before which it is not asked again for its name."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
     """How often each site's update was "cut" or "weakened"."""
     _reached: bool = True
@@ -128,12 +128,16 @@ class Fleet:
 
     def cut(self, name: str, times: float) -> None:
         """Reports that a site's update was too long and was cut."""
-        self._limited(name, "cut", f"an update {times:.3g} times as long as is usual: it was cut")
+        self._limited(
+            name, "cut", f"an update whose norm is {times:.3g} times the usual one: it was scaled down"
+        )
 
     def weakened(self, name: str, weight: float) -> None:
         """Reports that a site gets less or no weight because it works against the centre's labels."""
-        how = f"this one counts {weight:.0%}" if weight else "this one was dropped"
-        self._limited(name, "weakened", f"updates that work against the centre's labels: {how}")
+        how = f"its weight in this round is {weight:.0%}" if weight else "it is not used in this round"
+        self._limited(
+            name, "weakened", f"updates that tend to increase the loss on the centre's labels: {how}"
+        )
 
     def _limited(self, name: str, what: str, why: str) -> None:
         """Shows a line and logs an event, but only the 1st, 2nd, 4th, ... time for the same site."""
@@ -156,7 +160,7 @@ class Fleet:
                 if note["lost"]:
                     lost.add(note["node"])
                 if name and note.get("broken"):
-                    self.tell(f"the connection of {name} broke: {post.short(note['reason'])}")
+                    self.tell(f"the connection of {name} failed: {post.short(note['reason'])}")
                 else:
                     self.refuse(name, note["reason"], None if name else note["from"])
         return lost
@@ -167,24 +171,24 @@ class Fleet:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
             if self._reached:
-                self.tell(f"the sites cannot be reached ({post.short(error)}): trying again")
+                self.tell(f"Flower's SuperLink does not answer ({post.short(error)}): trying again")
             self._reached = False
             return {}
         self._reached = True
         for node, name in list(self._nodes.items()):
             if node not in online:
                 del self._nodes[node]
-                self.doing[name] = "away"
-                self.tell(f"{name} is away")
+                self.doing[name] = "disconnected"
+                self.tell(f"{name} has disconnected")
         now = time.monotonic()
-        known = self._nodes.keys() | {node for node, until in self._turned_away.items() if now < until}
+        known = self._nodes.keys() | {node for node, until in self._rejected.items() if now < until}
         new = {number: node for number, node in online.items() if number not in known}
         self._greet(new)
         nodes = {name: node for node, name in self._nodes.items() if name not in self.left_out}
         return {user: nodes[name] for user, name in enumerate(self.names) if name in nodes}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Asks new sites who they are and how many images they have.
+        """Asks new sites for their names and numbers of images.
 
         A slow site does not delay the others for long: its answer is handled whenever it arrives.
         """
@@ -193,7 +197,7 @@ class Fleet:
             node: asked for node, asked in self._greeted.items() if node in strangers and now < asked[1]
         }
         new = {
-            node: RecordDict({"config": ConfigRecord({"ask": "who"})})
+            node: RecordDict({"config": ConfigRecord({"ask": "name"})})
             for node in strangers
             if node not in self._greeted
         }
@@ -211,14 +215,14 @@ class Fleet:
             time.sleep(getattr(self.grid, "pause", post.POLL))
 
     def _greetings(self) -> dict[int, RecordDict]:
-        """Returns the answers of sites that were asked who they are, by node."""
+        """Returns the answers of sites that were asked for their names, by node."""
         answers = {}
         for node, (name, _) in list(self._greeted.items()):
             try:
                 replies = list(self.grid.pull_messages([name]))
             except Exception as error:  # the answer is incomplete, or the site is gone: ask again
-                self.tell(f"{node} did not say who it is: {post.short(error)}")
-                self._turned_away[node] = time.monotonic() + SOON
+                self.tell(f"site {node} did not send its name: {post.short(error)}")
+                self._rejected[node] = time.monotonic() + SOON
                 del self._greeted[node]
                 continue
             for reply in replies:
@@ -226,17 +230,19 @@ class Fleet:
                 if reply.has_content():
                     answers[node] = reply.content
                 elif reply.error.code not in post.LATE:
-                    self.tell(f"{node} did not say who it is, but {post.short(reply.error.reason)}")
-                    self._turned_away[node] = time.monotonic() + LATER
+                    self.tell(
+                        f"site {node} did not send its name but an error: {post.short(reply.error.reason)}"
+                    )
+                    self._rejected[node] = time.monotonic() + LATER
         return answers
 
     def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
-        """Registers a site that said who it is, or turns it away."""
+        """Registers a site that sent its name, or refuses it."""
         try:
-            claimed, count = wire.read_who(content)
+            claimed, count = wire.read_identity(content)
         except DataError as error:
-            self.tell(f"{info.name or node} did not say who it is, but {post.short(error)}")
-            self._turned_away[node] = time.monotonic() + LATER
+            self.tell(f"site {info.name or node} did not send its name but {post.short(error)}")
+            self._rejected[node] = time.monotonic() + LATER
             return
         name = claimed if self.asked else info.name
         free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
@@ -244,16 +250,16 @@ class Fleet:
             self.names = sorted([*self.names, name])
         if name not in self.names or name in self._nodes.values():
             taken = name in self.names
-            why = "another site has that name" if taken else "no such site is expected"
-            self.tell(f"{post.short(name)} is turned away: {why}")
-            self._turned_away[node] = time.monotonic() + SOON if taken else float("inf")
+            why = "a connected site has this name" if taken else "no site of this name is expected"
+            self.tell(f"{post.short(name)} may not join: {why}")
+            self._rejected[node] = time.monotonic() + SOON if taken else float("inf")
             return
         self._nodes[node], self.images[name] = name, count
         self._joined.add(name)
         self.doing[name] = "connected"
-        self.tell(f"{name} is connected with {count} images")
+        self.tell(f"{name} has connected, with {count} images")
         if name in self.left_out:
-            self._send_away([node])
+            self._dismiss_excluded([node])
 
     def gather(self, first: bool = False) -> dict[int, int]:
         """Waits up to `patience` seconds for a quorum of the sites, or before the `first` round for all."""
@@ -261,27 +267,32 @@ class Fleet:
         while True:
             self.look()
             self.listen()
-            there = self.connected()
+            nodes = self.connected()
             # sites that choose their own names are known one by one as they connect
             expected_sites = self.needed if self.asked or not self.names else len(self.names)
             most = expected_sites - len(self.left_out)
             if most < 1:
-                raise RunError("every site is left out after three refusals: look at the sites")
+                raise RunError(
+                    "all sites are excluded because each was refused three times: see the reasons above, "
+                    "and check the sites"
+                )
             needed = min(self.needed, most)
             quorum = max(1, self.least(needed if first else len(self._joined - self.left_out)))
-            if len(there) >= (needed if first else quorum):
-                return there
+            if len(nodes) >= (needed if first else quorum):
+                return nodes
             expected = self.names if first else sorted(self._joined)
             missing = [n for n in expected if n not in self._nodes.values() and n not in self.left_out]
             wanted = needed if first else quorum
-            line = f"{len(there)} of {wanted} sites are there, {wanted - len(there)} missing"
-            line += f" ({', '.join(missing[:10])})" if missing else ""
+            line = f"{len(nodes)} of {wanted} sites are connected"
+            line += (
+                f" (missing: {', '.join(missing[:10])}{', ...' if missing[10:] else ''})" if missing else ""
+            )
             if time.monotonic() > end:
                 # if sites choose their own names, users can be numbered only when all have connected
-                if first and not self.asked and len(there) >= quorum:
-                    return there
+                if first and not self.asked and len(nodes) >= quorum:
+                    return nodes
                 raise RunError(
-                    f"{line}, after {self.patience:.0f} s: get them to join, or ask for fewer with "
+                    f"{line} after {self.patience:.0f} s: start the missing sites, or wait for fewer with "
                     f"{'--sites' if first else '--quorum'}"
                 )
             if line != shown or time.monotonic() - shown_at > LINE_EVERY:
@@ -318,14 +329,16 @@ class Fleet:
         connected, the server may train `alone`.
         """
         before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
-        came: dict[int, tuple[Tensor, dict[str, float]]] = {}
+        returned: dict[int, tuple[Tensor, dict[str, float]]] = {}
         refused: dict[int, str] = {}
         sent: list[int] = []
         while True:
             nodes = self.gather()
             left = [user for user in models if self.names[user] not in self.left_out]
             users = {
-                nodes[user]: user for user in left if user in nodes and not (user in came or user in refused)
+                nodes[user]: user
+                for user in left
+                if user in nodes and not (user in returned or user in refused)
             }
             self._tell_missing([self.names[user] for user in left if user not in nodes])
             sent += users.values()
@@ -334,30 +347,30 @@ class Fleet:
             refused |= {numbers[name]: why for name, why in self._refused.items()}
             heard = time.monotonic() if new or self._refused else heard
             self._refused.clear()
-            came |= new
+            returned |= new
             asked = set(sent)
-            if len(came.keys() | refused.keys() & asked) >= min(len(asked), self.least(len(left))) and (
+            if len(returned.keys() | refused.keys() & asked) >= min(len(asked), self.least(len(left))) and (
                 asked or alone or not left
             ):
                 break
             if time.monotonic() - heard > self.patience:
                 raise RunError(
-                    f"no site gave a model in round {round + 1} for {self.patience:.0f} s: look at the "
-                    "sites, or give them longer with --deadline"
+                    f"no site has sent a model in round {round + 1} for {self.patience:.0f} s: check the "
+                    "sites, or give them more time with --deadline"
                 )
-            late = [self.names[user] for user in sent if not (user in came or user in refused)]
+            late = [self.names[user] for user in sent if not (user in returned or user in refused)]
             self.tell(
-                f"round {round + 1} has {len(came)} of {len(asked)} models: asking again "
+                f"round {round + 1} has {len(returned)} of {len(asked)} models: asking again: "
                 f"{', '.join(dict.fromkeys(late))}"
             )
             wait, meanwhile = min(2 * wait, max(self.patience, self.deadline)), _nothing
             if not users:
                 time.sleep(1)
-        missing = [self.names[user] for user in left if not (user in came or user in refused)]
+        missing = [self.names[user] for user in left if not (user in returned or user in refused)]
         traffic = {f"wire_{way}": total - before.get(way, 0) for way, total in self._traffic.items()}
         once = list(dict.fromkeys(sent))
         again = [user for user in once for _ in range(sent.count(user) - 1)]
-        return Answers(once, came, refused, traffic, missing, again)
+        return Answers(once, returned, refused, traffic, missing, again)
 
     def _ask(
         self,
@@ -374,11 +387,11 @@ class Fleet:
             for node, user in users.items()
         }
         self.doing |= {self.names[user]: "training" for user in users.values()}
-        came = {}
+        returned = {}
         for node, content in self.exchange(contents, "train", wait, meanwhile).items():
             user = users[node]
             try:
-                came[user] = wire.read_trained(content, models[user].row.numel(), round)
+                returned[user] = wire.read_trained(content, models[user].row.numel(), round)
                 self.doing[self.names[user]] = "answered"
                 self.images[self.names[user]] = wire.read_images(content)
             except DataError as error:
@@ -386,26 +399,29 @@ class Fleet:
         for user in users.values():
             if self.doing[self.names[user]] == "training":
                 self.doing[self.names[user]] = "no answer"
-        return came
+        return returned
 
     def _tell_missing(self, missing: list[str]) -> None:
         """Reports the sites that a round goes on without, if they are not the same as last time."""
         if missing and missing != self._without:
-            self.tell(f"going on without {', '.join(missing[:10])}{', ...' if missing[10:] else ''}")
+            self.tell(
+                "not connected, so not in this round: "
+                f"{', '.join(missing[:10])}{', ...' if missing[10:] else ''}"
+            )
         self._without = missing
 
     def leave_out(self, users: Collection[int]) -> None:
         """Stops sending models to these users, and tells them so."""
         new = {self.names[user] for user in users} - self.left_out
         for name in sorted(new):
-            self.tell(f"{name} is left out from here on: it was refused three times")
-            self.doing[name] = "left out"
+            self.tell(f"{name} is excluded from now on: it was refused three times")
+            self.doing[name] = "excluded"
         self.left_out |= new
-        self._send_away([node for node, name in self._nodes.items() if name in new])
+        self._dismiss_excluded([node for node, name in self._nodes.items() if name in new])
 
-    def _send_away(self, nodes: Collection[int]) -> None:
+    def _dismiss_excluded(self, nodes: Collection[int]) -> None:
         """Tells sites that they are left out; does not wait for their answers."""
-        why = "the centre refused three of this site's answers and leaves it out: ask its keeper"
+        why = "the centre has excluded this site after refusing three of its answers: ask its operator why"
         end = ConfigRecord({"ask": "end", "why": why})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))

@@ -35,7 +35,7 @@ def site_of(context: Context) -> Site:
     """Returns the site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
     settings: dict[str, Any] = dict(context.node_config)
     if "data" not in settings:
-        raise ConfigError("say where the images are: flower-supernode --node-config 'data=\"FOLDER\"'")
+        raise ConfigError("no image folder is set: use flower-supernode --node-config 'data=\"FOLDER\"'")
     return _site(
         str(settings.get("name", "")), str(settings["data"]), str(settings.get("device", "auto")),
         settings.get("threads"), settings.get("keep"),
@@ -61,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
     again = bool(settings.get("resume"))
     for key in ("sites", "out", "data"):
         if not settings.get(key) and not (again and key != "sites"):
-            raise ConfigError(f"say --run-config '{key}=...' (see docs/deploy.md)")
+            raise ConfigError(f"{key} is not set: use --run-config '{key}=...' (see docs/deploy.md)")
     loaded = None
     if not again:
         sets = [f"data.path={settings['data']}", *str(settings["set"]).split()]

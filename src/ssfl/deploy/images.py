@@ -31,8 +31,8 @@ class ImageFiles(list[Path]):
             raise DataError(decoding.describe_broken(decoded.broken, len(self)))
         if decoded.cut:
             tell(
-                f"{decoded.cut:,} of {len(self):,} images have values above {white:,}, the largest that the "
-                "centre's images have bits for: these are cut off"
+                f"{decoded.cut:,} of {len(self):,} images have pixel values above {white:,}, the largest "
+                "value of the centre's images: these pixels are set to that value"
             )
         return decoded.images
 
@@ -55,7 +55,7 @@ class Loaded:
         if self.images.shape[1] != channels or height != width:
             here, there = ("x".join(map(str, one)) for one in (self.images.shape[1:], shape))
             raise DataError(
-                f"{self.name} returns images of {here} (channels x height x width), and the centre trains on "
+                f"{self.name} returns images of {here} (channels x height x width), but the centre trains on "
                 f"{there}: return them in that shape"
             )
         return formats.resized(self.images, height)
@@ -71,9 +71,12 @@ def usable(files: list[Path], tell: Tell) -> ImageFiles:
     good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):
-            tell(f"left out: {result}")
+            tell(f"not used: {result}")
         else:
             good.append(files[number])
     if not good:
-        raise DataError(f"none of {len(files)} image files can be read: repair them, or give another --data")
+        raise DataError(
+            f"none of the {len(files)} image files can be read: repair them, or give another folder with "
+            "--data"
+        )
     return good

@@ -59,7 +59,8 @@ try:
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:
     raise SsflError(
-        f"this Flower is not the one that ssfl knows ({error}): `pip install 'ssfl[flower]'` installs that"
+        f"the installed version of Flower does not work with ssfl ({error}): install the right one with "
+        "`pip install 'ssfl[flower]'`"
     ) from error
 
 CLOCKS_AGREE = 2.0
@@ -69,7 +70,7 @@ NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 """The largest part, in bytes, in which an array is sent."""
 RUN = "x-ssfl-run"
-"""The header in which the centre names the run that it plays."""
+"""The header in which the centre names its run."""
 SERVER = Node(node_id=1)
 """Flower's node for the SuperLink itself."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
@@ -123,7 +124,7 @@ clientapp = "ssfl:none"
 
 @dataclass(frozen=True)
 class Task:
-    """What Flower's handlers need to know about the centre: the run that it plays."""
+    """What Flower's handlers need to know about the centre: its run."""
 
     run_id: int
 
@@ -219,16 +220,16 @@ def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> by
         time = headers[TIMESTAMP_HEADER.lower().encode()]
         age = (now() - datetime.fromisoformat(time.decode())).total_seconds()
         if not known(public):
-            return "an unknown key"
+            return "a request signed with an unknown key"
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-            return f"a signature of another time: its clock and this one differ by {abs(age):.0f} s"
+            return f"a signature with a wrong time: the clocks differ by {abs(age):.0f} s"
         if verify_signature(bytes_to_public_key(public), time, signature):
             return public
     except KeyError:
         return "a request without a signature"
     except (ValueError, TypeError):
         pass
-    return "a wrong signature"
+    return "a request with an invalid signature"
 
 
 def identity(task: int, run: int, node: int) -> None:
@@ -242,7 +243,7 @@ def register(call: Caller, name: str, key: ec.EllipticCurvePublicKey) -> int:
 
 
 def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[str, int]:
-    """Registers the sites and starts a run that only this process plays; returns the sites' node numbers."""
+    """Registers the sites and starts the centre's run; returns the sites' node numbers."""
     numbers = {name: register(call, name, key) for name, key in sites.items()}
     bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
     call("control/start-run", fab=fab_pb2.Fab(content=bundle))
@@ -273,25 +274,25 @@ def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new
     return Node(node_id=taken.node_id)
 
 
-def send(call: Caller, api: str, node: Any, message: Message, **more: Any) -> str:
+def send(call: Caller, api: str, node: Any, message: Message, **options: Any) -> str:
     """Announces a message and sends its parts; returns its name."""
     name: str = message.object_id
     message.metadata.__dict__["_message_id"] = name
     objects = get_all_nested_objects(message)
-    fields: dict[str, Any] = more if api == "runtime" else more | {"node": node}
+    fields: dict[str, Any] = options if api == "runtime" else options | {"node": node}
     announced = call(
         f"{api}/push-messages", messages_list=[message_to_proto(remove_content_from_message(message))],
         message_object_trees=[get_object_tree(message)], **fields,
     )  # fmt: skip
     if api == "runtime" and list(announced.message_ids) != [name]:
-        raise CannotCarry("Flower does not take the message: its site is gone")
+        raise CannotCarry("Flower did not accept the message, because the site has disconnected")
     for part in announced.objects_to_push:
         stored = call(
             f"{api}/push-object", node=node, run_id=message.metadata.run_id, object_id=part,
             object_content=objects[part].deflate(), session_id=announced.session_id,
         )  # fmt: skip
         if not stored.stored:
-            raise CannotCarry("a part of a message was not taken: its time may be over")
+            raise CannotCarry("a part of the message was not accepted: the message may have expired")
     return name
 
 
@@ -305,14 +306,14 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
             if pulled.object_available:
                 break
             if not pulled.object_found or time.monotonic() > end:
-                raise CannotCarry("a message that was announced did not come whole")
+                raise CannotCarry("a message was announced but did not arrive completely")
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
         contents[part] = pulled.object_content
     call(f"{api}/confirm-message-received", node=node, run_id=run, message_object_id=tree.object_id)
     message = inflate_object_from_contents(tree.object_id, contents)
     if not isinstance(message, Message):
-        raise CannotCarry(f"no message came, but {type(message).__name__}")
+        raise CannotCarry(f"expected a message, but received {type(message).__name__}")
     message.metadata.__dict__["_message_id"] = tree.object_id
     return message
 
@@ -344,7 +345,7 @@ class SuperLink:
     node_of: Callable[[bytes], int | None]
     """Returns the number of the node that has a public key."""
     alive: Callable[[int, float], bool]
-    """Takes a node for connected for twice this many seconds; returns whether there is such a node."""
+    """Marks a node as connected for twice this many seconds; returns whether there is such a node."""
     handlers: Mapping[str, Callable[..., Any]]
     """The functions that answer requests about messages, by path. Those of the centre take its run as `task`.
     `app` calls the same functions, but through layers that cost more time than the functions themselves. The
@@ -371,8 +372,8 @@ def superlink(keys_only: bool) -> SuperLink:
             getattr(handlers, name.replace("-", "_")) for handlers in (fleet_handlers, runtime_handlers)
         )
         stored = name in ("pull-messages", "confirm-message-received")
-        more: dict[str, Any] = {"store": state().object_store} if stored else {}
-        direct[f"fleet/{name}"] = partial(of_fleet, state=state(), **more)
+        options: dict[str, Any] = {"store": state().object_store} if stored else {}
+        direct[f"fleet/{name}"] = partial(of_fleet, state=state(), **options)
         direct[f"runtime/{name}"] = partial(of_runtime, state=state())
     return SuperLink(
         app,

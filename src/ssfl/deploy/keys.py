@@ -74,7 +74,10 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
 def add(folder: Path, name: str) -> Path:
     """Creates a site's key; returns the file to give to the site."""
     if not NAME.fullmatch(name) or name in RESERVED:
-        raise SsflError(f"{name!r} cannot be a site's name: use letters, digits, '-', '_' and '.'")
+        raise SsflError(
+            f"{name!r} cannot be the name of a site: use letters, digits, '-', '_' and '.', and not 'ca' or "
+            "'centre'"
+        )
     authority = _read(folder / "ca.crt", f"make it with `ssfl keys init --dir {folder}`")
     key = ec.generate_private_key(ec.SECP384R1())
     secret = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
@@ -97,7 +100,9 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
         except (ValueError, UnsupportedAlgorithm):
             key = None
         if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise SsflError(f"{file} is no public key of `ssfl keys add`: make it again or remove it")
+            raise SsflError(
+                f"{file} is not a public key made by `ssfl keys add`: remove the file, or make the key again"
+            )
         public[file.stem] = key
     return public
 
@@ -106,7 +111,8 @@ def revoke(folder: Path, name: str) -> None:
     """Removes a site's key; a running centre leaves the site out from its next round on."""
     if not (folder / f"{name}.pub").is_file():
         raise SsflError(
-            f"{folder} holds no key of {name!r}: its sites are {', '.join(sites(folder)) or 'none'}"
+            f"{folder} has no key for {name!r}: choose one of its sites "
+            f"({', '.join(sites(folder)) or 'none'})"
         )
     for file in (folder / f"{name}.pub", folder / f"{name}.site"):
         file.unlink(missing_ok=True)
@@ -149,7 +155,7 @@ class Watch:
                 return
             now = sites(self.folder)
         except (SsflError, OSError) as error:  # the folder is probably being changed right now
-            self.fleet.tell(f"the keys stay as they were: {error}")
+            self.fleet.tell(f"the changed keys were not applied: {error}")
             return
         self._seen = seen
         for name in sorted(now.keys() | self.known.keys()):
@@ -157,18 +163,21 @@ class Watch:
             if key == before:
                 continue
             if name not in self.fleet.names:
-                self.fleet.tell(f"{name} has a new key: it takes part from the next `ssfl serve --resume` on")
+                self.fleet.tell(
+                    f"{name} has a new key: stop the centre and continue with `ssfl serve --resume` to let "
+                    "it join"
+                )
                 continue
             self.renew(name, key)
             if key is None:
                 self.without.add(name)
                 self.fleet.left_out.add(name)
-                self.fleet.tell(f"{name} is left out from here on: its key was taken away")
+                self.fleet.tell(f"{name} is excluded from now on: its key was revoked")
             else:
                 if name in self.without:
                     self.fleet.left_out.discard(name)
                 self.without.discard(name)
-                self.fleet.tell(f"{name} has another key now: its old one does not count any more")
+                self.fleet.tell(f"the key of {name} was replaced: its old key is no longer accepted")
         self.known = now
 
 
@@ -180,19 +189,22 @@ def check_dates(folder: Path) -> None:
                 _read(file, f"make it with `ssfl keys init --dir {folder}`")
             )
         except ValueError:
-            raise SsflError(f"{file} is no certificate: put it back, or make new keys") from None
+            raise SsflError(
+                f"{file} is not a certificate: restore it from a backup, or make new keys with `ssfl keys "
+                "init --dir NEW`"
+            ) from None
         first, last = read.not_valid_before_utc, read.not_valid_after_utc
         if not first <= datetime.now(UTC) <= last:
             raise SsflError(
-                f"{file} holds from {first:%Y-%m-%d} to {last:%Y-%m-%d} and not today: make new keys with "
-                "`ssfl keys init --dir NEW`, and give every site its new file"
+                f"the certificate {file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, but not today: "
+                "make new keys with `ssfl keys init --dir NEW`, and give every site its new file"
             )
 
 
 def read_site(file: Path) -> SiteKey:
     """Reads and checks a .site file."""
     try:
-        fields = tomllib.loads(_read(file, "ask the centre's keeper for it").decode())
+        fields = tomllib.loads(_read(file, "ask the operator of the centre for this file").decode())
         key = serialization.load_ssh_private_key(fields["private_key"].strip().encode() + b"\n", None)
         x509.load_pem_x509_certificate(fields["authority"].strip().encode())
         name, authority = str(fields["name"]), str(fields["authority"]).strip().encode()
@@ -200,7 +212,9 @@ def read_site(file: Path) -> SiteKey:
             return SiteKey(name, key, authority)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm):
         pass
-    raise SsflError(f"{file} is no site file of `ssfl keys add`: ask the centre's keeper for it again")
+    raise SsflError(
+        f"{file} is not a site file made by `ssfl keys add`: ask the operator of the centre to send it again"
+    )
 
 
 def _host(host: str) -> x509.GeneralName:
@@ -209,7 +223,9 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
-        raise SsflError(f"--host {host!r} is no name or address of a machine: leave out port and https://")
+        raise SsflError(
+            f"--host {host!r} is not a host name or an IP address: leave out the port and https://"
+        )
     return x509.DNSName(host)
 
 
@@ -234,9 +250,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _require_free(files: Sequence[Path]) -> None:
     for file in files:
         if file.exists():
-            raise SsflError(
-                f"{file} is there already and is never overwritten: move it away, or use another --dir"
-            )
+            raise SsflError(f"{file} exists already and is not overwritten: move it, or use another --dir")
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -184,7 +184,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         here = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         fix = (
-            "give an address of this machine with --host, or 0.0.0.0 for all"
+            "give an address of this machine with --host, or 0.0.0.0 for all its addresses"
             if here
             else "choose another --port"
         )
@@ -262,7 +262,7 @@ def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    raise SsflError(f"Flower's SuperLink does not start: see the end of {log}")
+    raise SsflError(f"Flower's SuperLink did not start: the end of {log} says why")
 
 
 @contextmanager

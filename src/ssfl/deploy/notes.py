@@ -18,7 +18,7 @@ OTHERS = "other addresses"
 class Budget:
     """The refusals of one sender in this period."""
 
-    told: int = 0
+    reported: int = 0
     kinds: set[str] = field(default_factory=set)
     counted: int = 0
     last: str = ""
@@ -43,9 +43,9 @@ class Notes:
         if sender not in self.senders and node is None and len(self.senders) >= SENDERS:
             sender = None, OTHERS
         budget = self.senders.setdefault(sender, Budget())
-        at_once = budget.told < AT_ONCE and (node is not None or why not in budget.kinds)
+        at_once = budget.reported < AT_ONCE and (node is not None or why not in budget.kinds)
         if at_once and sender[1] != OTHERS:
-            budget.told += 1
+            budget.reported += 1
             budget.kinds.add(why)
             self.tell({"node": node, "from": host, "reason": why, "lost": lost, "broken": broken})
         else:
@@ -67,5 +67,5 @@ class Notes:
         senders, self.senders = self.senders, {}
         for (node, host), budget in senders.items():
             if budget.counted:
-                why = f"{budget.counted} more in the last minute, the last of them {budget.last}"
+                why = f"{budget.counted} more refused requests in the last minute. The last was {budget.last}"
                 self.tell({"node": node, "from": host, "reason": why, "lost": False})

@@ -39,10 +39,10 @@ because many sites may share one address."""
 PER_SITE = 8
 """The connections allowed for one site."""
 SPARE = 128
-"""Open files reserved for everything except the port: the database, threads, the centre's own socket."""
+"""Open files reserved for everything except the port: logs, threads, the centre's own socket."""
 FILES = 65_536
 """The limit on open files to request from the system."""
-WRITERS = 4
+HANDLERS = 4
 """The requests that Flower handles at the same time."""
 LOG = 4 << 20
 """The largest log, in bytes. Of a longer one only the end is kept."""
@@ -109,10 +109,10 @@ class Port:
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
     ) -> None:
         """Does the handshake. Afterwards the protocol notices when the connection ends."""
-        more: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
+        options: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: make(visit), accepted, ssl=self.trust, **more
+                lambda: make(visit), accepted, ssl=self.trust, **options
             )
         except ssl.SSLError as error:
             self.visits.pop(visit, None)
@@ -257,8 +257,8 @@ async def serve(listening: socket.socket, private: socket.socket, environment: d
         return made
 
     async def open_port() -> None:
-        # SQLite allows one writer at a time, and waiting writers sleep longer than a write takes
-        anyio.to_thread.current_default_thread_limiter().total_tokens = WRITERS
+        # Flower guards its state by locks, so more threads would only wait for each other
+        anyio.to_thread.current_default_thread_limiter().total_tokens = HANDLERS
         while not server.started:
             await asyncio.sleep(0.05)
         await port.run(make)

@@ -55,7 +55,7 @@ def send(
                 yield from ((node, name) for name in grid.push_messages([message]) if name)
                 break
             except TROUBLE as error:
-                tell(f"{called(node)} could not be sent a message: {short(error)}")
+                tell(f"a message to {called(node)} could not be sent: {short(error)}")
                 time.sleep(POLL * 2**attempt)
 
 
@@ -118,7 +118,7 @@ def exchange(
             late.add(node)
         else:
             why = reply.error.reason if isinstance(reply, Message) else reply
-            tell(f"{called(node)} has no answer: {short(why)}")
+            tell(f"{called(node)} answered with an error: {short(why)}")
     for node in (missing | late) - lost():
         tell(f"{called(node)} did not answer within {deadline:.0f} s")
     return answers

@@ -31,7 +31,7 @@ ROOM = 65_536
 most this many bytes in all."""
 PARTS = 8
 """The number of an answer's objects besides the chunks of its model: the message, its records, the array."""
-ENDLESS = "headers without an end"
+ENDLESS = "headers that are too long"
 FROM_CENTRE = 1 << 30
 """The largest request of the centre, in bytes."""
 STALLED = 60.0
@@ -71,6 +71,10 @@ class Connections(Protocol):
 
 class Refused(Exception):
     """A request is refused."""
+
+
+class SecondAnswer(Refused):
+    """A site answered the same message twice. Its first answer may still be used."""
 
 
 class BrokenOff(Refused):
@@ -119,8 +123,8 @@ class RequestFilter:
         visit.busy, visit.since, visit.unread = True, time.monotonic(), 0
         try:
             if not path.startswith(FLEET):
-                self._note(None, visit.host, "a request for what only the centre may ask")
-                await _answer(send, 403, b"for the centre alone")
+                self._note(None, visit.host, "a request that only the centre may make")
+                await _answer(send, 403, b"only the centre may make this request")
             elif not self.ready:
                 await _answer(send, 503, b"the centre is not ready yet")
             else:
@@ -131,7 +135,7 @@ class RequestFilter:
     async def _private(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         """Answers a request of the centre."""
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
-            await _answer(send, 403, b"for the centre alone")
+            await _answer(send, 403, b"only the centre may make this request")
             return
         if scope["path"] in (WAKE, EXCLUDE):
             nodes = json.loads(await self._read(headers, receive, self.most))
@@ -176,14 +180,14 @@ class RequestFilter:
             return
         node = self._node(key)
         if node is not None and not self.port.admit(visit, node):
-            self._note(node, host, "more connections at once than a site needs", lost=False)
-            await _answer(send, 429, b"too many connections")
+            self._note(node, host, "a request over one connection too many", lost=False)
+            await _answer(send, 429, b"this site has too many open connections")
             return
         if node in self.excluded:
             self.excluded[node] -= 1
             if self.excluded[node] < 0:
-                self.notes.count(node, host, "a request, although it is left out")
-                await _answer(send, 403, b"the centre has left this site out: ask its keeper")
+                self.notes.count(node, host, "a request although it is excluded")
+                await _answer(send, 403, b"the centre has excluded this site: ask its operator why")
                 return
         pushing = path.endswith(("/push-object", "/push-messages"))
         try:
@@ -200,7 +204,7 @@ class RequestFilter:
             await _answer(send, 400, str(broken).encode())
             return
         except Refused as refused:
-            self._note(node, host, str(refused), lost=not str(refused).startswith("a second"))
+            self._note(node, host, str(refused), lost=not isinstance(refused, SecondAnswer))
             await _answer(send, 400, str(refused).encode())
             return
         if path.endswith("/pull-messages") and node in self.quiet and not await self._held(node, receive):
@@ -222,7 +226,7 @@ class RequestFilter:
         try:
             request = _parsed(path.removeprefix("/v1/"), body)
             if request.node.node_id != node:  # the centre was restarted while this site was busy
-                await _answer(send, 401, b"this key has another number now: connect again")
+                await _answer(send, 401, b"the centre was restarted: connect again")
                 return None
             if path.endswith("/pull-messages"):
                 self.quiet.add(node)  # a message that arrives from now on wakes it
@@ -230,7 +234,7 @@ class RequestFilter:
         except Exception:  # Flower raises several kinds of errors
             if path.endswith(("/push-object", "/push-messages")):
                 self._note(node, host, "a message that cannot be read")
-            await _answer(send, 400, b"refused")
+            await _answer(send, 400, b"the request cannot be read")
             return None
         answer: bytes = reply.SerializeToString()
         self.down += len(answer)
@@ -301,17 +305,19 @@ class RequestFilter:
         try:
             size = int(headers[b"content-length"])
         except (KeyError, ValueError):
-            raise Refused("a body of unknown length") from None
+            raise Refused("a request without its length") from None
         if size > most:
-            raise Refused(f"a body of {size} bytes, far too large: at most {most} were expected")
+            raise Refused(f"a request of {size} bytes, which is too large: at most {most} are accepted")
         body = bytearray()
         while True:
             try:
                 message = await asyncio.wait_for(receive(), STALLED)
             except TimeoutError:
-                raise BrokenOff(f"a body that stopped: {len(body)} of {size} bytes") from None
+                raise BrokenOff(
+                    f"no more data for {STALLED:.0f} s after {len(body)} of {size} bytes"
+                ) from None
             if message["type"] == "http.disconnect":
-                raise BrokenOff(f"a truncated body: {len(body)} of {size} bytes")
+                raise BrokenOff(f"it was closed after {len(body)} of {size} bytes")
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)
@@ -320,16 +326,18 @@ class RequestFilter:
         """Raises unless this announces a single answer, by its sender, to one message, with few parts."""
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-            raise Refused(f"{len(request.messages_list)} answers at once")
+            raise Refused(f"{len(request.messages_list)} answers in one request instead of one")
         facts = request.messages_list[0].metadata
         if facts.src_node_id != node or not facts.reply_to_message_id:
-            raise Refused("an answer in another's name, or to nothing")
+            raise Refused("an answer in the name of another site, or to no message")
         parts = internals.count_parts(request.message_object_trees[0])
         if parts > self.chunks + PARTS:
-            raise Refused(f"an answer of {parts} parts, far too many")
+            raise Refused(
+                f"an answer in {parts} parts, which are too many: at most {self.chunks + PARTS} are accepted"
+            )
         answered, answer = self.answered.get(node, ("", ""))
         if answered == facts.reply_to_message_id and answer != facts.message_id:
-            raise Refused("a second answer to the same message")
+            raise SecondAnswer("a second answer to the same message")
         self.answered[node] = facts.reply_to_message_id, facts.message_id
         self.left[node] = self.most
 
@@ -339,7 +347,7 @@ class RequestFilter:
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
         if self.left[node] < 0:
-            raise Refused(f"more than the {self.most} bytes of an answer")
+            raise Refused(f"an answer of more than {self.most} bytes")
         if not internals.is_intact(request.object_id, content):
             raise Refused("a truncated or altered part of an answer")
         try:
@@ -348,9 +356,12 @@ class RequestFilter:
             if array is not None:
                 chunks = json.loads(array)["arraychunk_ids"]
                 if len(chunks) > self.chunks:
-                    raise Refused(f"an array of {len(chunks)} chunks, far too many")
+                    raise Refused(
+                        f"an array of {len(chunks)} chunks, which are too many: at most {self.chunks} are "
+                        "accepted"
+                    )
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Refused("a part that cannot be read") from None
+            raise Refused("a part of an answer that cannot be read") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
         """Reports a refusal to the centre; `lost`: the answer that it waits for cannot arrive any more."""
@@ -368,10 +379,10 @@ def _handshake(reason: str) -> str:
     if reason == ENDLESS:
         return reason
     if "HTTP" in reason:
-        return "plain HTTP: this port speaks TLS"
+        return "plain HTTP instead of TLS"
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason):
-        return f"an alert: it does not trust the centre's certificate ({reason.lower().replace('_', ' ')})"
-    return f"no TLS that can be understood ({reason.lower().replace('_', ' ')})"
+        return f"a TLS alert: it does not trust the centre's certificate ({reason.lower().replace('_', ' ')})"
+    return f"invalid TLS ({reason.lower().replace('_', ' ')})"
 
 
 def _parsed(path: str, body: bytes, which: int = 0) -> Any:

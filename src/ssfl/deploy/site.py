@@ -63,7 +63,10 @@ class Site:
         if key not in self._ready:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
-                raise SsflError(f"the centre calls this site user {user} of {agreed.config.split.users}")
+                raise SsflError(
+                    f"the centre numbers this site as user {user}, but has only {agreed.config.split.users} "
+                    "users: ask the operator of the centre to restart it"
+                )
             images = self.images.read(agreed.shape, agreed.white, self.tell)
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
@@ -77,7 +80,7 @@ class Site:
             config = replace(agreed.config, run=run)
             device = assemble.choose_device(self.device)
             if config.privacy.clip is not None:
-                self.tell(privacy.told(privacy.planned(config)))
+                self.tell(privacy.describe(privacy.planned(config)))
             self._ready.clear()
             _require_same(agreed, "model.digest", config.model.name, outside.digest)
             _require_same(agreed, "method.digest", config.method.name, outside.digest)
@@ -109,7 +112,9 @@ class Site:
         if self.keep is None:
             return
         if wire.MODEL not in content:
-            self.tell("the centre does not share its model: nothing to keep")
+            self.tell(
+                "no model was written: the centre does not share its model (`ssfl serve --share-model`)"
+            )
             return
         try:
             for file in keep_model(self.keep, str(asked["card"]), content):
@@ -128,12 +133,12 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
         outside.require(name, f"{section}.name")
     if agreed.outside.get(key) != here(name) and pretrained:
         raise DataError(
-            f"the frozen weights of {name} are not the same here and at the centre: install the same "
-            f"version of its weights ({backbones.INSTALL})"
+            f"the frozen weights of {name} differ from the centre's: install the same version of the weights "
+            f"({backbones.INSTALL})"
         )
     if agreed.outside.get(key) != here(name):
         raise DataError(
-            f"{name} is not the same here and at the centre ({what}): get the file from its keeper"
+            f"the {what} of {name} differs from the centre's: ask the operator of the centre for the file"
         )
 
 
@@ -147,12 +152,14 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
         predict.check_card(facts, tensors)
         model = predict.classifier_of(network, tensors, facts)
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise DataError(f"the centre's model does not fit its card ({error}): ask its keeper") from error
+        raise DataError(
+            f"the centre's model does not match its description ({error}): {wire.SAME_VERSION}"
+        ) from error
     return predict.write(model, predict.free_files(target)[:2])
 
 
 def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
-    """Returns a site's ClientApp: "query" asks who it is or says that the run is over, "train" trains."""
+    """Returns a site's ClientApp: "query" asks for its name or says that the run is over, "train" trains."""
     app = ClientApp(mods=list(mods))
 
     @app.query()
@@ -193,7 +200,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                 try:
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:
-                    site.tell(f"the connection to {address} was lost ({error}): trying again")
+                    site.tell(f"lost the connection to {address} ({error}): connecting again")
     if site.not_kept is not None:
         raise site.not_kept
 
@@ -216,5 +223,5 @@ def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
     try:
         return app(message, context)
     except Exception as error:  # tell the centre why it gets no model
-        tell(f"this round's work failed: {error}")
+        tell(f"training failed in this round: {error}")
         return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)

@@ -64,7 +64,7 @@ class FederationView:
         if event["event"] == "start":
             self.inside = bool(event.get("what"))
             if self.inside:
-                self.tell(f"now the {event['what']}, to compare with; sites have nothing to do")
+                self.tell(f"the centre now trains the {event['what']} for comparison, without the sites")
         elif self.inside and event["event"] in ("round", "eval"):
             return
         elif event["event"] == "round":
@@ -73,7 +73,7 @@ class FederationView:
             self.accuracy = f"{accuracy(event)} on held-out labels"
             self.tell(f"round {event['round']}/{self.rounds}  {self.accuracy}")
         elif event["event"] == "privacy":
-            self.tell(privacy.told(event))
+            self.tell(privacy.describe(event))
         elif event["event"] == "refused" and event["site"] is not None:
             self.refusals[event["site"]] = self.refusals.get(event["site"], 0) + 1
 
@@ -88,10 +88,12 @@ class FederationView:
                 if loss is not None and mask is not None:
                     self.last_losses[names.get(user, str(user))] = f"loss {loss:.3f}  mask rate {mask:.2f}"
         refused = f"{len(event['refused'])} refused  " if event.get("refused") else ""
-        came = f"{len(event['returned'])} of {len(event['participants'])} sites"
+        answered = f"{len(event['returned'])} of {len(event['participants'])} sites"
         if not event["participants"]:  # a head start of the server
-            came, losses = "the centre alone", ""
-        self.tell(f"round {event['round']}/{self.rounds}  {came}  {refused}{losses}{event['seconds']:.1f} s")
+            answered, losses = "the centre alone", ""
+        self.tell(
+            f"round {event['round']}/{self.rounds}  {answered}  {refused}{losses}{event['seconds']:.1f} s"
+        )
 
     def table(self) -> Table:
         """Returns the table of sites: what each one does, and how often it was refused."""
@@ -101,7 +103,10 @@ class FederationView:
         table = Table("site", "images", "now", "last round", "refused", title=title, title_justify="left")
         if self.sites is not None:
             for name in list(self.sites.names):
-                images, doing = self.sites.images.get(name, ""), self.sites.doing.get(name, "not yet there")
+                images, doing = (
+                    self.sites.images.get(name, ""),
+                    self.sites.doing.get(name, "not connected yet"),
+                )
                 cells = name, images, doing, self.last_losses.get(name, ""), self.refusals.get(name, "")
                 table.add_row(*(Text(printable(str(cell))) for cell in cells))
         return table

@@ -33,6 +33,7 @@ MODEL, ROW = "model", "row"
 """The names of the model's record and array in a message."""
 NUMBERS = "numbers"
 """The name of the record with the numbers that a method sends to users with the model."""
+SAME_VERSION = "make sure that the centre and this site have the same version of ssfl"
 MOST_NUMBERS = 1000
 """How many numbers there may be under one name."""
 
@@ -88,23 +89,30 @@ def read_terms(text: str) -> Terms:
     """Reads and checks the centre's terms, because a site trusts no message."""
     try:
         fields = json.loads(text)
-        given = tomllib.loads(fields["config"])
-        config = from_dict(given, resolved=True)
+        table = tomllib.loads(fields["config"])
+        config = from_dict(table, resolved=True)
         classes, shape = int(fields["classes"]), tuple(int(n) for n in fields["shape"])
         mean, std = (tuple(float(x) for x in fields[name]) for name in ("mean", "std"))
         white = int(fields["white"])
         known = {str(key): str(value) for key, value in dict(fields.get("outside", {})).items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"the centre's message cannot be read ({error}): has it another ssfl?") from error
+        raise DataError(f"the centre's message cannot be read ({error}): {SAME_VERSION}") from error
     for key, value in as_dict(config)["method"].items():
-        if value is not None and key not in given.get("method", {}):  # the two defaults may differ
-            raise DataError(f"the centre's message does not say method.{key}: has it another ssfl?")
+        if value is not None and key not in table.get("method", {}):  # the two defaults may differ
+            raise DataError(f"the centre's message has no value for method.{key}: {SAME_VERSION}")
     channels = shape[0] if len(shape) == 3 else 0
     fits = channels in (1, 3) and all(4 <= side <= 1024 for side in shape[1:])
     if not (fits and len(mean) == len(std) == channels and 2 <= classes <= MOST_CLASSES):
-        raise DataError(f"the centre asks for images of shape {shape} in {classes} classes: ask its keeper")
+        raise DataError(
+            f"the centre sent the image shape {shape} and {classes} classes. Expected: 1 or 3 channels, "
+            f"sides of 4 to 1024 pixels, 2 to {MOST_CLASSES} classes. Ask the operator of the centre to "
+            "check its data"
+        )
     if not (np.isfinite(mean + std).all() and min(std) > 0 and 255 <= white <= WHITE):
-        raise DataError("the centre's normalisation is not of positive numbers: ask its keeper")
+        raise DataError(
+            f"the centre sent the normalisation mean {mean}, std {std} and largest pixel value {white}, "
+            "which cannot be used: ask the operator of the centre to check its data"
+        )
     check(config)
     return Terms(config, classes, (shape[0], shape[1], shape[2]), mean, std, white, known)
 
@@ -120,7 +128,7 @@ def check(config: Config) -> None:
         why = f"method.name = {method.name!r}, which does not train users"
     if why:
         raise ConfigError(
-            f"real sites do not go with {why}: use another method, such as method.name=anchored",
+            f"real sites cannot be used with {why}: choose another method, such as method.name=anchored",
             key="method.name",
             value=method.name,
             fix="method.name=anchored",
@@ -148,19 +156,19 @@ def check(config: Config) -> None:
     for key, value, fits, instead in fitting:
         if not fits:
             raise ConfigError(
-                f"{key} = {value!r} does not go with real sites: set {key}={instead}",
+                f"{key} = {value!r} is not possible with real sites: set {key}={instead}",
                 key=key,
                 value=value,
                 fix=f"{key}={instead}",
             )
 
 
-def pack(row: Tensor, **more: str | int) -> RecordDict:
+def pack(row: Tensor, **settings: str | int) -> RecordDict:
     """Returns a message with a model and settings."""
     array = Array(row.detach().to("cpu", torch.float32).numpy())
     content = RecordDict({MODEL: ArrayRecord({ROW: array})})
-    if more:
-        content["config"] = ConfigRecord(dict(more))
+    if settings:
+        content["config"] = ConfigRecord(dict(settings))
     return content
 
 
@@ -170,8 +178,8 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
     for name, tensor in sent.numbers.items():
         if tensor.ndim > 2 or tensor.numel() > MOST_NUMBERS:
             raise MethodError(
-                f"the round sends {tensor.numel()} numbers {name!r} with the model: real sites take at most "
-                f"{MOST_NUMBERS}"
+                f"the method sends {tensor.numel()} numbers named {name!r} with the model: send at most "
+                f"{MOST_NUMBERS} to real sites"
             )
     if sent.numbers:
         values: dict[str, int | float | list[int] | list[float]] = {
@@ -188,7 +196,8 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
         values = np.asarray(value, np.float64)
         if values.ndim > 1 or values.size > MOST_NUMBERS or not (np.abs(values) <= LARGEST).all():
             raise DataError(
-                f"the centre's numbers {name!r} are not at most {MOST_NUMBERS} finite ones: ask its keeper"
+                f"the centre sent {values.size} numbers named {name!r} with the model. A site accepts at "
+                f"most {MOST_NUMBERS} finite ones: ask the operator of the centre to check its method"
             )
         numbers[str(name)] = torch.from_numpy(values)[None].to(like)
     return numbers
@@ -202,18 +211,18 @@ def unpack(content: RecordDict, length: int) -> Tensor:
     record = content.array_records.get(MODEL)
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
         names = [f"{name}/{inner}" for name, one in content.array_records.items() for inner in one]
-        raise DataError(f"a model under other names than {MODEL}/{ROW} ({', '.join(names)[:100] or 'none'})")
+        raise DataError(f"the arrays {', '.join(names)[:100] or 'none'} instead of {MODEL}/{ROW}")
     array, header = record[ROW], _header(length)
     size = len(header) + 4 * length
     if array.shape != (length,) or array.dtype != "float32":
-        raise DataError(f"a model of {array.dtype} {array.shape}"[:80] + f", not of {length} float32 numbers")
+        raise DataError(f"a model of {array.dtype} {array.shape}"[:80] + f" instead of float32 ({length},)")
     if len(array.data) != size or not array.data.startswith(header):
-        raise DataError(f"a model of {len(array.data)} bytes, truncated or altered: it has {size}")
+        raise DataError(f"a truncated or altered model of {len(array.data)} bytes instead of {size}")
     numbers = np.frombuffer(array.data, "<f4", length, len(header))
     if not np.isfinite(numbers).all():
-        raise DataError("a model with numbers that are not finite")
+        raise DataError("a model with values that are not finite")
     if np.abs(numbers).max(initial=0) > LARGEST:
-        raise DataError(f"a model with numbers beyond {LARGEST:g}")
+        raise DataError(f"a model with absolute values above {LARGEST:g}")
     return torch.from_numpy(numbers.astype(np.float32))
 
 
@@ -242,23 +251,23 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
 
     Nothing that a site reports affects the weight of its model.
     """
-    strange = content.keys() - {MODEL, "metrics"}
-    if strange:
-        raise DataError(f"what nobody asked for ({', '.join(map(str, strange))[:100]})")
+    unexpected = content.keys() - {MODEL, "metrics"}
+    if unexpected:
+        raise DataError(f"unexpected records ({', '.join(map(str, unexpected))[:100]})")
     row = unpack(content, length)
     try:
         numbers = content.metric_records["metrics"]
         metrics = {name: _number(numbers[name]) for name in METRICS}
         answered = _number(numbers["round"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"an answer without its numbers ({error})") from error
+        raise DataError(f"an answer in which a metric is missing or is not a number ({error})") from error
     if answered != round:
-        raise DataError(f"an answer to round {answered + 1:.0f}, not {round + 1}")
+        raise DataError(f"an answer to round {answered + 1:.0f} instead of round {round + 1}")
     if not np.isfinite(list(metrics.values())).all():
-        raise DataError("numbers that are not finite")
+        raise DataError(f"metrics that are not finite ({metrics})"[:120])
     rates = [metrics[name] for name in METRICS if name != "loss"]
     if abs(metrics["loss"]) > LOSS or not all(-0.01 < rate < 1.01 for rate in rates):
-        raise DataError(f"numbers that no training gives ({metrics})"[:120])
+        raise DataError(f"metrics that training cannot produce ({metrics})"[:120])
     return row, metrics
 
 
@@ -267,18 +276,18 @@ def read_images(content: RecordDict) -> int:
     try:
         count = _number(content.metric_records["metrics"]["images"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"an answer without its numbers ({error})") from error
+        raise DataError(f"an answer in which a metric is missing or is not a number ({error})") from error
     if not 0 <= count < 2**53:
-        raise DataError(f"{count} images")
+        raise DataError(f"an impossible number of images ({count})")
     return int(count)
 
 
-def read_who(content: RecordDict) -> tuple[str, int]:
+def read_identity(content: RecordDict) -> tuple[str, int]:
     """Returns the name and the number of images that a site reports."""
     try:
         name = content.config_records["config"]["name"]
     except KeyError as error:
-        raise DataError(f"an answer without its numbers ({error})") from error
+        raise DataError(f"an answer without a name ({error})") from error
     return str(name), read_images(content)
 
 
@@ -292,7 +301,7 @@ def _number(value: object) -> float:
 def whole(value: object) -> int:
     """Returns a value of the centre's message if it is a whole number; raises otherwise."""
     if not isinstance(value, int):
-        raise DataError(f"the centre's message has {type(value).__name__} where a whole number was expected")
+        raise DataError(f"the centre's message has {value!r} instead of a whole number: {SAME_VERSION}"[:300])
     return value
 
 
@@ -301,4 +310,4 @@ def settings(content: RecordDict) -> ConfigRecord:
     try:
         return content.config_records["config"]
     except KeyError:
-        raise DataError("the centre's message cannot be read: has it another ssfl?") from None
+        raise DataError(f"the centre's message has no settings: {SAME_VERSION}") from None

@@ -71,7 +71,7 @@ class Reporter:
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "privacy":
-            self.console.print(privacy.told(event), soft_wrap=True, highlight=False)
+            self.console.print(privacy.describe(event), soft_wrap=True, highlight=False)
             return
         if event["event"] == "forecast":
             for line in event["lines"]:

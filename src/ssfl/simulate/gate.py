@@ -67,7 +67,7 @@ def judge(
     accuracy of a single model on the server's labels is not used: in the middle of training, honest users
     with few classes return models no better than chance, although their average is good.
     """
-    reasons = ["left out after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
+    reasons = ["excluded after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
     finite = torch.isfinite(rows).all(1)
     updates = torch.where(finite[:, None], rows - sent, 0.0)
     lengths = torch.linalg.vector_norm(updates, dim=1)
@@ -77,9 +77,9 @@ def judge(
     far = (lengths > LENGTH * usual) & (lengths > least)
     for i, reason in enumerate(reasons):
         if not reason and not finite[i]:
-            reasons[i] = "not finite"
+            reasons[i] = "a model with values that are not finite"
         elif not reason and far[i]:
-            reasons[i] = f"its update is {float(lengths[i] / usual):.1f} times as long as the others'"
+            reasons[i] = f"an update {float(lengths[i] / usual):.1f} times as long as the median"
     passed = [i for i in judged if not reasons[i]]
     usual = _usual(lengths[passed], before)
     times = (lengths / usual.clamp(min=torch.finfo(lengths.dtype).tiny)).tolist()

@@ -70,7 +70,7 @@ def spent(config: Config, history: Iterable[Event]) -> Event:
     return {"event": "privacy", "round": round, **_cost(config, max(parts.values(), default=0), least)}
 
 
-def told(event: Event) -> str:
+def describe(event: Event) -> str:
     """Returns a privacy event as one line of text."""
     over = f"over {event['rounds']} rounds" if event["round"] == 0 else f"after {event['round']} rounds"
     sent, model = (f"{event[name]:.4g}" for name in EPSILONS)
