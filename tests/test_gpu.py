@@ -1,8 +1,13 @@
 """On a GPU: the same draws and views as on the CPU, the same rounds, the same bytes after a resume."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +144,71 @@ def test_a_module_from_outside_runs_inside_the_graph(quick: Make, precision: str
     assert isinstance(sim.engine, Vmap)
     assert all(recorded.graph is not None for recorded in sim.engine._recorded.values())
     assert bool(state.average.isfinite().all())
+
+
+FIRST_ROUND = """
+import hashlib, json, sys, time
+import torch
+from ssfl.config.loading import load_config
+from ssfl.runs import assemble
+from ssfl.runs.surroundings import reproducible
+from torch._dynamo.utils import counters
+
+torch.zeros(1, device="cuda")
+with reproducible():
+    sim = assemble.make(load_config("quickstart", sys.argv[1:]))
+    state = sim.initial()
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        state, _ = sim.play(state)
+        torch.cuda.synchronize()
+        seconds.append(round(time.perf_counter() - start, 3))
+digest = hashlib.sha256(state.average.cpu().numpy().tobytes()).hexdigest()
+print(json.dumps({"digest": digest, "rounds": seconds, **counters["inductor"], **counters["aot_autograd"]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [("small", "none"), ("resnet18", "group"), ("resnet18", "batch")])
+def test_a_warm_and_a_copied_compile_cache_give_the_same_bytes(
+    network: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m pytest -m slow tests/test_gpu.py -k compile_cache` prints the seconds of each."""
+    settings = ["run.device=cuda", "run.engine=vmap", "run.compile=true", "federation.rounds=4",
+                "federation.period=4", "train.batch_size=32", f"model.name={network[0]}",
+                f"model.norm={network[1]}"]  # fmt: skip
+
+    def called(cache: str, *words: str) -> str:
+        places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+        env = {name: value for name, value in os.environ.items() if name not in places}
+        done = subprocess.run(
+            [sys.executable, *words],
+            env=env | {"SSFL_CACHE": str(tmp_path / cache), "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def trained(cache: str) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(called(cache, "-c", FIRST_ROUND, *settings).splitlines()[-1])
+        return told
+
+    (tmp_path / "one").mkdir(mode=0o700)
+    cold, warm = trained("one"), trained("one")
+    saved = called("one", "-m", "ssfl", "cache", "save", str(tmp_path / "compiled.zip"))
+    called("two", "-m", "ssfl", "cache", "load", str(tmp_path / "compiled.zip"))
+    copied, again = trained("two"), trained("three")
+    with capsys.disabled():
+        print(f"\n{'-'.join(network)}: {saved.strip()}")
+        for name, run in (("cold", cold), ("warm", warm), ("copied", copied), ("cold again", again)):
+            cached = {key: count for key, count in run.items() if "cache" in key}
+            print(f"  {name:10} rounds of {run['rounds']} s, {cached}")
+    assert cold["digest"] == warm["digest"] == copied["digest"] == again["digest"]
+    for run in (warm, copied):
+        assert run["fxgraph_cache_hit"] > 0
+        assert run.get("fxgraph_cache_miss", 0) == run.get("fxgraph_cache_bypass", 0) == 0
+        assert run.get("autograd_cache_miss", 0) == run.get("autograd_cache_bypass", 0) == 0
+    kernels = [path for path in (tmp_path / "two" / "compile").rglob("*.cubin") if "triton" in path.parts]
+    assert kernels

@@ -70,7 +70,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     shown += ["", "this folder"]
     shown.append(f"  {report['folder']['path']}, {report['folder']['runs']} runs in runs/")
     used = report["cache"]
-    shown += ["", "cache of decoded images and features"]
+    shown += ["", "cache of decoded images, features and compiled code"]
     shown.append(
         f"  {used['path']}, {used['bytes'] / 1e9:.2f} GB used of at most {used['limit'] / 1e9:.3g} GB "
         f"(the environment variables {cache.PLACE} and {cache.LIMIT} change this); delete it with "

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ssfl import signals
-from ssfl.cli import deploy, paper, verbs
+from ssfl.cli import cache, deploy, paper, verbs
 from ssfl.cli.board import board
 from ssfl.cli.check import check
 from ssfl.cli.compare import compare
@@ -43,6 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(paper.app)
 app.add_typer(deploy.app)
+app.add_typer(cache.app)
 COMMANDS: tuple[Callable[..., Any], ...] = (
     doctor, new, run, resume, split, predict, evaluate, export, compare, settings, check, contest, report,
     board,

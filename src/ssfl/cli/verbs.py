@@ -15,7 +15,7 @@ from ssfl.errors import SsflError
 
 GROUPS = {
     "Start": ("doctor", "new", "settings"),
-    "Train": ("split", "run", "resume"),
+    "Train": ("split", "run", "resume", "cache"),
     "Inspect runs": ("report", "board", "compare"),
     "Use the model": ("predict", "evaluate", "export"),
     "Several machines": ("keys", "serve", "join"),

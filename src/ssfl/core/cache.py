@@ -78,7 +78,7 @@ def entries() -> list[tuple[float, int, Path]]:
     for entry in root().glob("*/*"):
         with suppress(OSError):
             if entry.is_dir() and entry.suffix != PART:
-                size = sum(file.stat().st_size for file in entry.iterdir())
+                size = sum(file.lstat().st_size for file in entry.rglob("*"))
                 listed.append((entry.stat().st_mtime, size, entry))
     return listed
 

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import nn
 
+from ssfl.core import compile_cache
 from ssfl.core.rows import Layout
 from ssfl.engines import dist, loop, spread, vmap
 from ssfl.engines.contract import Engine
@@ -60,6 +61,8 @@ def make(
     compiled: bool,
 ) -> Engine:
     """Makes an engine for one network and one pool of images."""
+    if pool.images.is_cuda:  # its kernels are compiled too, by Triton
+        compile_cache.use()
     if name == "loop":
         return loop.Loop(model, layout, pool, optimizer, method)
     return vmap.Vmap(model, layout, pool, optimizer, method, compiled)

@@ -5,7 +5,6 @@ fixed buffers. It is then replayed T times without the CPU.
 """
 
 import copy
-import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from torch.func import functional_call
 
 from ssfl.core.rows import Layout, placed
 from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, with_own_labels
+from ssfl.engines import compiling
 from ssfl.engines.buffers import StepBuffers, make_buffers, sgd
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.work import (
@@ -71,16 +71,10 @@ class Vmap:
         """Sets the functions that a step and a round call, compiled or not."""
 
         def prepared(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
-            return _Compiled(function, dynamic) if self.compiled else function
+            return compiling.Compiled(function, dynamic) if self.compiled else function
 
-        if self.compiled:  # one process may run many experiments, and each shape is compiled again
-            dynamo = importlib.import_module("torch._dynamo").config
-            dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
-            # torch times two ways to sum and takes the faster one, so that bits would change from day to day
-            inductor = importlib.import_module("torch._inductor.config")
-            for name, value in (("dynamic_scale_rblock", False), ("deterministic", True)):
-                if hasattr(inductor, name):
-                    setattr(inductor, name, value)
+        if self.compiled:
+            compiling.prepare()
         self._views: Callable[..., Batch] = prepared(make_batch)
         whole = prepared if getattr(self.networks[True], "compilable", True) else _not_compiled
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
@@ -332,34 +326,6 @@ class Vmap:
             return RecordedStep(buffers, None, probabilities)
         self._memory = self._memory or graph.pool()
         return RecordedStep(buffers, graph, probabilities)
-
-
-class _Compiled:
-    """A compiled function. If compiling fails, it warns and runs the function without compiling it."""
-
-    def __init__(self, function: Callable[..., Any], dynamic: bool | None) -> None:
-        self.function, self.worked = function, False
-        self.fast: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic, fullgraph=True)
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self.fast is None:
-            return self.function(*arguments)
-        try:
-            result = self.fast(*arguments)
-        except Exception as error:
-            if self.worked or isinstance(error, torch.OutOfMemoryError):
-                raise
-            self.fast = None
-            reason = " ".join(str(error).split())[:500] or type(error).__name__
-            warnings.warn(
-                f"{self.function.__name__} runs uncompiled, which is slower: compiling it failed ({reason}). "
-                "Set run.compile=false to skip the attempt.",
-                SsflWarning,
-                stacklevel=2,
-            )
-            return self.function(*arguments)
-        self.worked = True
-        return result
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,54 @@
+"""`ssfl cache`: save, load or delete what was compiled for a GPU."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssfl.cli.verbs import Verbs
+
+app = typer.Typer(
+    name="cache",
+    cls=Verbs,
+    help="Save, load or delete what was compiled for a GPU. With it a run starts within seconds, also on "
+    "another machine with the same kind of GPU and the same versions of torch, Triton and Python."
+    "\n\nExample: ssfl cache save compiled.zip",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def save(file: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
+    """Save the compile cache as one file.
+
+    Example: ssfl cache save compiled.zip"""
+    from ssfl.core import compile_cache
+    from ssfl.runs.text import printable
+
+    saved = compile_cache.save(file)
+    print(f"saved {saved.files:,} files, {saved.bytes / 1e6:,.1f} MB, as {printable(str(file))}")
+
+
+@app.command()
+def load(file: Annotated[Path, typer.Argument(help="A file that `ssfl cache save` wrote.")]) -> None:
+    """Load a saved compile cache. Only load files you trust: they hold code that later runs execute.
+
+    Example: ssfl cache load compiled.zip"""
+    from ssfl.core import compile_cache
+
+    loaded = compile_cache.load(file)
+    print(f"loaded {loaded.files:,} files, {loaded.bytes / 1e6:,.1f} MB; {loaded.known:,} were there before")
+
+
+@app.command()
+def clear() -> None:
+    """Delete the compile cache; the next run compiles again.
+
+    Example: ssfl cache clear"""
+    from ssfl.core import cache, compile_cache
+    from ssfl.runs.text import printable
+
+    kept = compile_cache.clear()
+    print(f"deleted {printable(str(cache.root() / 'compile'))}")
+    for place in kept:
+        print(f"kept {printable(str(place))}, which you chose with an environment variable")

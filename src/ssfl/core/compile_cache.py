@@ -1,0 +1,243 @@
+"""The compile cache: what torch and Triton compiled for a GPU, kept for the next run, and copied as one file.
+
+It lies in the folder `compile` of the cache (see `cache.py`), one entry for each version of torch and Python.
+torch and Triton decide themselves whether an entry fits: they compare versions, device, settings and code.
+
+**Its files are code that will be executed.** So it is used only if no other user can write to it, and a
+file is loaded only by a person's command, never by a config.
+"""
+
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from ssfl.core import cache, plain_files
+from ssfl.errors import SsflError, SsflWarning
+
+VARIABLES = {"inductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
+"""For each part of the cache, the environment variable that says where it lies."""
+HEAD = "ssfl-compile-cache.json"
+FORMAT = 1
+MOST_FILES, MOST_BYTES = 500_000, 16 << 30
+"""Limits of a file that is loaded; a run compiles some hundred files of some ten megabytes."""
+GROUP = re.compile(r"__grp__.+\.json")
+"""Triton's lists of the files of a kernel, with absolute paths."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
+"""The name of a file or folder in the cache."""
+BAD = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, KeyError, AttributeError)
+"""What reading a broken archive may raise."""
+_chosen: dict[str, str] = {}
+"""The values that `use` gave to the environment variables."""
+
+
+class Copied(NamedTuple):
+    """How many files were saved or loaded, their bytes, and how many of them were there before."""
+
+    files: int
+    bytes: int
+    known: int = 0
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that must be equal where a cache is saved and where it is loaded."""
+    return {"torch": metadata.version("torch"), "python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+
+
+def folder() -> Path:
+    """Returns the entry of the cache for this torch and Python."""
+    return cache.root() / "compile" / "-".join(f"{name}-{one}" for name, one in versions().items())
+
+
+def parts() -> dict[str, Path]:
+    """Returns the folders in which torch and Triton keep what they compile."""
+    return {part: Path(_own(part) or folder() / part).absolute() for part in VARIABLES}
+
+
+def _own(part: str) -> str | None:
+    """Returns the folder that the user chose for a part with an environment variable."""
+    value = os.environ.get(VARIABLES[part])
+    return None if value == _chosen.get(part) else value
+
+
+def use() -> None:
+    """Makes torch and Triton keep what they compile in the cache, except where the user chose a folder."""
+    places = {part: str(place) for part, place in parts().items() if _own(part) is None}
+    if not places:
+        return
+    try:
+        _make_private()
+        os.utime(folder())  # used now
+    except OSError as error:
+        reason = error.strerror or str(error)
+        warnings.warn(
+            f"compiled code is not kept in {folder()} ({reason}), so that another run may compile it again. "
+            f"Set {cache.PLACE} to a folder that only you can write to.",
+            SsflWarning,
+            stacklevel=2,
+        )
+        return
+    _chosen.update(places)
+    os.environ.update({VARIABLES[part]: place for part, place in places.items()})
+
+
+def _make_private() -> None:
+    """Makes the folder of the cache; raises PermissionError if another user could change it."""
+    cache.root().mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = cache.root().stat()
+    if cache.PLACE not in os.environ and status.st_uid == os.getuid() and status.st_mode & 0o022:
+        cache.root().chmod(status.st_mode & 0o755)  # made with a generous umask
+    for place in (cache.root(), folder().parent, folder()):
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_private(place)
+
+
+def require_private(place: Path) -> None:
+    """Raises PermissionError if another user could write to a folder."""
+    status = os.lstat(place)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(0, "it is not a folder of this user", str(place))
+    if status.st_mode & 0o022:
+        raise PermissionError(0, f"other users can write to {place}", str(place))
+
+
+def save(file: Path) -> Copied:
+    """Packs the cache into one file. Raises SsflError if nothing was compiled yet."""
+    found = [(f"{part}/{name}", path) for part, place in parts().items() for name, path in _files(place)]
+    if not found:
+        places = " and ".join(str(place) for place in parts().values())
+        raise SsflError(f"nothing to save: {places} are empty. Run the experiment once on a GPU.")
+    total = 0
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name, delete=False) as written:  # mode 0600
+        try:
+            with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as packed:
+                packed.writestr(_member(HEAD), json.dumps({"format": FORMAT, **versions()}))
+                for name, path in found:
+                    content = _with_paths(path.name, path.read_bytes(), None)
+                    total += len(content)
+                    packed.writestr(_member(name), content)
+            os.replace(written.name, file)
+        except BaseException:
+            Path(written.name).unlink(missing_ok=True)
+            raise
+    return Copied(len(found), total)
+
+
+def _files(place: Path) -> Iterator[tuple[str, Path]]:
+    """Yields the files of a part that are worth keeping: no locks, links and unfinished ones."""
+    for base, folders, names in os.walk(place):
+        inside = Path(base).relative_to(place)
+        folders[:] = sorted(name for name in folders if name != "locks" and _is_kept(name))
+        for name in sorted(filter(_is_kept, names)):
+            path = Path(base, name)
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                yield (inside / name).as_posix(), path
+
+
+def _is_kept(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and not name.startswith("tmp") and not name.endswith(".lock")
+
+
+def _member(name: str) -> zipfile.ZipInfo:
+    """Returns the header of a file in the archive, without time and owner."""
+    info = zipfile.ZipInfo(name)
+    info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o600) << 16
+    return info
+
+
+def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
+    """Returns the content of a file; the paths in a list of Triton's are names in `place`, or names alone."""
+    if not GROUP.fullmatch(name):
+        return content
+    group = plain_files.parse_json(content)
+    names = {str(key): Path(str(path)).name for key, path in group["child_paths"].items()}
+    group["child_paths"] = {key: str(place / one) if place else one for key, one in names.items()}
+    return json.dumps(group).encode()
+
+
+def load(file: Path) -> Copied:
+    """Unpacks a file of `save` into the cache. **Only for files that a person trusts: they hold code.**
+
+    Raises SsflError if it is not such a file, or for another version of torch or Python. Then nothing is
+    written. Files that are already there are kept.
+    """
+    try:
+        with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:
+            members = packed.infolist()
+            _check(packed, members, file)
+            for place in _made_parts():
+                require_private(place)
+            known = sum(not _unpack(packed, member) for member in members[1:])
+    except BAD as error:
+        raise SsflError(f"{file} cannot be read ({error}). Was it written by `ssfl cache save`?") from error
+    return Copied(len(members) - 1, sum(member.file_size for member in members[1:]), known)
+
+
+def _made_parts() -> Iterator[Path]:
+    _make_private()
+    for place in parts().values():
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield place
+
+
+def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) -> None:
+    """Raises if an archive must not be unpacked."""
+    if not members or members[0].filename != HEAD or members[0].file_size > 10_000:
+        raise ValueError("it does not begin as one of ours")
+    head = plain_files.parse_json(packed.read(members[0]))
+    if head.get("format") != FORMAT:
+        raise ValueError("it has another format")
+    if len(members) > MOST_FILES or sum(member.file_size for member in members) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB")
+    for member in members[1:]:
+        part, *names = member.filename.split("/")
+        plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG)
+        plain = plain and member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if part not in VARIABLES or not 1 <= len(names) <= 8 or not plain or not all(map(_is_kept, names)):
+            raise ValueError(f"{member.filename[:200]!r} does not belong into it")
+    other = {name: str(head.get(name))[:40] for name in versions()}
+    if other != versions():
+        described = [f"torch {one['torch']} and Python {one['python']}" for one in (other, versions())]
+        raise SsflError(
+            f"{file} was saved with {described[0]}, and cannot be used with {described[1]}: save it again "
+            "with the same versions"
+        )
+
+
+def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    """Writes one file of an archive. Returns False if it was there before."""
+    part, *names = member.filename.split("/")
+    path = parts()[part].joinpath(*names)
+    if os.path.lexists(path):
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content = _with_paths(path.name, packed.read(member), path.parent)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="tmp.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as written:
+            written.write(content)
+        os.replace(name, path)  # complete files only: another process may be reading the folder
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    return True
+
+
+def clear() -> list[Path]:
+    """Deletes the cache, of all versions. Returns the folders of the user's own choice, which are kept."""
+    place = cache.root() / "compile"
+    if place.exists():
+        shutil.rmtree(place)
+    return [Path(own) for part in VARIABLES if (own := _own(part))]

@@ -1,0 +1,62 @@
+"""Functions compiled by torch: the same bits each time, and compiled once for many runs."""
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ssfl.core import compile_cache
+from ssfl.errors import SsflWarning
+
+FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
+"""Settings of Inductor with which no sum is chosen by timing: with others, a cold and a warm cache could
+differ in the last bits. Older versions of torch do not know the first."""
+
+
+def prepare() -> None:
+    """Sets what compiled functions need, before the first one is compiled."""
+    compile_cache.use()
+    dynamo = importlib.import_module("torch._dynamo").config
+    # one process may run many experiments, and each shape is compiled again
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    fixed = FIXED if hasattr(inductor, "deterministic") else FIXED | {"shape_padding": False}
+    for name, value in fixed.items():
+        if hasattr(inductor, name):
+            setattr(inductor, name, value)
+    autograd: Any = importlib.import_module("torch._functorch.config")
+    if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
+        inductor.fx_graph_cache = True
+    if "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
+        autograd.enable_autograd_cache = True
+
+
+class Compiled:
+    """A compiled function. If compiling fails, it warns and runs the function without compiling it."""
+
+    def __init__(self, function: Callable[..., Any], dynamic: bool | None = False) -> None:
+        self.function, self.worked = function, False
+        self.fast: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic, fullgraph=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.fast is None:
+            return self.function(*arguments)
+        try:
+            result = self.fast(*arguments)
+        except Exception as error:
+            if self.worked or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.fast = None
+            reason = " ".join(str(error).split())[:500] or type(error).__name__
+            warnings.warn(
+                f"{self.function.__name__} runs uncompiled, which is slower: compiling it failed ({reason}). "
+                "Set run.compile=false to skip the attempt.",
+                SsflWarning,
+                stacklevel=2,
+            )
+            return self.function(*arguments)
+        self.worked = True
+        return result
