@@ -55,7 +55,7 @@ CHANGED = {
 OLD = {
     "federation.slow_average": "method.slow", "federation.head_start": "method.head_start",
     "federation.gate": "method.gate", "federation.combine": "method.combine",
-    "federation.check": "method.check", "train.server_views": "method.server_views",
+    "federation.median_fallback": "method.check", "train.server_views": "method.server_views",
     "method.momentum": "method.server_momentum",
 }  # fmt: skip
 """What settings were called in the first release, by the names they have now."""
@@ -79,7 +79,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "anchored-median": ("method.name=anchored", "federation.combine=median", THRESHOLD),
     "alternate-attacked": (
         "method.name=alternate", "federation.attackers=0.3", "federation.attack_scale=20",
-        "federation.gate=true", "federation.check=true", "federation.combine=trimmed", THRESHOLD,
+        "federation.gate=true", "federation.median_fallback=true", "federation.combine=trimmed", THRESHOLD,
     ),
     "semifl-momentum-kept": ("method.name=semifl", "train.momentum_policy=user", THRESHOLD),
     "alternate-private": (

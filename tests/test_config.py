@@ -154,6 +154,7 @@ def test_settings_that_do_not_go_together(override: str, key: str, fix: str) -> 
 VALUES: dict[str, tuple[str, Any]] = {
     "method.slow": ("0.5", 0.5), "method.head_start": ("0.5", 0.5), "method.gate": ("true", True),
     "method.combine": ("median", "median"), "method.check": ("true", True),
+    "federation.check": ("true", True),
     "method.server_views": ("both", "both"), "method.server_momentum": ("0.25", 0.25),
 }  # fmt: skip
 """A value of every setting that has another name now."""
@@ -239,7 +240,8 @@ def test_mistakes_in_a_section_from_outside(values: dict[str, Any], key: str, fi
 FOLLOWED = [
     (["method.name=easgd", "federation.gate=true"], "federation.gate", "federation.gate=false"),
     (["method.name=easgd", "federation.combine=median"], "federation.combine", "federation.combine=mean"),
-    (["method.name=rscfed", "federation.check=true"], "federation.check", "federation.check=false"),
+    (["method.name=rscfed", "federation.median_fallback=true"], "federation.median_fallback",
+     "federation.median_fallback=false"),
     (["method.name=semifl", "federation.combine=trimmed"], "federation.combine", "federation.combine=mean"),
     (["method.name=overlap-sgd", "federation.attackers=0.3"], "federation.attackers",
      "federation.attackers=0"),
@@ -250,7 +252,8 @@ FOLLOWED = [
     (["method.name=data-sharing", "split.labels_at=both"], "split.shared", "split.labels_at=server"),
     (["split.labels_at=users", "federation.head_start=0.5"], "federation.head_start",
      "federation.head_start=0"),
-    (["split.server_labels=0", "federation.check=true"], "federation.check", "federation.check=false"),
+    (["split.server_labels=0", "federation.median_fallback=true"], "federation.median_fallback",
+     "federation.median_fallback=false"),
     (["method.name=fedmatch", "model.norm=batch"], "model.norm", "model.norm=none"),
     (["method.name=fedmatch", "train.momentum=0.9"], "train.momentum", "train.momentum=0"),
     (["method.name=fedmatch", "federation.groups=2"], "federation.groups", "federation.groups=1"),

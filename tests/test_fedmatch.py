@@ -446,7 +446,7 @@ def test_processes_train_the_same(quick: Make) -> None:
         ("train.lr=0.1", "train.lr=0.001"),
         ("run.diversity_every=5", "run.diversity_every=0"),
         ("federation.combine=median", "federation.combine=mean"),
-        ("federation.check=true", "federation.check=false"),
+        ("federation.median_fallback=true", "federation.median_fallback=false"),
         ("run.engine=dist", "run.engine=auto"),
         ("method.views=joint", None),
         ("method.server=none", GONE["method.server"]),

@@ -31,7 +31,7 @@ SAME: dict[str, Any] = {
     "split.scheme": "skew", "split.skew": 0.4, "split.labels_at": "server", "split.shared": False,
     "method.name": "grouping", "method.threshold": 0.95, "method.teacher_mode": "train",
     "method.server_weight": None, "train.server_views": "weak", "federation.slow_average": 0.0,
-    "federation.combine": "mean", "federation.check": False, "federation.gate": None,
+    "federation.combine": "mean", "federation.median_fallback": False, "federation.gate": None,
     "federation.head_start": 0.0,
     "model.norm_statistics": "average", "data.flip": True,
     "federation.period": 16, "federation.epoch_images": 65536, "federation.dropout": 0.0,

@@ -130,7 +130,7 @@ def test_the_servers_direction_lowers_the_loss_of_its_labels_alone(quick: Make) 
 def test_who_works_against_the_labels_is_told_and_loses_its_weight(quick: Make) -> None:
     sets = ["federation.attackers=0.25", "federation.attack=sign", "method.threshold=0.5"]
     sim = assemble.make(quick("federation.gate=true", "split.users=4", "federation.rounds=18", *sets))
-    [bad] = attacks.who(4, 0.25, 1)
+    [bad] = attacks.attacking_users(4, 0.25, 1)
     state, weights = sim.initial(), []
     for _ in range(18):
         state, [event, *_] = sim.play(state)
@@ -147,7 +147,7 @@ def test_a_long_update_is_cut_told_and_remembered(quick: Make) -> None:
             "federation.gate=true", "federation.attackers=0.1", "federation.attack=ascent", "run.engine=loop"
         )
     )
-    [bad] = attacks.who(10, 0.1, 1)
+    [bad] = attacks.attacking_users(10, 0.1, 1)
     state = sim.initial()
     assert state.memory["usual"].tolist() == [0] * gate.ROUNDS
     state, [event, *_] = sim.play(state)
@@ -264,7 +264,9 @@ def test_the_check_takes_what_does_better_on_the_servers_labels(wanted: float, s
     def judged(row: torch.Tensor) -> ModelScore:
         return ModelScore(0.0, abs(float(row) - wanted), [])
 
-    _, fed = make_round(Grouping(), start, cohort, train(2, 1, 0, 38), train(5), check=True, judged=judged)
+    _, fed = make_round(
+        Grouping(), start, cohort, train(2, 1, 0, 38), train(5), median_fallback=True, judged=judged
+    )
     users = fed.train_users(start.streams)
     assert users.means.flatten().tolist() == pytest.approx(streams)
     assert not fed.log.refused  # nobody is blamed: honest users' models may do badly alone
@@ -272,7 +274,7 @@ def test_the_check_takes_what_does_better_on_the_servers_labels(wanted: float, s
 
 def test_the_check_reads_the_servers_labels_alone(quick: Make) -> None:
     plain, guarded = (
-        assemble.make(quick("federation.combine=trimmed", f"federation.check={on}"))
+        assemble.make(quick("federation.combine=trimmed", f"federation.median_fallback={on}"))
         for on in ("false", "true")
     )
     state = plain.initial()
@@ -287,7 +289,7 @@ def test_the_check_reads_the_servers_labels_alone(quick: Make) -> None:
 
 def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
     sim = assemble.make(quick("federation.attackers=0.2"))
-    assert len(attacks.who(10, 0.2, 1)) == 2
+    assert len(attacks.attacking_users(10, 0.2, 1)) == 2
     sent = sim.initial().average
     row = sent + 1
     assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5), sent - 1)
@@ -329,7 +331,7 @@ def test_noise_is_refused_told_and_left_out_after_three_times(quick: Make, tmp_p
     ]
     config = quick(*guard, "federation.rounds=6", "method.threshold=0.3", "run.checkpoint_every=1")
     result = ssfl.run(config, tmp_path / "run")
-    attackers = {str(user) for user in attacks.who(10, 0.2, 1)}
+    attackers = {str(user) for user in attacks.attacking_users(10, 0.2, 1)}
     rounds = [event for event in result.history if event["event"] == "round"]
     assert all(set(event["refused"]) == attackers for event in rounds)
     assert len(set(rounds[-1]["refused"].values())) == 1  # they are excluded by now
@@ -350,8 +352,11 @@ def test_what_does_not_go_together_is_refused(quick: Make) -> None:
     assert (caught.value.key, caught.value.fix) == ("federation.gate", "federation.gate=false")
     for no_labels in ("split.server_labels=0", "split.labels_at=users"):
         with pytest.raises(ConfigError) as caught:
-            quick("method.name=alternate", "federation.check=true", no_labels)
-        assert (caught.value.key, caught.value.fix) == ("federation.check", "federation.check=false")
+            quick("method.name=alternate", "federation.median_fallback=true", no_labels)
+        assert (caught.value.key, caught.value.fix) == (
+            "federation.median_fallback",
+            "federation.median_fallback=false",
+        )
 
 
 FLIPPED = ["federation.attackers=0.2", "federation.attack=sign", "federation.attack_scale=2"]
@@ -388,7 +393,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_a_fifth_of_the_users_sending_garbage_costs_less_than_two_points(
     attack: list[str], clean: float, tmp_path: Path
 ) -> None:
-    guard = ["federation.gate=true", "federation.combine=trimmed", "federation.check=true"]
+    guard = ["federation.gate=true", "federation.combine=trimmed", "federation.median_fallback=true"]
     assert accuracy(tmp_path, *attack, *guard) > clean - 0.02
 
 

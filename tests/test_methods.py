@@ -562,7 +562,11 @@ def test_the_thresholds_of_flexmatch_freematch_and_fl2_are_theirs() -> None:
             "federation.combine",
             "federation.combine=mean",
         ),
-        (["method.name=rscfed", "federation.check=true"], "federation.check", "federation.check=false"),
+        (
+            ["method.name=rscfed", "federation.median_fallback=true"],
+            "federation.median_fallback",
+            "federation.median_fallback=false",
+        ),
         (["method.name=easgd", "federation.groups=2"], "federation.groups", "federation.groups=1"),
         (["method.name=easgd", "federation.gate=true"], "federation.gate", "federation.gate=false"),
         (["method.name=fedmatch", "method.proximal=1"], "method.proximal", None),

@@ -67,7 +67,7 @@ views = "separate"
 teacher_mode = "eval"
 """
 """[method] as the first release wrote it; the settings that moved stood nowhere else."""
-MOVED = ("head_start", "slow_average", "gate", "combine", "check", "server_views")
+MOVED = ("head_start", "slow_average", "gate", "combine", "median_fallback", "server_views")
 
 
 def made_old(path: Path) -> None:
@@ -98,6 +98,13 @@ def test_a_run_of_the_first_release_can_be_read_but_not_resumed(done: Path) -> N
     with pytest.raises(RunError, match=r"ssfl 0\.1") as caught:
         ssfl.resume(done)
     assert "\n" not in str(caught.value)
+
+
+def test_a_renamed_setting_of_an_older_run_folder_is_understood(done: Path) -> None:
+    config = done / "config.toml"
+    assert "median_fallback = false" in config.read_text()
+    config.write_text(config.read_text().replace("median_fallback = false", "check = true"))
+    assert runs.read_config(done).federation.median_fallback is True
 
 
 def test_a_setting_that_no_version_knows_is_refused(done: Path) -> None:

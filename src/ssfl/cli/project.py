@@ -90,7 +90,7 @@ def config(facts: Facts, chosen: Choice) -> str:
         method = "\n".join(f"{key} = {json.dumps(value)}" for key, value in own_method.items())
     part = f"participants = {federation['participants']}  # users that take part in a round"
     differ = "skew = 0.4  # how different the users' classes are: 0 all alike, 1 one main class each"
-    dealt = "the images without labels are divided among so many users"
+    dealt = "the images without labels are divided among this many users"
     if facts.files.users:
         dealt = "one for each sub-folder of unlabelled/; loose files form one more"
         differ = "# every user has its own images: scheme and skew have no effect"

@@ -73,7 +73,7 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Who holds labels, and who needs them."""
+    """Raises if those who need labels have none, or if those who have labels do not train."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -103,11 +103,11 @@ def _check_labels(config: Config) -> None:
             f"uses the server's running statistics, but {untrained}: set model.norm_statistics=average",
             "model.norm_statistics=average",
         )  # fmt: skip
-    if federation.check and no_server:
+    if federation.median_fallback and no_server:
         raise _error(
-            "federation.check", True,
-            "needs labelled images at the server, and it has none: set federation.check=false",
-            "federation.check=false",
+            "federation.median_fallback", True,
+            "needs labelled images at the server, and it has none: set federation.median_fallback=false",
+            "federation.median_fallback=false",
         )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _check_averaging(config: Config) -> None:
     method, federation = config.method, config.federation
     robust = [
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
-        ("federation.check", federation.check, federation.check, "false"),
+        ("federation.median_fallback", federation.median_fallback, federation.median_fallback, "false"),
     ]
     own = "averages models in its own way" if "models" in method.needs() else "gives users different weights"
     if {"models", "reports"} & set(method.needs()):
@@ -167,7 +167,7 @@ def _check_dist(config: Config) -> None:
     federation = config.federation
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
-        ("federation.check", federation.check, federation.check, "false"),
+        ("federation.median_fallback", federation.median_fallback, federation.median_fallback, "false"),
         ("federation.skip_unlabelled", federation.skip_unlabelled, federation.skip_unlabelled, "false"),
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
         ("federation.attackers", federation.attackers, federation.attackers > 0, "0"),

@@ -1,4 +1,4 @@
-"""Translates the configs of the first release's run folders, so that they can still be read."""
+"""Translates the configs of older run folders, so that they can still be read."""
 
 from typing import Any
 
@@ -15,6 +15,18 @@ def is_old(config: Sections) -> bool:
     """Returns whether a resolved config was written by the first release: there every method had all
     settings."""
     return "objective" in config.get("method", {})
+
+
+def with_new_names(config: Sections) -> Sections:
+    """Returns the same config with today's names for settings outside [method] that were renamed."""
+    new = dict(config)
+    for old, today in RENAMED.items():
+        (section, _, key), (home, _, name) = old.partition("."), today.partition(".")
+        values = new.get(section)
+        if section != "method" and isinstance(values, dict) and key in values:
+            new[section] = {other: value for other, value in values.items() if other != key}
+            new[home] = {**new.get(home, {}), name: values[key]}
+    return new
 
 
 def translated(config: Sections) -> Sections:

@@ -30,11 +30,12 @@ RENAMED = {
     "method.head_start": "federation.head_start",
     "method.gate": "federation.gate",
     "method.combine": "federation.combine",
-    "method.check": "federation.check",
+    "method.check": "federation.median_fallback",
+    "federation.check": "federation.median_fallback",
     "method.server_views": "train.server_views",
     "method.server_momentum": "method.momentum",
 }
-"""Settings that had another name in the first release, and their names today."""
+"""Settings that had another name in the first release or before this one, and their names today."""
 GONE = {
     "method.objective": "choose another method.name",
     "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",

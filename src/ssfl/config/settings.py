@@ -146,13 +146,13 @@ class FederationSettings:
     gate: bool | None = None
     """Check every update before it is averaged: cut it if it is longer than usual, lower its weight if the
     user's updates work against the server's labels, and refuse it if it is far too long or not finite. A user
-    that is refused three times is left out. Default: only with real sites."""
+    that is refused three times is excluded. Default: only with real sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
     """How the models of a group are averaged: by their "mean" (the paper), or robustly, coordinate by
     coordinate, by a "trimmed" mean or the "median"."""
-    check: bool = False
-    """Check every group's average on the server's labelled images, and use the group's median instead if that
-    has a smaller loss."""
+    median_fallback: bool = False
+    """Use the median of a group's models instead of their average if the median has a smaller loss on the
+    server's labelled images."""
     skip_unlabelled: bool = False
     """Leave users without any pseudo-label in a round out of its average. Otherwise their models, which
     changed at most by weight decay, count like the others."""
@@ -210,7 +210,7 @@ class TrainSettings:
     but only weak ones for images of fewer than 16 pixels a side, which strong augmentation would destroy."""
     server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
     """The part of the server's labelled images that it does not train on. The guard of `anchored` and
-    federation.check then evaluate models on these images, which the server has not memorised."""
+    federation.median_fallback then evaluate models on these images, which the server has not memorised."""
     server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
     """The server's number of images per step. Default: batch_size."""
     server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
@@ -258,8 +258,9 @@ class RunSettings:
     the unlabelled images helped. If they hurt on held-out labels, the server-only model is kept. Default: yes
     for your own images, no for known data sets."""
     folds: int = setting(0, least=0, most=100, what="folds; 0 is none")
-    """Cross-validate on the server's labelled images: each is held out in one of so many shorter runs. Images
-    of one patient stay together where file names or sub-folders show it. The final model uses all labels."""
+    """Cross-validate on the server's labelled images: each is held out in one of this many shorter runs.
+    Images of one patient stay together where file names or sub-folders show it. The final model uses all
+    labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
     """Rounds between measurements of gradient diversity; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

@@ -13,7 +13,7 @@ from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
 ROOM = 12.0
-"""The picture shows accuracies down to so many points below the median method."""
+"""The picture shows accuracies down to this many points below the median method."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pure functions on rows of weights, draws, losses and averages, and what every part needs.
+"""Pure functions on rows of weights, draws, losses and averages, and helpers that all packages use.
 
-Nothing here knows a config, a device or a file. Open `rows.py` first: a model is a row.
+Nothing here depends on a config, a device or a run folder. Open `rows.py` first: a model is a row.
 """

@@ -52,7 +52,10 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """Returns the aggregate of the rows, or their median if that has a smaller loss (federation.check)."""
+    """Returns the aggregate of the rows, or their median if that has a smaller loss.
+
+    For `federation.median_fallback`.
+    """
     return min((aggregate, combined("median", rows)), key=loss)
 
 

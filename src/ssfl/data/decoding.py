@@ -29,7 +29,7 @@ from ssfl.errors import DataError
 
 FORMAT = 1
 SPOKEN = 2.0
-"""If decoding takes longer than so many seconds, a line says where the result is cached."""
+"""If decoding takes longer than this many seconds, a line says where the result is cached."""
 NAMED = 20
 """The most broken files that an error names."""
 Read = TypeVar("Read")

@@ -12,7 +12,7 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
 LISTED = 5000
-"""split.json lists at most so many users one by one: more would be slow to write and to read."""
+"""split.json lists at most this many users one by one: more would be slow to write and to read."""
 PROBED = 4
 """The number of images by which an augmentation is recognised."""
 

@@ -314,10 +314,10 @@ class RequestFilter:
                 message = await asyncio.wait_for(receive(), STALLED)
             except TimeoutError:
                 raise BrokenOff(
-                    f"no more data for {STALLED:.0f} s after {len(body)} of {size} bytes"
+                    f"only {len(body)} of {size} bytes of a request, and no more for {STALLED:.0f} s"
                 ) from None
             if message["type"] == "http.disconnect":
-                raise BrokenOff(f"it was closed after {len(body)} of {size} bytes")
+                raise BrokenOff(f"only {len(body)} of {size} bytes of a request")
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)

@@ -86,8 +86,11 @@ def make_buffers(
     learns: bool = True,
     received: bool = False,
 ) -> StepBuffers:
-    """Returns empty buffers for so many models and this kind of work. Buffers for inference only (`learns` is
-    false) hold no optimizer state; without `received` they hold no copy of the first weights."""
+    """Returns empty buffers for this kind of work.
+
+    Buffers for inference only (`learns` is false) hold no optimizer state. Without `received` they hold no
+    copy of the first weights.
+    """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a tensor [models, ...]; on a GPU, filters have their channels last, as images do."""

@@ -33,7 +33,7 @@ draws, views) takes longer than the arithmetic. Measured: results/engines-cpu.js
 MOST = 16_383
 """The most users that the GPU kernels take at once."""
 LONG = 2000
-"""Runs with at least so many steps take longer than compiling a step does."""
+"""Runs with at least this many steps take longer than compiling a step does."""
 
 
 def choose(device: torch.device, needed: int) -> str:

@@ -69,7 +69,7 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train together if each needs so many bytes: all, or even parts that fit.
+    """Returns how many users to train together if each needs `needed` bytes: all, or even parts that fit.
 
     `reserved` bytes are needed for other things.
     """

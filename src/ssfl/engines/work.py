@@ -95,7 +95,7 @@ class Work:
     rates: tuple[float, ...]
     """[T]: the learning rate of each step."""
     seats: int = 1
-    """The most trainers that such work may have. Buffers are made for so many, since users may drop out."""
+    """The most trainers that such work may have. Buffers have room for this many."""
     tensors: Named = field(default_factory=dict)
     """[n, T, ...] each: what the steps find in `step.tensors`."""
     extra_images: Named = field(default_factory=dict)

@@ -14,7 +14,7 @@ class Alternate(Method):
     """The simplest method in which every round ends with the server's training on true labels."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     views: str = setting("separate", choices=("separate", "joint"))
     """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
     teacher_mode: str = setting("eval", choices=("eval", "train"))

@@ -28,7 +28,7 @@ class CbaFed(Method):
     highest: float = setting(0.95, least=0, most=1, what="a probability")
     """The highest threshold of a class."""
     residual: int = setting(5, least=0, most=10**6, what="rounds; 0 is never")
-    """Every so many rounds the model is averaged with the one stored the last time."""
+    """n: after every n rounds the model is averaged with the one that was stored n rounds before."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},

@@ -14,14 +14,14 @@ class CrlBn(Method):
     """All users and the server are averaged; weak and strong views pass through the network in one batch."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     views: str = setting("joint", choices=("separate", "joint"))
     """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
     mode."""
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's share of every average; default: as much as a user's."""
+    """The server's weight in every average. Default: the same as a user's."""
     server_replicas: bool = False
     """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
 

@@ -48,7 +48,7 @@ class FedMatch(Method):
     helpers: int = setting(2, least=0, most=100, what="users")
     """H: the number of helpers of a user."""
     interval: int = setting(10, least=1, most=10**6, what="rounds")
-    """Users have helpers in every so many rounds."""
+    """n: users have helpers only in every n-th round."""
     supervised: float = setting(10.0, least=0, most=1e6, what="a weight")
     """λ_s: the weight of cross-entropy with true labels."""
     consistency: float = setting(0.01, least=0, most=1e6, what="a weight")

@@ -15,7 +15,7 @@ class FedProx(Method):
     """`alternate` with a proximal term in the users' loss."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     proximal: float = setting(0.01, least=0, most=1000, what="a weight")
     """μ: the weight of the penalty."""
 

@@ -16,7 +16,7 @@ class FixMatch(Method):
     """What one could reach with all images in one place: a single "user" holds them, with the labels."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     views: str = setting("separate", choices=("separate", "joint"))
     """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
     teacher_mode: str = setting("train", choices=("eval", "train"))

@@ -26,11 +26,11 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class Fl2(Method):
-    """Users' predictions shall stay the same if weights move uphill in the loss (sharpness-aware
-    consistency)."""
+    """Users keep their predictions stable when the weights move in the direction of the steepest loss
+    (sharpness-aware consistency)."""
 
     sharpness: float = setting(0.1, least=0, most=10, what="a distance")
-    """ρ: how far weights are moved uphill."""
+    """ρ: how far the weights are moved in the direction of the steepest loss."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
     """β, the server's momentum: this much of the last round's movement is added to this round's."""
 

@@ -15,7 +15,7 @@ class FlexMatch(Method):
     """Users make pseudo-labels once a round, and the server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: the threshold of the commonest class."""
+    """τ: the threshold of the most frequent class."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -24,7 +24,7 @@ class RscFed(Method):
     """Random sampling consensus: the mean of several averages by distance."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     consensus: int = setting(3, least=1, most=1000, what="averages")
     """How many averages of random halves are made."""
     scale: float = setting(1e4, least=0, most=1e9, what="above 0")

@@ -14,14 +14,14 @@ class SelfTraining(Method):
     """The paper's baseline without strong views, with BatchNorm and FedAvg."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label counts when the model is at least this sure."""
+    """τ: a pseudo-label is used if its confidence is at least this."""
     views: str = setting("joint", choices=("separate", "joint"))
     """Whether predictions come from the forward pass that is trained ("joint") or from another
     ("separate")."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether separate predictions are made in "eval" or in "train" mode."""
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's share of every average; default: as much as a user's."""
+    """The server's weight in every average. Default: the same as a user's."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}}
 

@@ -21,7 +21,7 @@ class SemiFL(Method):
     image."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: an image gets a pseudo-label when the received model is at least this sure."""
+    """τ: an image gets a pseudo-label if the received model's confidence is at least this."""
     mix: float = setting(1.0, least=0, most=100, what="a weight")
     """λ: the weight of the mix loss."""
     alpha: float = setting(0.75, least=1e-3, most=100, what="above 0")

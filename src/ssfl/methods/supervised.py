@@ -14,7 +14,7 @@ class Supervised(Method):
     """Users train with true labels; with BatchNorm and FedAvg."""
 
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's share of every average; default: as much as a user's."""
+    """The server's weight in every average. Default: the same as a user's."""
     server_replicas: bool = False
     """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
 

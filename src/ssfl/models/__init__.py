@@ -1,4 +1,4 @@
-"""Networks: ours, built from `layers.py`, and anybody else's.
+"""Networks: the package's own, built from `layers.py`, and networks from outside.
 
-Open `networks.py` first; `kernels/` has what a GPU does faster for many models at once.
+Open `networks.py` first; `kernels/` has GPU kernels for many models at once.
 """

@@ -140,8 +140,8 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
         drawing.line(column[4], line.name, line.place, beside(line.results, "pseudo_accuracy"))
     for axis, label in zip(axes[1:3, 0], MEASURES.values(), strict=True):
         axis.set(ylabel=label, yscale="log")
-    axes[3, 0].set_ylabel("images with a\npseudo-label")
-    axes[4, 0].set_ylabel("of these, right")
+    axes[3, 0].set_ylabel("mask rate")
+    axes[4, 0].set_ylabel("accuracy of\npseudo-labels")
     finish(figure, axes.flat)
     legend(figure, axes.flat)
     return drawing.save(figure, out, "6", f"{_versus(drawing)} on EMNIST by the number of participants")

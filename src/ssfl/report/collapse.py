@@ -106,6 +106,6 @@ def _streams(run: Run) -> str:
     if not accuracies or mean - max(accuracies) < 0.25:
         return ""
     return (
-        f" Each of the {len(accuracies)} group models alone gets at most {percent(max(accuracies))} right; "
+        f" Each of the {len(accuracies)} group models has an accuracy of at most {percent(max(accuracies))}; "
         f"only their mean ({percent(mean)}) still tells classes apart."
     )

@@ -13,7 +13,7 @@ from ssfl.report.several import Family
 from ssfl.runs.text import duration, interval, percent
 
 MOST_DETAILED = 4
-"""With several runs, owners, confusion matrices and images are shown for at most so many experiments."""
+"""With several runs, owners, confusion matrices and images are shown for at most this many experiments."""
 _READ = """Low diversity means that the updates of the users are nearly parallel. This can be agreement or a
 collapse. It is a collapse if nearly all images have a pseudo-label (mask rate near 1) while the pseudo-labels
 are mostly wrong or the accuracy falls."""
@@ -177,7 +177,7 @@ def _accuracy(run: Run) -> list[Block]:
     ]
     loss_series = [_series(name, points) for name, points in losses if points]
     return [
-        half(_line("accuracy", _title([run]), "share right", series, [run], height=320, marks=_marks(run))),
+        half(_line("accuracy", _title([run]), "accuracy", series, [run], height=320, marks=_marks(run))),
         half(_line("loss", "Loss", "mean loss", loss_series, [run], format="number", range=None, height=320)),
     ]
 
@@ -190,7 +190,7 @@ def _accuracies(families: Sequence[Family]) -> list[Block]:
         folded = all(run.judged_by == "folds" for run in runs)
         return [] if folded else [text("There is no evaluation yet.")]
     note = "The band is one standard deviation over the seeds." if any("band" in s for s in series) else ""
-    return [_line("accuracy", _title(runs), "share right", series, runs, height=320, note=note)]
+    return [_line("accuracy", _title(runs), "accuracy", series, runs, height=320, note=note)]
 
 
 def _title(runs: Sequence[Run]) -> str:

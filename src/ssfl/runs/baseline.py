@@ -30,7 +30,7 @@ BASELINE, FOLDS = "baseline", "folds"
 """The folders of the server-only run and of the folds, inside the run folder."""
 FOLDS_FILE = "folds.json"
 LEAST = 20
-"""The runs of a fold have at least so many rounds, if the run itself has as many."""
+"""The runs of a fold have at least this many rounds, if the run itself has as many."""
 
 
 class Play(Protocol):
@@ -89,7 +89,7 @@ def server_only(config: Config) -> Config:
     stay the same."""
     federation = replace(
         config.federation, participants=1, groups=1, group_sizes="even", attackers=0.0, head_start=0.0,
-        gate=False, combine="mean", check=False, dropout=0.0,
+        gate=False, combine="mean", median_fallback=False, dropout=0.0,
     )  # fmt: skip
     policy = "slot" if config.train.momentum_policy == "user" else config.train.momentum_policy
     engine = "loop" if config.run.engine == "sites" else config.run.engine

@@ -229,7 +229,7 @@ def read_config(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
     try:
-        values = _read_toml(path)
+        values = first_release.with_new_names(_read_toml(path))
         return from_dict(
             first_release.translated(values) if first_release.is_old(values) else values, resolved=True
         )

@@ -19,7 +19,7 @@ from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
-"""If the first step takes longer than so many seconds, it is not repeated for a better measurement."""
+"""If the first step takes longer than this many seconds, it is not repeated for a better measurement."""
 SCORED = 64
 """The number of test images on which an evaluation is timed."""
 SAMPLED = 0.05

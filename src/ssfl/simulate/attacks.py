@@ -10,7 +10,7 @@ ASCENT = 0.29
 """The norm of an "ascent" update, as a share of the model's norm."""
 
 
-def who(users: int, share: float, seed: int) -> frozenset[int]:
+def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
     """Returns which of K users are attackers: a share of them, the same in every round."""
     count = round(share * users)
     keys = draws.fold(torch.tensor(draws.key(seed, "attack")), torch.arange(users))

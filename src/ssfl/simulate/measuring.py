@@ -28,22 +28,22 @@ def diversity_event(
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
-    def full(role: str, trainers: Tensor, owners: Owners, who: Tensor, rows: Tensor) -> Tensor:
-        sizes = owners.sizes[who]
+    def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
+        sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
-        batches = owners.at(who, places).reshape(len(who), steps, size)
+        batches = owners.at(members, places).reshape(len(members), steps, size)
         # only the loss on unlabelled images; users' own labelled images are not part of it
         views = ("weak",) if role == "server" else plan.views
         work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
         return _in_parts(
-            engine, ranks if len(who) > 1 else None, method, plan.at_once, rows, work, sizes, weights
+            engine, ranks if len(members) > 1 else None, method, plan.at_once, rows, work, sizes, weights
         )
 
     assert log.users is not None
     assert log.users.updates is not None
-    who = torch.tensor(cohort.users, device=device)
-    gradients = full("user", who, plan.users, who, state.streams[list(cohort.streams)])
+    members = torch.tensor(cohort.users, device=device)
+    gradients = full("user", members, plan.users, members, state.streams[list(cohort.streams)])
     rows = {"gradient": gradients, "update": log.users.updates[:, :weights]}
     server: dict[str, Tensor | None] = {}
     if log.server is not None and log.server_sent is not None:

@@ -153,21 +153,21 @@ class Plan:
             return (rate(first),) * steps
         return tuple(rate(step) for step in range(first, self.steps_before(round + 1)))
 
-    def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, who: Tensor) -> Work:
+    def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, members: Tensor) -> Work:
         seed, size, user = self.config.run.seed, self.batch_size(role), role == "user"
         rates, own_steps = self.rates(round, role), self.own_steps(role)
-        taken = self.local_steps[who] if user and self.local_steps is not None else None
+        taken = self.local_steps[members] if user and self.local_steps is not None else None
         first: int | Tensor = size * (self.steps_before(round) if own_steps is None else round * own_steps)
         if taken is not None:
             first = size * round * taken[:, None]
         restart = self.config.train.batches == "restart"
 
         def batches(owners: Owners, purpose: str) -> Tensor:
-            sizes = owners.sizes[who]
+            sizes = owners.sizes[members]
             base = draws.key(seed, purpose, round) if restart else draws.key(seed, purpose)
             start, count = 0 if restart else first, size * len(rates)
             places = self.positions(base, trainers, sizes.clamp(min=1), start, count)
-            chosen = owners.at(who, places)
+            chosen = owners.at(members, places)
             return torch.where(sizes[:, None] > 0, chosen, -1).reshape(-1, len(rates), size)
 
         labelled = batches(self.labelled, "labelled") if user and self.labelled is not None else None
@@ -188,8 +188,8 @@ class Plan:
         )
 
     def users_work(self, round: int, cohort: Cohort) -> Work:
-        who = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
-        return self._work(round, "user", who, self.users, who)
+        members = placed(torch.tensor(cohort.users, dtype=torch.int64), self.device)
+        return self._work(round, "user", members, self.users, members)
 
     def server_work(self, round: int) -> Work:
         trainers = placed([draws.SERVER - copy for copy in range(self.replicas)], self.device)

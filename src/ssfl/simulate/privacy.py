@@ -87,7 +87,7 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
     # a mean of n users contains n draws of noise; for other averages we count only the one of each model
-    linear = federation.combine == "mean" and not (federation.gate or federation.check)
+    linear = federation.combine == "mean" and not (federation.gate or federation.median_fallback)
     rounds = [(noise * math.sqrt(size if linear else 1), count) for size, count in least.items()]
     sent = epsilon([(noise, parts)], delta)
     drawn = federation.participants or 1, config.split.users

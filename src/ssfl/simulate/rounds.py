@@ -331,20 +331,20 @@ class Round:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
             verdict = judge(sent, rows, self.state.strikes[users], self.state.memory.get(USUAL), trust)
-            rows, log.usual, given = verdict.rows, verdict.usual, verdict.weights
+            rows, log.usual, gate_weights = verdict.rows, verdict.usual, verdict.weights
             log.refused = {place: reason for place, reason in enumerate(verdict.reasons) if reason}
             log.cut = {
                 place: times
                 for place, times in enumerate(verdict.times)
                 if times > LENGTH and place not in log.refused
             }
-            shares = given.tolist()
+            shares = gate_weights.tolist()
             log.against = {place: share for place, share in enumerate(shares) if share < NAMED}
             if min(shares) < 1:
-                weight = given if weight is None else weight * given
+                weight = gate_weights if weight is None else weight * gate_weights
         heavy = [True] * len(rows) if weight is None else (weight > 0).tolist()
-        who = [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
-        return rows, weight, who
+        counted = [place for place in range(len(rows)) if heavy[place] and place not in self.log.refused]
+        return rows, weight, counted
 
     def _trust(self, users: list[int], updates: Tensor) -> Tensor | None:
         """Returns the trust in the cohort's users after this round; None if the server has no labels."""
@@ -360,7 +360,7 @@ class Round:
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
         aggregate = averaging.combined(federation.combine, rows[members], weights)
-        if not federation.check:
+        if not federation.median_fallback:
             return aggregate
         return averaging.better_of_median(aggregate, rows[members], self._server_loss)
 

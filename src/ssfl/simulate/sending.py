@@ -26,7 +26,7 @@ def sent_back(
     if clip is None and not federation.attackers:
         return rows
     share = federation.attackers
-    attackers = attacks.who(config.split.users, share, seed) if share else frozenset[int]()
+    attackers = attacks.attacking_users(config.split.users, share, seed) if share else frozenset[int]()
     rows = rows.clone()
     for place, user in enumerate(users):  # one at a time: the draws of a row are wider than the row
         if clip is not None and noise is not None:

@@ -86,7 +86,7 @@ class Simulation:
     def holds_models(self) -> bool:
         """Whether all users' models are held in memory before they are averaged."""
         federation = self.config.federation
-        robust = federation.gate or federation.check or federation.combine != "mean"
+        robust = federation.gate or federation.median_fallback or federation.combine != "mean"
         robust = robust or federation.skip_unlabelled
         return bool(robust) or bool({"models", "reports", "sizes"} & set(self.method.needs()))
 
