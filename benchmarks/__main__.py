@@ -1,6 +1,6 @@
 """The same job on ssfl and on other simulators: a table and a JSON file.
 
-Every contestant runs alone, in a process of its own. With --repeats the order turns round each time.
+Every contestant runs alone, in a process of its own. With --repeats, the order is reversed each time.
 """
 
 import argparse
@@ -17,7 +17,7 @@ WARMUP = 1
 
 
 def main() -> int:
-    """The command; 1 where a contestant failed."""
+    """Runs the command; returns 1 if a contestant failed."""
     options = _options()
     job = jobs.JOBS[options.job]
     if options.data and not job.images:
@@ -60,9 +60,11 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("job", choices=list(jobs.JOBS))
-    parser.add_argument("--on", default="loop,vmap,pfl,pfl-2,flower", help="who runs (pfl-N: N processes)")
-    parser.add_argument("--rounds", type=int, help="how many are timed, after one that is not")
-    parser.add_argument("--repeats", type=int, default=1, help="how often everybody runs")
+    parser.add_argument(
+        "--on", default="loop,vmap,pfl,pfl-2,flower", help="the contestants to run (pfl-N: N processes)"
+    )
+    parser.add_argument("--rounds", type=int, help="the number of timed rounds, after a warm-up")
+    parser.add_argument("--repeats", type=int, default=1, help="the number of runs of each contestant")
     parser.add_argument(
         "--wait", type=float, default=0, help="seconds to wait for an idle machine, each time"
     )
@@ -77,7 +79,7 @@ def _options() -> argparse.Namespace:
 
 
 def _pythons(overrides: list[str]) -> dict[str, str]:
-    """Each peer's interpreter."""
+    """Returns the Python interpreter of each peer."""
     beside = {peer: contest.ROOT / f".venv-{peer}" / "bin" / "python" for peer in contest.PACKAGES}
     there = {peer: str(path) for peer, path in beside.items() if path.exists()}
     return there | dict(one.split("=", 1) for one in overrides)

@@ -30,7 +30,7 @@ CURVES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collapse", description="Draws a collapse.")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="where demo.json lies")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder with demo.json")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     print(save(collapse(read(options.results / "demo.json")), options.out / "collapse.svg"))

@@ -1,4 +1,4 @@
-"""One contestant in a process of its own: found, started, watched, and its whole tree ended."""
+"""Runs one contestant in its own process, measures it, and ends all its processes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def peer(name: str) -> str | None:
 
 
 def missing(name: str, python: str, device: str) -> str | None:
-    """Why a contestant cannot run here."""
+    """Returns why a contestant cannot run here; None if it can."""
     package = PACKAGES.get(peer(name) or "")
     if package is None:
         return None
@@ -43,7 +43,7 @@ def missing(name: str, python: str, device: str) -> str | None:
 
 
 def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any]:
-    """What the contestant measured, when it started and its peak memory; or {"failed": why}."""
+    """Returns the contestant's measurements, its start time and its peak memory; or {"failed": why}."""
     result, asked = Path(spec.out), folder / "spec.json"
     result.unlink(missing_ok=True)
     asked.write_text(json.dumps(asdict(spec)), "utf-8")
@@ -76,6 +76,6 @@ def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any
 
 
 def _environment() -> dict[str, str]:
-    """This one, with the repository's modules found by any interpreter."""
+    """Returns the environment, extended so that any interpreter finds the repository's modules."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

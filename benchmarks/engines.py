@@ -1,8 +1,8 @@
-"""Which engine is faster on a CPU, for which network, image and batch: what `engines.choose` goes by.
+"""Measures which engine is faster on a CPU, by network, image and batch size. `engines.choice` uses this.
 
 python -m benchmarks.engines [--json FILE]
 
-One thread, five users; the least of several rounds of two steps each.
+It uses one thread and five users, and reports the fastest of several rounds of two steps each.
 """
 
 import argparse
@@ -29,7 +29,7 @@ USERS, STEPS, ROUNDS = 5, 2, 5
 
 
 def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple[float, float]:
-    """Milliseconds of one user's step, and the megabytes that "vmap" says it needs."""
+    """Returns the milliseconds of one user's step, and the megabytes that "vmap" reports to need."""
     sim = assemble.make(
         load_config(
             "own",
@@ -55,7 +55,9 @@ def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="loop or vmap?")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engines", description="Measure which engine is faster on a CPU."
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []

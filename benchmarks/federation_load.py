@@ -1,9 +1,10 @@
-"""How many sites one centre bears: light sites (no images, no torch) in a few processes, real TLS and keys.
+"""Measures how many sites one centre can serve. The sites are light: no images, no torch, real TLS and keys.
 
 python -m benchmarks.federation_load --sites 10 30 100 --rounds 20 --json results/federation-load-cpu.json
 
-Told for each number of sites: seconds until all are admitted, seconds of a round with `--cohort` of them, CPU
-seconds of the SuperLink's process for each idle site and minute, and its memory at the start and at the end.
+Reported for each number of sites: seconds until all are admitted, seconds of a round with `--cohort` of them,
+CPU seconds of the SuperLink's process for each idle site and minute, and its memory at the start and at the
+end.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PER_PROCESS = 50
 
 
 def attend(address: str, files: list[Path]) -> None:
-    """Light sites in threads of this process, until they are told the end."""
+    """Runs light sites in threads of this process until the run is over."""
     import httpx
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -69,7 +70,7 @@ def attend(address: str, files: list[Path]) -> None:
 
 
 def usage(pid: int) -> tuple[float, float]:
-    """CPU seconds and MiB of a process."""
+    """Returns the CPU seconds and the memory (MiB) of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     status = Path(f"/proc/{pid}/status").read_text()
@@ -77,7 +78,7 @@ def usage(pid: int) -> tuple[float, float]:
 
 
 def child_of(pid: int) -> int:
-    """The SuperLink's process."""
+    """Returns the SuperLink's process."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(file.read_text().rpartition(")")[2].split()[1])
@@ -89,7 +90,7 @@ def child_of(pid: int) -> int:
 
 
 def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) -> dict[str, Any]:
-    """One federation of light sites."""
+    """Runs and measures one federation of light sites."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     from ssfl.deploy import link
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, nargs="+", default=[10, 30, 100])
     parser.add_argument("--cohort", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--idle", type=float, default=30.0, help="seconds in which nothing is asked of sites")
+    parser.add_argument("--idle", type=float, default=30.0, help="seconds in which the sites have no work")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--join", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The jobs, each described once: an ssfl config is the description that every runtime reads.
+"""The jobs. Each is described once, by an ssfl config that every runtime reads.
 
-A round of every job: C users train T steps from the same model, their plain mean is the next one; no
-server training, no evaluation. The learning rate is constant and momentum starts from rest.
+In each round, C users train T steps from the same model, and their mean is the next model. There is no
+server training and no evaluation. The learning rate is constant, and momentum starts at zero.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ class Job:
     preset: str
     settings: tuple[str, ...]
     rounds: int
-    """How many rounds are timed when nobody says."""
+    """The default number of timed rounds."""
     images: int = 0
-    """How many training images are drawn at random where no file is given; 0: the preset has its own."""
+    """How many random training images are made if there is no file; 0: the preset has its own images."""
     shape: tuple[int, ...] = ()
     classes: int = 0
     note: str = ""
-    """What a reader of the table must know."""
+    """A note for readers of the table."""
 
 
 JOBS = {
@@ -78,12 +78,12 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What one contestant is asked to do; travels to its process as JSON."""
+    """The task of one contestant, sent to its process as JSON."""
 
     job: str
     contestant: str
     rounds: int
-    """With the warm-up."""
+    """The number of rounds, including the warm-up."""
     data: str | None
     device: str
     out: str
@@ -91,25 +91,25 @@ class Spec:
 
 @dataclass
 class Measured:
-    """What comes back, as JSON. Times are of the system's monotonic clock."""
+    """The measurements, sent back as JSON. Times are of the system's monotonic clock."""
 
     ready: float = 0.0
-    """When data and model stood ready."""
+    """When data and model were ready."""
     ends: list[float] = field(default_factory=list)
     """When each round ended."""
     losses: list[float] = field(default_factory=list)
     """Each round's mean local loss."""
     steps: int = 0
-    """Local steps that were counted, all users and rounds."""
+    """The number of local steps of all users and rounds."""
     images: int = 0
-    """Images that were counted in them."""
+    """The number of images in these steps."""
     processes: int = 1
     threads: int = 0
     """CPU threads of torch in each process."""
     memory: float | None = None
-    """The process's own high-water mark, MiB."""
+    """The peak memory of the process, MiB."""
     gpu_memory: float | None = None
-    """torch's high-water mark on the GPU in this process, MiB."""
+    """The peak GPU memory of torch in this process, MiB."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,7 +127,7 @@ def participants(config: Config) -> int:
 
 
 def draw_images(job: Job, folder: Path) -> Path:
-    """A file of random images in the job's shape: speed does not depend on what they show."""
+    """Writes a file of random images in the job's shape. The speed does not depend on their content."""
     random = np.random.default_rng(1)
     path = folder / "random.npz"
     arrays = {}

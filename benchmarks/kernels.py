@@ -1,9 +1,9 @@
-"""Which tiles suit the GPU kernels: every candidate is checked against plain layers, then timed.
+"""Finds fast tiles for the GPU kernels: every candidate is checked against plain layers, then timed.
 
 python -m benchmarks.kernels [--only NAME ...] [--processes N] [--seconds S] [--json FILE]
 
-The tables in `ssfl/models/kernels` are read off its results by hand; nothing is timed when a run begins.
-Candidates are compiled and checked by several processes, each with a limit, and timed by one alone.
+The tables in `ssfl/models/kernels` are chosen by hand from its results. Nothing is timed when a run begins.
+Candidates are compiled and checked by several processes, each with a limit, and timed by a single process.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> float:
-    """How far apart, of the second's length."""
+    """Returns the distance of two tensors, as a fraction of the second one's norm."""
     return float((ours.float() - theirs).norm() / theirs.norm())
 
 
@@ -143,7 +143,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
 
 
 def fresh(seen: set[Any], name: Any, function: Callable[[], Any]) -> Iterator[Candidate]:
-    """It, unless it came before."""
+    """Yields a candidate unless it was tried before."""
     if name not in seen:
         seen.add(name)
         yield list(name), function
@@ -239,7 +239,7 @@ def check(task: tuple[Any, ...], file: Path) -> None:
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Microseconds, the median of five replays of a recording of several calls."""
+    """Returns microseconds: the median of five replays of several recorded calls."""
     function()
     torch.cuda.synchronize()
     graph, count = torch.cuda.CUDAGraph(), 5
@@ -258,12 +258,12 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def label(candidate: Any, way: str) -> str:
-    """A candidate's name; the number of parts depends on the models, and is not looked at."""
+    """Returns a candidate's name, without the number of parts, which depends on the models."""
     return json.dumps(candidate[:-1] if way == "filters" and candidate != "old" else candidate)
 
 
 def tasks(only: list[str]) -> list[tuple[Any, ...]]:
-    """Everything to try."""
+    """Returns all cases to try."""
     cases: list[tuple[Any, ...]] = []
     for name in only:
         for case in CONVOLUTIONS[name]:
@@ -277,11 +277,13 @@ def tasks(only: list[str]) -> list[tuple[Any, ...]]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Which tiles are fast.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels", description="Find fast tiles for the GPU kernels."
+    )
     parser.add_argument("--only", nargs="+", default=list(CONVOLUTIONS))
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument(
-        "--seconds", type=float, default=100, help="how long candidates may be checked in all"
+        "--seconds", type=float, default=100, help="the most seconds for checking all candidates"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

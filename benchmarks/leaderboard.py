@@ -1,7 +1,7 @@
 """Writes docs/leaderboard.md from the files of contests in results/leaderboard/.
 
     python -m benchmarks.leaderboard            # writes the page
-    python -m benchmarks.leaderboard --check    # exit code 1 where the page is not up to date
+    python -m benchmarks.leaderboard --check    # exit code 1 if the page is not up to date
 
 Files of one protocol (the same data, split, network and user images) share a table. A seed's split is the
 same in all of them, so that methods of different files can be compared seed by seed.
@@ -60,7 +60,7 @@ split is a new protocol. Run at least `anchored`, `semifl` and `server-only` in 
 
 
 class Unfit(Exception):
-    """A file that does not belong on the page, and why."""
+    """A file cannot be used for the page."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def page(files: Sequence[Path]) -> str:
 
 
 def _require_fit(name: str, contest: dict[str, Any]) -> None:
-    """Raises Unfit where a file does not say how its numbers came about."""
+    """Raises Unfit if a file does not say how its numbers were measured."""
     for key in ("command", "date", "versions", "standings"):
         if not contest.get(key):
             raise Unfit(f"{name} has no {key}: make it with `ssfl contest`")
@@ -133,7 +133,7 @@ def _require_fit(name: str, contest: dict[str, Any]) -> None:
 
 
 def protocol(contest: dict[str, Any]) -> str:
-    """What files must have in common to share a table, in words."""
+    """Returns what files must have in common to share a table, in words."""
     one = next((one for one in contest["standings"] if one["images"]), contest["standings"][0])
     data, split, model = (one["config"][section] for section in ("data", "split", "model"))
     federation, train = one["config"]["federation"], one["config"]["train"]
@@ -154,7 +154,7 @@ def protocol(contest: dict[str, Any]) -> str:
 
 
 def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Best first; a method that lost seeds stands below those that lost none."""
+    """Returns the rows, the best first; methods with failed seeds come after those without."""
     rows = [Row(one, name) for name, contest in contests for one in contest["standings"]]
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     lines = [HEAD, ("---",) * len(HEAD)]

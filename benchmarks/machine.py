@@ -1,4 +1,4 @@
-"""What the machine tells, on Linux: how busy it is, and the memory of a process with its descendants."""
+"""How busy a Linux machine is, and the memory of a process with its descendants."""
 
 import os
 import threading
@@ -7,11 +7,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 IDLE = 0.2
-"""Cores; the machine counts as idle below this."""
+"""The machine counts as idle if fewer cores than this are busy."""
 
 
 def busy(patience: float = 0.0) -> float | None:
-    """How many cores others keep busy, over a second; waits up to `patience` seconds for an idle machine."""
+    """Returns how many cores other processes use; waits up to `patience` seconds for an idle machine."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -26,7 +26,7 @@ def busy(patience: float = 0.0) -> float | None:
 
 
 def _idle() -> float:
-    """Seconds that all cores together have been idle."""
+    """Returns the idle seconds of all cores together."""
     return float((PROC / "uptime").read_text("utf-8").split()[1])
 
 

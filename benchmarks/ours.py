@@ -13,7 +13,7 @@ from ssfl.runs.surroundings import reproducible
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Play the rounds; threads and the rest are what the library chooses by itself."""
+    """Plays the rounds; threads and other settings are the library's defaults."""
     overrides = [f"run.engine={spec.contestant}"]
     if spec.device != "cpu" and spec.contestant == "vmap":
         overrides.append("run.compile=true")  # as a run of the usual length would choose

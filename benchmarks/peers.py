@@ -1,7 +1,7 @@
-"""What the peers share: the same data, split, network, views and loss, in plain PyTorch.
+"""The parts that all peers share: data, split, network, views and loss, in plain PyTorch.
 
-Their users would write nn.Modules and torch's own random draws, so that is what they get; only the
-views come from ssfl, since the job is to train on them.
+Users of these simulators would write nn.Modules and use torch's random numbers, so this code does too. Only
+the views come from ssfl, since the job is to train on them.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ class Task:
 
     config: Config
     images: Tensor
-    """uint8, or normalised once and for all where no views are made."""
+    """uint8, or already normalised if no views are made."""
     labels: Tensor
     users: list[Tensor]
-    """Each user's images, the split of ssfl."""
+    """Each user's images, as ssfl splits them."""
     mean: Tensor
     std: Tensor
     network: nn.Module
     threshold: float = 0.0
-    """How sure a pseudo-label must be to count."""
+    """The confidence from which a pseudo-label is used."""
     steps: int = 0
     seen: int = 0
     total: float | Tensor = 0.0
     """Counted in `loss`: steps, images, the sum of the steps' losses."""
 
     def draw(self, user: int) -> tuple[Tensor, Tensor]:
-        """The T · B images of a user's round, cut from fresh permutations of what it holds."""
+        """The T · B images of a user's round, taken from new permutations of its images."""
         mine = self.users[user]
         count = self.config.federation.period * self.config.train.batch_size
         turns = -(-count // len(mine))
@@ -100,7 +100,7 @@ def prepare(spec: jobs.Spec) -> Task:
 
 
 def plain(name: str, classes: int, shape: tuple[int, int, int]) -> nn.Sequential:
-    """The networks of the jobs as anybody would write them; their parameters come in ssfl's order."""
+    """Returns a job's network in plain PyTorch; its parameters have ssfl's order."""
     channels, height, width = shape
     if name == "small":
         return nn.Sequential(

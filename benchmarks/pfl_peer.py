@@ -1,6 +1,6 @@
 """pfl: SimulatedBackend, FederatedAveraging, PyTorchModel and its own local training loop.
 
-With several processes it is started by torchrun, which pfl recognises by itself.
+With several processes it is started by torchrun, which pfl detects.
 """
 
 import os
@@ -26,7 +26,7 @@ from benchmarks import jobs, peers
 
 
 class Module(nn.Module):
-    """What PyTorchModel asks for: a network with `loss` and `metrics`."""
+    """A network with `loss` and `metrics`, as PyTorchModel requires."""
 
     def __init__(self, task: peers.Task) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Module(nn.Module):
         return self.task.loss(self.network, images, labels)
 
     def metrics(self, images: Tensor, labels: Tensor) -> dict[str, Weighted]:
-        """pfl evaluates in its first iteration whatever one asks: as cheap as can be, and in the warm-up."""
+        """pfl always evaluates in its first iteration. This evaluation is cheap, and part of the warm-up."""
         return {"nothing": Weighted(0.0, len(images))}
 
 

@@ -1,4 +1,4 @@
-"""What participants and users cost, drawn from the measured results.
+"""Draws the cost of participants and users from the measured results.
 
 python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
 """
@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from benchmarks.steps import BATCH
 
 TERAFLOPS, TERABYTES = 790, 4.8
-"""What an H200 is taken to do in a second: bfloat16 products in tensor cores, and memory."""
+"""The assumed rates of an H200 per second: bfloat16 products in tensor cores, and memory."""
 BLUE, ORANGE, GREY = "#1f5fa8", "#c4570a", "#6b6b6b"
 STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: a smaller file
@@ -40,8 +40,12 @@ Result = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="What users cost.")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="where the JSON files lie")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plots", description="Draw the cost of participants and users."
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="the folder with the JSON files"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     results = [read(options.results / f"{name}.json") for name in ("participants-h200", "users-cpu")]
@@ -56,7 +60,7 @@ def read(path: Path) -> Result:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """As SVG the same bytes each time: without a date, a version or a place."""
+    """Writes an SVG file that has the same bytes each time: without a date, a version or a path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type")) if path.suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
@@ -65,14 +69,14 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def straight(rows: list[Result]) -> tuple[float, float]:
-    """Milliseconds of a step that do not depend on C, and those of each user: least relative squares."""
+    """Returns a step's milliseconds that do not depend on C, and those per user (least relative squares)."""
     users, spent = columns(rows, "users", "step_ms")
     each, fixed = np.polyfit(users, spent, 1, w=1 / spent)
     return float(fixed), float(each)
 
 
 def floor(row: Result) -> float:
-    """Milliseconds that arithmetic or memory alone would take, whichever is longer."""
+    """Returns the milliseconds that arithmetic or memory alone would take, whichever is longer."""
     return max(float(row["gigaflop"]) / TERAFLOPS, float(row["gigabyte"]) / TERABYTES)
 
 
@@ -95,7 +99,7 @@ def cost(participants: Result, users: Result) -> Figure:
 
 
 def draw_participants(axes: Axes, result: Result) -> None:
-    """A step of all users against C, and the two straight lines it lies between."""
+    """Draws the time of a step of all users against C, between its two bounds."""
     users, spent = columns(result["rows"], "users", "step_ms")
     fixed, each = straight(result["rows"])
     ends = np.array([0.8, 620.0])
@@ -126,7 +130,7 @@ def draw_participants(axes: Axes, result: Result) -> None:
 
 
 def draw_users(axes: Axes, result: Result) -> None:
-    """Seconds against K: until the first round, and of each."""
+    """Draws seconds against K: until the first round, and per round."""
     users, start, spent = columns(result["rows"], "users", "start_seconds", "round_seconds")
     participants = next(s.partition("=")[2] for s in result["settings"] if "participants" in s)
     for seconds, colour, marker, name, digits in (

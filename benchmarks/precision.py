@@ -1,4 +1,4 @@
-"""Whether bfloat16 ends where float32 does: the same runs in both, several seeds side by side.
+"""Compares the accuracy of bfloat16 and float32: the same runs in both, with several seeds.
 
 python -m benchmarks.precision --data FILE.npz [--rounds N] [--seeds N] [--set KEY=VALUE ...] [--json FILE]
 """
@@ -20,11 +20,11 @@ SETTINGS = ["method.name=alternate", "model.norm=none", "train.momentum_policy=r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="bfloat16 against float32, in accuracy.")
+    parser = argparse.ArgumentParser(description="Compare the accuracy of bfloat16 and float32.")
     parser.add_argument("--data", required=True, help="letters, for the preset emnist")
     parser.add_argument("--rounds", type=int, default=256)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, default=3, help="runs that share the device at a time")
+    parser.add_argument("--at-once", type=int, default=3, help="the number of runs that share the device")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""From what contestants measured to the JSON file and the table."""
+"""Makes the JSON file and the table from the contestants' measurements."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ OURS = ("loop", "vmap")
 
 
 def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Everything worth keeping; `runs_of` holds each contestant's runs, the failed ones as well."""
+    """Returns the content of the JSON file; `runs_of` holds each contestant's runs, including failed ones."""
     config = jobs.config(spec)
     users, steps, batch = jobs.participants(config), config.federation.period, config.train.batch_size
     settings = {
@@ -50,7 +50,7 @@ def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]
 
 
 def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int]) -> dict[str, Any]:
-    """One contestant's runs, pooled; a run that did not do the whole job is told, not counted."""
+    """Returns one contestant's pooled runs; a run that did not complete the job is not counted."""
     for run in runs:
         if "not_run" in run or "failed" in run:
             return run
@@ -75,7 +75,7 @@ def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The contestants as Markdown."""
+    """Returns the table of contestants as Markdown."""
     head = (
         "runtime", "s / round", "min–max", "images / s", "× our best", "memory, MiB", "GPU, MiB",
         "start, s", "first round, s", "processes × threads", "last loss",
@@ -108,7 +108,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def circumstances(module: str) -> dict[str, Any]:
-    """When, where and with what `python -m module` measured."""
+    """Returns when, where and with which versions `python -m module` measured."""
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -118,7 +118,7 @@ def circumstances(module: str) -> dict[str, Any]:
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """As JSON, for people as well."""
+    """Writes a readable JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
@@ -133,7 +133,7 @@ def _cpu() -> str:
 
 
 def gpus() -> list[str]:
-    """The names of the machine's GPUs."""
+    """Returns the names of the machine's GPUs."""
     return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 

@@ -1,12 +1,12 @@
-"""What attackers do to the accuracy, without a defence, with the gate, and with robust averages.
+"""Measures the effect of attackers on the accuracy: without a defence, with the gate, with robust averages.
 
 python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [--validation] [--json FILE]
 
 Some sites send bad updates in every round, all sites take part in every round, and their images are skewed.
 Every run is paired with the clean run of the same seed: no attackers, plain mean, no gate. Without --data the
-images are scikit-learn's digits. The file of --json is written after every run, and rows that it has already
-are not run again. Accuracy is on the test images; with --validation on a part of the training images, to
-choose by, where --reach tries other lengths that the gate cuts updates to.
+images are scikit-learn's digits. The file of --json is written after every run, and rows that it already has
+are not run again. Accuracy is on the test images; with --validation it is on a part of the training
+images. Use that to choose --reach, the length to which the gate cuts updates.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LETTERS = [
 ]
 COMMON = ["method.name=anchored", "split.skew=0.8", "federation.period=16", "train.momentum_policy=reset"]
 SITES = {"1 of 4": (4, 0.25), "1 of 10": (10, 0.1), "3 of 10": (10, 0.3)}
-"""How many sites there are, and which share of them is bad."""
+"""The number of sites, and the share of bad ones."""
 ATTACKS: dict[str, list[str]] = {
     "none": [],
     "sign flip": ["federation.attack=sign"],
@@ -78,7 +78,7 @@ def settings_of(case: Case) -> list[str]:
 
 
 def play(case: Case) -> tuple[Case, float, float]:
-    """The accuracy of one run, 0 where it breaks down, and its seconds."""
+    """Returns the accuracy of one run (0 if it diverges) and its seconds."""
     gate.REACH = case.reach
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -92,8 +92,8 @@ def play(case: Case) -> tuple[Case, float, float]:
 
 
 def rows_of(cases: list[Case], accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
-    """A row for each kind of run that has ended: its accuracies, and its differences to the clean runs of the
-    same seeds."""
+    """Returns a row for each kind of run that has ended: its accuracies, and the differences to clean runs of
+    the same seeds."""
     rows = []
     for case in (case for case in cases if case.seed == seeds[0]):
         if any(case._replace(seed=seed) not in accuracies for seed in seeds):
@@ -113,7 +113,7 @@ def rows_of(cases: list[Case], accuracies: dict[Case, float], seeds: list[int]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What attackers do to the accuracy.")
+    parser = argparse.ArgumentParser(description="Measure the effect of attackers on the accuracy.")
     parser.add_argument("--data", type=Path, help="an .npz of letters; by default the digits")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def known(file: Path | None, protocol: dict[str, Any], cases: list[Case]) -> dict[Case, float]:
-    """The accuracies that an earlier, shorter call with the same settings has written to the file."""
+    """Returns the accuracies that an earlier call with the same settings has written to the file."""
     if file is None or not file.is_file():
         return {}
     before = json.loads(file.read_text())
@@ -178,7 +178,7 @@ def known(file: Path | None, protocol: dict[str, Any], cases: list[Case]) -> dic
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """Accuracy in %, and in brackets the difference to the clean run."""
+    """Returns a table: the accuracy in %, and in brackets the difference to the clean run."""
     columns = list(dict.fromkeys((row["defence"], row["reach"]) for row in rows))
     lines = list(dict.fromkeys((row["sites"], row["attack"]) for row in rows))
     cells = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in rows}

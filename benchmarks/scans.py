@@ -1,10 +1,10 @@
-"""Cross-validated accuracy on a folder of own pictures with a pretrained network.
+"""Measures cross-validated accuracy on a folder of your own images with a pretrained network.
 
     python benchmarks/scans.py FOLDER --set model.train=head --out results/scans.json
 
 FOLDER has one sub-folder for each class and `unlabelled/` with one for each site. Every variant trains on
 four fifths of the labelled pictures and all unlabelled ones, and predicts the last fifth. Folds keep the
-pictures of a patient together, as far as file names tell. No other picture is looked at.
+pictures of a patient together, as far as file names show them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SIZE = 224
 
 
 def patient(file: Path) -> str:
-    """What pictures of one patient have in common, as far as a name tells: all but its short last parts."""
+    """Returns the patient that a file name shows: the name without its short last parts."""
     name = re.sub(r"-(jpe?g|png)$", "", file.stem)
     return re.sub(r"([-_][0-9A-Za-z]{1,4})+$", "", name)
 
@@ -73,8 +73,8 @@ def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> 
 def regressions(
     images: np.ndarray, labels: np.ndarray, classes: list[str], held: list[np.ndarray]
 ) -> dict[str, Any]:
-    """What logistic regression on lite0's features reaches, by its strength C: no unlabelled picture, one
-    place."""
+    """Returns the results of logistic regression on lite0's features, by its strength C, without unlabelled
+    images."""
     module = backbones.lite0(len(classes))
     scale = (backbones.MEAN,), (backbones.STD,)
     features = Features.of(module, 1, *scale, False, augment.WEAK, augment.STRONG, torch.get_num_threads())
@@ -97,7 +97,7 @@ def trained(
     config: ssfl.Config, images: np.ndarray, labels: np.ndarray, classes: list[str],
     owners: list[np.ndarray], held: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """How many held-out pictures of each class a run's model gets right."""
+    """Returns how many held-out images of each class a run's model classifies correctly."""
     rest = np.setdiff1d(np.arange(len(labels)), held)
     moved = np.full(len(labels), -1)
     moved[rest] = np.arange(len(rest))
@@ -114,7 +114,7 @@ def trained(
 
 
 def measured(labels: np.ndarray, held: list[np.ndarray], right: list[np.ndarray]) -> dict[str, Any]:
-    """Accuracy of each class over all folds, and the accuracy in each fold."""
+    """Returns the accuracy of each class over all folds, and the accuracy in each fold."""
     counts = np.array([np.bincount(labels[one], minlength=len(right[0])) for one in held])
     hits = np.array(right)
     each = (hits.sum(0) / counts.sum(0)).tolist()

@@ -64,7 +64,7 @@ def report(chrome: "Chrome", runs: Path, names: list[str], size: tuple[int, int]
 def shot(
     chrome: "Chrome", address: str, width: int, height: int, out: Path, clicked: list[str] | None = None
 ) -> None:
-    """Opens a page, clicks where told, waits until charts are drawn and takes a picture."""
+    """Opens a page, clicks on the given elements, waits until charts are drawn and takes a picture."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -1,10 +1,10 @@
-"""What a real site costs the centre: processor seconds of a waiting site and of a round, bytes, memory.
+"""Measures what a real site costs the centre: CPU seconds of a waiting site and of a round, bytes, memory.
 
 python -m benchmarks.sites [--sites N ...] [--model NAME] [--json FILE]
 
 A real `ssfl serve` with TLS and a key for each site, in processes of its own. The sites are threads of this
-process that speak the protocol and return nearly the model they were sent, so that nothing but the exchange
-is measured; what a site's own training costs, `ssfl join` tells after each round. Needs Flower.
+process that speak the protocol and return nearly the model they were sent, so only the exchange is measured.
+`ssfl join` prints the time of a site's own training after each round. Needs Flower.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Crowd:
 
 
 def stand_in(address: str, own: int, key: keys.SiteKey, crowd: Crowd) -> None:
-    """A site that sends back nearly what it gets."""
+    """A site that sends back nearly the model that it received."""
     while not crowd.done.is_set():
         with connection.connected(address, key, 120) as line, suppress(httpx.HTTPError):  # lost: once more
             _attend(line, own, key.name, crowd)
@@ -108,7 +108,7 @@ class Relay:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a real site costs the centre.")
+    parser = argparse.ArgumentParser(description="Measure what a real site costs the centre.")
     parser.add_argument(
         "--sites", type=int, nargs="+", default=[4, 16, 64], help="the numbers of sites to try"
     )
@@ -132,7 +132,7 @@ def show(row: Row) -> None:
 
 
 def images(folder: Path) -> None:
-    """A few labelled images: the centre must hold some."""
+    """Writes a few labelled images for the centre."""
     generator = np.random.default_rng(0)
     for number in range(20):
         home = folder / str(number % 2)
@@ -142,7 +142,7 @@ def images(folder: Path) -> None:
 
 
 def measure(root: Path, count: int, model: str) -> Row:
-    """A federation of so many sites: first all but one wait, then everybody plays the rounds."""
+    """Runs a federation of `count` sites: first all but one wait, then all take part in the rounds."""
     port, relayed = free_port(), free_port()
     folder, out = root / f"keys-{count}", root / f"run-{count}"
     keys.init(folder, ["127.0.0.1"])
@@ -198,7 +198,7 @@ def measure(root: Path, count: int, model: str) -> Row:
 
 
 def until(true: Callable[[], bool], centre: subprocess.Popen[bytes]) -> None:
-    """Wait until something holds; give up where the centre does."""
+    """Waits until a condition holds; stops if the centre stops."""
     end = time.monotonic() + 500
     while not true():
         if centre.poll() is not None and not true():
@@ -209,7 +209,7 @@ def until(true: Callable[[], bool], centre: subprocess.Popen[bytes]) -> None:
 
 
 def child(parent: int) -> int:
-    """The SuperLink, which the centre has started."""
+    """Returns the SuperLink that the centre has started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
@@ -218,13 +218,13 @@ def child(parent: int) -> int:
 
 
 def seconds(pid: int) -> float:
-    """Processor time that a process has used."""
+    """Returns the CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def peak(pid: int) -> float:
-    """The most memory that a process has held, MiB."""
+    """Returns the peak memory of a process, MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 

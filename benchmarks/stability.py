@@ -1,5 +1,5 @@
-"""Whether a method holds from one user to many, from even to skewed, from few participants to all, and with
-users whose images are of another kind; nothing but the federation changes.
+"""Tests whether a method works for one user and many, even and skewed splits, few and all participants, and
+users with other kinds of images. Only the federation changes.
 
 python -m benchmarks.stability [--config NAME] [--methods A ...] [--cases N ...] [--seeds N ...] [--json FILE]
 
@@ -39,11 +39,11 @@ CASES: dict[str, list[str]] = {
     "half of the users in negative": ["split.users=10"],
 }
 NEGATIVE = {"one user in negative": 1, "half of the users in negative": 5}
-"""How many users hold negatives of their images."""
+"""How many users have inverted images."""
 
 
 def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dict[str, Any]:
-    """One run, and how it ended."""
+    """Plays one run; returns its result."""
     names = [f"method.name={method}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
     wanted = ssfl.load_config(config, [*CASES[case], *names, *sets])
     data = resolve.load_data(wanted)
@@ -70,12 +70,12 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
 
 
 def _on(sim: Simulation, row: Tensor, images: Any) -> float:
-    """The accuracy on some training images."""
+    """Returns the accuracy on some training images."""
     return sim.score(row, sim.pool.images[images], sim.pool.labels[images].cpu())[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Whether a method holds, whatever the federation.")
+    parser = argparse.ArgumentParser(description="Test a method on different federations.")
     parser.add_argument("--config", default="quickstart")
     parser.add_argument("--methods", nargs="+", default=["anchored", "alternate", "server-only"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _line(case: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
-    """A case's row of the table."""
+    """Returns a case's row of the table."""
     cells, here = [case], [row for row in rows if row["case"] == case]
     for method in options.methods:
         ends = [row["accuracy"] for row in here if row["method"] == method and "accuracy" in row]

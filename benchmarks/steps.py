@@ -1,9 +1,10 @@
-"""What a step of all users costs on this machine, beside what arithmetic and memory alone would take.
+"""Measures a step of all users on this machine, beside the time that arithmetic and memory alone would take.
 
 python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
 
 A step: choice of images, weak view, weak forward, strong view, strong forward and backward, optimizer;
-B = 64 images of each of C users. Timed on the host over whole rounds of 16 steps, the device waited for.
+B = 64 images of each of C users. It is timed on the host over whole rounds of 16 steps, including the wait
+for the device.
 """
 
 import argparse
@@ -59,7 +60,7 @@ STEPS, BATCH, IMAGES = 16, 64, 20_000
 
 
 def make(case: Case, device: str, folder: Path) -> Simulation:
-    """The paper's round on random images: speed does not depend on what they show."""
+    """Returns the paper's round on random images. The speed does not depend on their content."""
     job = Job("", "", (), 0, IMAGES, case.shape, case.classes)
     folder.mkdir(exist_ok=True)
     data = folder / "random.npz"
@@ -137,7 +138,7 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
 
 
 def floor(case: Case, sim: Simulation) -> dict[str, float]:
-    """What no implementation can do without: the arithmetic, and the bytes of weights and activations.
+    """Returns the least work of a step: its arithmetic, and the bytes of weights and activations.
 
     Weights: read twice and written once in bfloat16, gradients written and read, and an optimizer that
     reads and writes float32 weights and momentum. Activations: those that the backward pass needs are
@@ -169,12 +170,14 @@ def floor(case: Case, sim: Simulation) -> dict[str, float]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description="What a step costs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.steps", description="Measure the time of a step."
+    )
     parser.add_argument("--only", nargs="+", default=["cnn-47", "cnn-10", "resnet18-10", "cnn-47-loop"])
     parser.add_argument("--users", nargs="+", type=int, help="each case with each of these numbers of users")
-    parser.add_argument("--rounds", type=int, default=7, help="how many are timed")
+    parser.add_argument("--rounds", type=int, default=7, help="the number of timed rounds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--leave", type=float, help="take all of the GPU's memory but so many GB")
+    parser.add_argument("--leave", type=float, help="leave only this many GB of the GPU's memory free")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ballast = torch.empty(0, dtype=torch.int8)

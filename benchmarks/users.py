@@ -1,4 +1,4 @@
-"""What K costs: seconds until the first round begins, and per round, with images and participants fixed.
+"""Measures the cost of K users: seconds until the first round, and per round, with fixed images.
 
 python -m benchmarks.users [--images N] [--participants C] [--repeats N] [--json FILE]
 """
@@ -28,7 +28,7 @@ Row = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the number of users costs.")
+    parser = argparse.ArgumentParser(description="Measure the cost of the number of users.")
     parser.add_argument("--images", type=int, default=1_000_000, help="8x8 images of all users together")
     parser.add_argument("--participants", type=int, default=100, help="users per round")
     parser.add_argument("--users", type=int, nargs="+", default=USERS, help="the numbers of users to try")
@@ -72,7 +72,7 @@ def show(rows: list[Row]) -> None:
 
 
 def generate(path: Path, count: int) -> Path:
-    """An .npz of 8x8 images in ten classes, each a pattern of its own under noise."""
+    """Writes an .npz of 8x8 images in ten classes: a pattern for each class, plus noise."""
     generator = np.random.default_rng(0)
     patterns = generator.integers(0, 200, (10, 8, 8), dtype=np.uint8)
     y_train, y_test = generator.permutation(np.arange(count) % 10), np.arange(1000) % 10
@@ -84,7 +84,7 @@ def generate(path: Path, count: int) -> Path:
 
 
 def measure(overrides: list[str], out: Path) -> Row:
-    """A run and its resumption, as a person would type them."""
+    """Measures a run and its resumption with the commands that a person would type."""
     sets = [word for override in overrides for word in ("--set", override)]
     start, peak = begin(["run", *sets, "--out", str(out), "--quiet"], out, 1)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
@@ -108,7 +108,7 @@ def measure(overrides: list[str], out: Path) -> Row:
 
 
 def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
-    """Seconds from the command to the beginning of its first round, and the most memory it took, MiB."""
+    """Returns the seconds from the command to the start of its first round, and its peak memory in MiB."""
     events = out / "events.jsonl"
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "ssfl", *words])
@@ -129,7 +129,7 @@ def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
 
 
 def round_seconds(events: Path, round: int) -> float | None:
-    """How long a round took by its event, once that is written."""
+    """Returns the seconds of a round from its event, once it is written."""
     for line in events.read_text().splitlines(keepends=True):
         if line.endswith("\n") and (event := json.loads(line))["round"] == round:
             return float(event["seconds"])

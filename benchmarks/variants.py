@@ -1,9 +1,9 @@
-"""Variants of one method side by side, over many splits: what each part of it is worth.
+"""Compares variants of one method over many splits, to measure the effect of each part.
 
 python -m benchmarks.variants {anchored,norms,screen} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
 
-A seed is weights, draws and a split. Accuracy is on validation images, which are set aside before the
-split and trained on by nobody: the variants of `anchored` are there to be chosen from. Differences are to
+A seed sets weights, draws and the split. Accuracy is on validation images, which are set aside before the
+split and never trained on, because the variants of `anchored` are there to choose from. Differences are to
 the first variant, paired by seed, with their standard error. Finished runs are not run again.
 """
 
@@ -55,7 +55,7 @@ ANCHORED: Variants = {
     ],
     "server-only": ["method.name=server-only"],
 }
-"""`anchored` with one thing changed, and what it grew from."""
+"""`anchored` with one change each, and the methods that it is based on."""
 _SERVERS = "model.norm_statistics=server"
 _NORMS: Variants = {
     "FedAvg, GroupNorm": ["method.name=crl-gn"],
@@ -107,7 +107,7 @@ SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 
 
 def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
-    """One run, and how it ended."""
+    """Plays one run; returns its result."""
     folder = options.out / f"{options.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
     seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
     sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
@@ -122,7 +122,7 @@ def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -
 
 
 def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
-    """Where rounds are told in number, as many as make the same number of steps with another T."""
+    """Returns the setting of rounds that gives the same number of steps with another T, if rounds are set."""
     federation = load_config(options.config, options.sets).federation
     longer = load_config(options.config, [*options.sets, *sets]).federation
     if federation.rounds is None or longer.period == federation.period:
@@ -131,10 +131,10 @@ def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What each part of a method is worth.")
+    parser = argparse.ArgumentParser(description="Measure the effect of each part of a method.")
     parser.add_argument("set_of", choices=list(SETS))
     parser.add_argument("--config", default="quickstart")
-    parser.add_argument("--only", nargs="+", help="some of the variants, the one to compare with first")
+    parser.add_argument("--only", nargs="+", help="run only these variants; the first is the reference")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of all")
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Mean and deviation of each variant, and how far it is from the first on the same seeds."""
+    """Returns the mean and deviation of each variant, and its difference to the first on the same seeds."""
     accuracies = {
         name: {row["seed"]: 100 * row["validation_accuracy"] for row in rows
                if row["variant"] == name and row["validation_accuracy"] is not None}
