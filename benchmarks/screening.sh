@@ -11,16 +11,16 @@ contest-letters) # 8 methods, five half runs to choose by and three seeds each, 
         --set data.path="$data/emnist47.npz" --set federation.epochs=10 $common --out runs/contest-letters ;;
 contest-cifar10) # 10 of 100 users, Dirichlet 0.1, 4,000 labels, 10 epochs: about 60 minutes for these five
     ssfl contest cifar10-100 --methods anchored,alternate,semifl,cbafed,server-only --seeds 3 \
-        --set data.path="$data/cifar10.npz" --set model.norm=batch --set train.weight_decay=5e-4 \
+        --set data.path="$data/cifar10.npz" \
         --set federation.epochs=10 $common --out runs/contest-cifar10 ;;
 screen) # one seed, 5 epochs, ten users, validation images alone: 23 runs, about 40 minutes, three at a time 25
     python -m benchmarks.variants screen --config cifar10-10 --seeds 1 --jobs 3 --out runs/screen \
-        --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never --set model.norm=batch \
-        --set train.weight_decay=5e-4 --set federation.epochs=5 $common --json results/screen-cifar10-h200.json ;;
+        --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never \
+        --set federation.epochs=5 $common --json results/screen-cifar10-h200.json ;;
 screen-100) # the same with 10 of 100 users and Dirichlet 0.1: about 25 minutes
     python -m benchmarks.variants screen --config cifar10-100 --seeds 1 --jobs 3 --out runs/screen-100 \
-        --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never --set model.norm=batch \
-        --set train.weight_decay=5e-4 --set federation.epochs=5 $common --json results/screen-cifar10-100-h200.json ;;
+        --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never \
+        --set federation.epochs=5 $common --json results/screen-cifar10-100-h200.json ;;
 semifl) # as published: at most 490,000 steps of all users and 64,000 of the server; 60 to 90 minutes, in parts
     ssfl run semifl-published --set data.path="$data/cifar10.npz" --out runs/semifl-published \
         || ssfl resume runs/semifl-published ;;

@@ -77,9 +77,9 @@ NORMS: Variants = {
 """GroupNorm beside BatchNorm; the authors' code tests with the server's running statistics."""
 SCREEN: Variants = {
     "anchored": [],
-    "server: batches of 256": ["train.server_batch_size=256"],
+    "server: batches of 64": ["train.server_batch_size=64"],
+    "server: batches of 512": ["train.server_batch_size=512"],
     "server: 48 steps": ["train.server_steps=48"],
-    "server: 48 steps of 256": ["train.server_steps=48", "train.server_batch_size=256"],
     "server: a third of the learning rate": ["train.server_lr=0.03"],
     "server: keeps its momentum": ["train.momentum_policy=server"],
     "T = 4": ["federation.period=4"],

@@ -1,6 +1,4 @@
-"""The GPU kernels, those on trial too, against the plain layers they stand for."""
-
-from collections.abc import Iterator
+"""The GPU kernels against the plain layers they stand for."""
 
 import pytest
 import torch
@@ -15,13 +13,6 @@ if torch.cuda.is_available():
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROUNDED = 4e-3  # bfloat16 keeps eight bits
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_trial() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSFL_KERNELS", "trial")
-        yield
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:

@@ -236,10 +236,12 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
     index = images.flatten(2).long()
     # Not of uint8, whose minimum comes out wrong when compiled for CPUs (pytorch issue 191499).
     short = images.to(torch.int16).flatten(2)
-    low, high = (x.long() for x in (short.amin(2, keepdim=True), short.amax(2, keepdim=True)))
+    # Levels are 0 to 255 anyway. The clamps are for compiled code, which also computes rows beyond the last
+    # image of a block, where a minimum over nothing would be an index out of bounds.
+    low, high = (x.clamp(0, 255).long() for x in (short.amin(2, keepdim=True), short.amax(2, keepdim=True)))
     levels = tables.levels[op, magnitude].unsqueeze(1)
 
-    rows = tables.stretch.index_select(0, (high - low).flatten()).view(*index.shape[:2], 256)
+    rows = tables.stretch.index_select(0, (high - low).clamp(0, 255).flatten()).view(*index.shape[:2], 256)
     stretched = (rows - rows.gather(2, low)).clamp_(0, 255).to(torch.uint8)
     chosen = (op == _AUTOCONTRAST).view(-1, 1, 1) & (high > low)
     levels = torch.where(chosen, stretched, levels)

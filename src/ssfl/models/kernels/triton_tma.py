@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.errors import SsflWarning
-from ssfl.models.kernels.trial import on_trial
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -160,15 +159,10 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Returns whether kernels on trial are wanted, the GPU has the copy engine, and Triton supports it.
-
-    Warns once if they are wanted but cannot be used.
-    """
-    if not on_trial():
-        return False
+    """Returns whether the GPU has the copy engine and Triton supports it. Warns once if not."""
     if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
         return True
-    why = "needs a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
+    why = "need a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
     name = torch.cuda.get_device_name(device)
     warnings.warn(
         f"on {name} the older convolutions are used: the faster ones {why}", SsflWarning, stacklevel=2
