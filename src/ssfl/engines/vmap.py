@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ssfl.core.rows import Layout, placed
+from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, with_own_labels
 from ssfl.engines import compiling
 from ssfl.engines.buffers import StepBuffers, make_buffers, sgd
@@ -28,6 +28,7 @@ from ssfl.engines.work import (
     for_prediction,
     make_batch,
     positions,
+    swap_or_not,
 )
 from ssfl.errors import SsflWarning
 from ssfl.federation import Method
@@ -80,7 +81,7 @@ class Vmap:
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._predict: Callable[..., Tensor] = whole(self._eager_predict)
         self._update: Callable[..., None] = prepared(sgd)
-        self._positions: Callable[..., Tensor] = prepared(positions, dynamic=None)
+        self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """T steps of SGD, each for all rows together."""
@@ -161,12 +162,7 @@ class Vmap:
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
         """`work.positions`."""
-        if not self.compiled:
-            return positions(base, trainers, sizes, first, count)
-        # with a Python number it would be compiled again in every round
-        start = first if isinstance(first, Tensor) else placed(first, trainers.device)
-        chosen: Tensor = self._positions(base, trainers, sizes, start, count)
-        return chosen
+        return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
         """Nothing to release."""

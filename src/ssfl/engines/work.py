@@ -173,24 +173,45 @@ class TrainedRows(NamedTuple):
     metrics: Named
 
 
-def positions(base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int) -> Tensor:
+def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
+    """Returns positions after one pass of a swap-or-not shuffle of `size` images."""
+    key = draws.fold(keys, turn)
+    mirror = draws.below(key, size) - image
+    mirror = torch.where(mirror < 0, mirror + size, mirror)
+    swap = draws.fold(key, torch.maximum(image, mirror)) < 0
+    return torch.where(swap, mirror, image)
+
+
+def positions(
+    base: int,
+    trainers: Tensor,
+    sizes: Tensor,
+    first: int | Tensor,
+    count: int,
+    swap: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Returns positions `first` to `first + count` of each trainer's endless sequence of images: [n, count].
 
     The sequence is one fresh permutation of the trainer's images after another. Each permutation is a
     swap-or-not shuffle (Hoang, Morris and Rogaway 2012): in every pass an image and its mirror image about a
     random point are swapped or not. Only the positions asked for are computed, and nothing is stored.
+
+    `swap` is `swap_or_not`, compiled. It is called pass by pass, on one dimension: compiling all passes
+    together takes many times as long, and every number of trainers would be compiled again.
     """
     place = first + torch.arange(count, device=trainers.device)  # or [n, count], if trainers differ
     size = sizes[:, None]
     keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
-    for turn in range(SHUFFLE_ROUNDS):
-        key = draws.fold(keys, turn)
-        mirror = draws.below(key, size) - image
-        mirror = torch.where(mirror < 0, mirror + size, mirror)
-        swap = draws.fold(key, torch.maximum(image, mirror)) < 0
-        image = torch.where(swap, mirror, image)
-    return image
+    if swap is None or not image.numel():
+        for turn in range(SHUFFLE_ROUNDS):
+            image = swap_or_not(image, keys, size, turn)
+        return image
+    shape, size = image.shape, size.expand_as(image).flatten()
+    image, keys = image.flatten(), keys.flatten()
+    for number in torch.arange(SHUFFLE_ROUNDS, device=image.device).unbind():
+        image = swap(image, keys, size, number)
+    return image.view(shape)
 
 
 VIEWS = ("weak", "strong", "labelled", "dropout")
