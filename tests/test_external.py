@@ -20,6 +20,7 @@ from ssfl.config.settings import Config
 from ssfl.core import outside
 from ssfl.errors import ConfigError, RunError, SsflWarning
 from ssfl.models import external
+from ssfl.models.replaced import replaced_functions
 from ssfl.runs import assemble
 from test_engines_agree import both, relative, unequal, warmed
 
@@ -219,7 +220,7 @@ def test_dropout_is_that_of_the_module() -> None:
     """Rates and scales of every kind, by counting."""
     x, key = torch.ones(200, 50, 4, 4), torch.tensor(3)
     for name, shape in {"dropout": x.shape, "dropout2d": (200, 50, 1, 1)}.items():
-        with external._replaced(external._Masks(key)):
+        with replaced_functions(key):
             dropped = getattr(F, name)(x, 0.3, True)
             other = getattr(F, name)(x, 0.3, True)
         assert not torch.equal(dropped, other)
@@ -227,7 +228,7 @@ def test_dropout_is_that_of_the_module() -> None:
         assert float((dropped == 0).double().mean()) == pytest.approx(0.3, abs=0.02)
         assert torch.equal(dropped, dropped[tuple(slice(size) for size in shape)].expand_as(x))
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    with external._replaced(external._Masks(key)):
+    with replaced_functions(key):
         kept = F.alpha_dropout(x, 0.2, True)
         assert F.dropout(x, 0.5, False) is x
     assert float(kept.mean()) == pytest.approx(0, abs=0.02)
@@ -242,7 +243,7 @@ def test_attention_is_that_of_torch() -> None:
              {"attn_mask": torch.randn(5, 5, generator=generator, dtype=torch.float64)}]  # fmt: skip
     for case in cases:
         expected = F.scaled_dot_product_attention(q, k, v, **case)  # type: ignore[arg-type]
-        with external._replaced(external._Masks(None)):
+        with replaced_functions(None):
             torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, **case), expected)  # type: ignore[arg-type]
 
 
