@@ -26,7 +26,8 @@ from ssfl.engines.local import Returned
 from ssfl.engines.work import TrainedRows
 from ssfl.federation import METRICS, Method, Named, State
 from ssfl.simulate.plan import Owners, Plan
-from ssfl.simulate.rounds import Round, Workers
+from ssfl.simulate.protocols import Workers
+from ssfl.simulate.rounds import Round
 from ssfl.simulate.scoring import ModelScore
 from ssfl.simulate.simulation import Simulation
 

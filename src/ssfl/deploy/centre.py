@@ -44,7 +44,8 @@ from ssfl.runs import (
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.result import Result
 from ssfl.simulate.gate import STRIKES
-from ssfl.simulate.rounds import Extra, Round
+from ssfl.simulate.protocols import Extra
+from ssfl.simulate.rounds import Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")

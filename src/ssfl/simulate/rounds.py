@@ -1,91 +1,29 @@
 """One round as a method sees it: `Round` implements `federation.Fed` for simulated users and for real sites.
 
 It sends models, trains, checks and averages the updates that come back, and logs what the round's events
-need. `Workers` decides where and how users train.
+need. `Workers` (see `protocols.py`) decides where and how users train.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ssfl.config.settings import Config
 from ssfl.core import averaging, draws
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import Layout, placed
-from ssfl.data.dataset import Dataset
 from ssfl.engines.local import Returned
-from ssfl.engines.work import TrainedRows
 from ssfl.errors import MethodError
 from ssfl.federation import METRICS, NEEDS, Momentum, Named, State, Trained, Users
 from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
-from ssfl.simulate.plan import Plan
-from ssfl.simulate.scoring import ModelScore
+from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
 USUAL = "usual"
 """The name of the last rounds' usual update norms in a state's memory, see `gate.py`."""
 TRUST = "trust"
 """The name of the users' trust in a state's memory, see `gate.py`."""
-
-
-class Experiment(Protocol):
-    """What a round needs from its simulation, or from the centre of a real federation."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def dataset(self) -> Dataset: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def ranks(self) -> "Ranks | None": ...
-    @property
-    def holds_models(self) -> bool: ...
-    @property
-    def has_server(self) -> bool: ...
-    @property
-    def server_counts(self) -> Tensor: ...
-
-    def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]: ...
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> ModelScore: ...
-    def predicted(self, row: Tensor, images: Tensor) -> Tensor: ...
-    def descent(self, row: Tensor, round: int) -> Tensor | None: ...
-    def prepare(self, round: int) -> None: ...
-
-
-Extra = Callable[[Sequence[int]], Named]
-"""(n users) -> the tensors that they are sent besides a model, [n, ...] each."""
-
-
-class Workers(Protocol):
-    """Trains a round's users and the server, in this process or elsewhere."""
-
-    def send(
-        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
-    ) -> Cohort:
-        """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While
-        real sites train, it calls `meanwhile`, which trains the server."""
-
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Returns what some of the cohort's users trained from the rows and tensors that they were sent."""
-
-    def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains rows on the server's labelled images."""
-
-
-class Ranks(Protocol):
-    """The processes of torchrun that share the users of a round, see `engines/dist.py`."""
-
-    def share(self, count: int) -> slice:
-        """Returns the positions in a cohort that this process trains."""
-
-    def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all processes' streams, and for each tensor the rows of all users, in order."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from ssfl.models import backbones, external, networks, weights
 from ssfl.simulate import measuring, scoring
 from ssfl.simulate.gate import ROUNDS, VIEWS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import TRUST, USUAL, Extra, Round
+from ssfl.simulate.protocols import Extra
+from ssfl.simulate.rounds import TRUST, USUAL, Round
 from ssfl.simulate.sending import sent_back
 
 SLOW = "slow"
