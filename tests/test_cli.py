@@ -58,13 +58,25 @@ def test_json_prints_the_summary_alone(ssfl: Call) -> None:
     assert (code, again) == (0, out)
 
 
-def test_bfloat16_is_quiet_on_a_cpu_without_it(tmp_path: Path) -> None:
-    """torch tells of its other way once a process, so this needs a process of its own."""
+def test_bfloat16_is_quiet_on_a_cpu_without_it_and_little_is_imported(tmp_path: Path) -> None:
+    """torch tells of its other way once a process, so this needs a process of its own.
+
+    Importing torch's compiler or scikit-learn would double the time until the first round.
+    """
     more = ["train.precision=bfloat16", "run.engine=vmap", "run.device=cpu", "train.batch_size=16"]
     sets = [word for setting in more for word in ("--set", setting)]
-    command = [sys.executable, "-m", "ssfl", "run", *SHORT, *sets, "--out", str(tmp_path / "a"), "--quiet"]
+    code = """
+import sys
+from ssfl.cli.main import main
+try:
+    main()
+finally:
+    print(*sorted({"torch._dynamo", "torch._inductor", "sklearn"} & sys.modules.keys()), end="")
+"""
+    command = [sys.executable, "-c", code, "run", *SHORT, *sets, "--out", str(tmp_path / "a"), "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "a" / "model.safetensors").is_file()
 
 
 def test_split_shows_who_gets_what(ssfl: Call) -> None:

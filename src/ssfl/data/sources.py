@@ -1,6 +1,7 @@
 """Where images come from: bundled digits, public datasets, an .npz file or a folder of images."""
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -112,12 +113,10 @@ def _load_digits(root: Path, download: bool, size: int | None) -> Dataset:
 
     The test images are 36 of each class, evenly spaced over its images, and always the same.
     """
-    from sklearn.datasets import load_digits
-
-    content = load_digits()
-    pixels = np.rint(content.images * (255 / 16)).astype(np.uint8)
+    numbers = _digits_table()
+    pixels = np.rint(numbers[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     images = formats.resized(torch.from_numpy(pixels).unsqueeze(1), size)
-    labels = torch.from_numpy(content.target.astype(np.int64))
+    labels = torch.from_numpy(numbers[:, -1].astype(np.int64))
     test = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):
         places = (labels == digit).nonzero().squeeze(1)
@@ -127,6 +126,22 @@ def _load_digits(root: Path, download: bool, size: int | None) -> Dataset:
         "digits", train, labels[~test], images[test], labels[test], DIGITS,
         *statistics(train), flip=False,
     )  # fmt: skip
+
+
+def _digits_table() -> np.ndarray:
+    """Returns scikit-learn's table of digits: 64 grey levels and the label in each row.
+
+    The file is read directly, because importing scikit-learn takes nearly as long as importing torch.
+    """
+    package = importlib.util.find_spec("sklearn")
+    for place in (package and package.submodule_search_locations) or ():
+        file = Path(place) / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    content = load_digits()
+    return np.column_stack([content.data, content.target])
 
 
 def _load_cifar10(root: Path, download: bool, size: int | None) -> Dataset:

@@ -26,14 +26,14 @@ def enough_memory() -> Iterator[None]:
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Make torch deterministic as far as it can be, and restore its global settings afterwards."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     products = torch.backends.cuda.matmul.allow_tf32
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # the same as use_deterministic_algorithms, which imports torch's compiler: as long again as torch itself
+    torch.set_deterministic_debug_mode("warn")
     # filling is not needed, because nothing here reads memory that it did not write
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
@@ -41,7 +41,7 @@ def reproducible() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
         torch.backends.cuda.matmul.allow_tf32 = products
