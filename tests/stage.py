@@ -1,10 +1,12 @@
 """Real federations on this machine: processes, and what a simulation of the same users gives."""
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -163,10 +165,18 @@ def checkpoint(run: Path) -> State:
     return found.state
 
 
+PORTS = itertools.count(10_000 + os.getpid() * 97 % 20_000)
+"""Below the ports that Linux gives to outgoing connections: one of those may be taken, by any connection of
+the machine, between the look here and the moment a centre listens. Each test process begins elsewhere."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nothing listens, another one each time."""
+    for port in PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there is always a next port")
 
 
 def sets(*settings: str) -> list[str]:

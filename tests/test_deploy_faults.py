@@ -276,76 +276,97 @@ def test_a_killed_centre_goes_on_to_the_same_bytes(folders: Path, ring: Path, st
 
 
 @pytest.mark.slow
-def test_a_killed_site_is_left_out_of_the_round_and_may_come_back(
+def test_a_killed_site_does_not_hold_up_the_others_and_may_come_back(
     folders: Path, ring: Path, stage: Stage
 ) -> None:
-    port, out = free_port(), stage.folder / "run"
-    serve = stage.serve(folders, ring, port, "--sites", 2, "--deadline", 5, *sets("federation.rounds=60"))
+    port, out, long = free_port(), stage.folder / "run", ["federation.rounds=60"]
+    serve = stage.serve(folders, ring, port, "--sites", 2, "--deadline", 5, *sets(*long))
     joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
+
+    def rounds() -> list[dict[str, Any]]:
+        return [event for event in runs.read_events(out) if event["event"] == "round"]
+
+    def kill(name: str) -> int:
+        """Returns how many rounds were played by then."""
+        joins[name].send_signal(signal.SIGKILL)
+        joins[name].wait()
+        return len(rounds())
+
+    def until_round_with(*numbers: int, after: int) -> None:
+        wait_until(
+            lambda: serve.poll() is not None or any(e["returned"] == [*numbers] for e in rounds()[after:]),
+            lambda: f"there was no round with {numbers}: {stage.said('serve')}", 120, stage.logs, every=0.2,
+        )  # fmt: skip
+
     stage.until("serve", "3 of 3 sites")
-    joins["bonn"].send_signal(signal.SIGKILL)
-    joins["bonn"].wait()
-    stage.until("serve", "2 of 3 sites")
+    before = kill("bonn")
+    until_round_with(0, 2, after=before)
     stage.join("bonn", port, folders, ring)
+    until_round_with(0, 1, 2, after=len(rounds()))
+    kill("calais")
     assert stage.ended(serve) == 0, stage.said("serve")
-    came = [len(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
-    assert len(came) == 60
-    assert 2 in came
-    assert came[-1] == 3
+    told = rounds()
+    assert len(told) == 60
+    lonely = [event for event in told if event["returned"] == [0, 2]]
+    assert any(event.get("missing") == ["bonn"] for event in lonely), lonely
+    assert "bonn" in stage.said("serve").partition("3 of 3 sites")[2]
+    back = told.index(lonely[-1]) + 1
+    assert any(event["returned"] == [0, 1, 2] for event in told[back:])  # it came back
+    assert told[-1]["returned"] == [0, 1]
+    assert told[-1]["missing"] == ["calais"]
     assert refusals(out) == []
     assert "Traceback" not in stage.said("serve")
+    assert same(checkpoint(out), simulated(config_of(folders, long), folders, arrivals(out)))
 
 
 @pytest.mark.slow
-def test_a_site_whose_key_was_taken_away_is_kept_out_when_the_run_goes_on(
+def test_keys_that_come_or_go_while_the_run_is_stopped_count_when_it_goes_on(
     folders: Path, ring: Path, stage: Stage
 ) -> None:
     port, out = free_port(), stage.folder / "run"
-    serve = stage.serve(folders, ring, port, *sets("federation.rounds=8"))
-    for name in NAMES:
+    own = Path(shutil.copytree(ring, stage.folder / "keys"))
+    again = ["serve", "--resume", out, "--port", port, "--keys", own]
+
+    def interrupted(name: str, serve: "subprocess.Popen[bytes]", until: str) -> int:
+        """Returns the rounds that are saved."""
+        stage.until(name, until)
+        serve.send_signal(signal.SIGINT)
+        assert stage.ended(serve) == 130, stage.said(name)
+        return checkpoint(out).round
+
+    # aachen has no key yet
+    (own / "aachen.pub").rename(own / "aachen.later")
+    serve = stage.serve(folders, own, port, *sets("federation.rounds=8"))
+    for name in ("bonn", "calais"):
         stage.join(name, port, folders, ring)
-    stage.until("serve", "round 2/8  accuracy")
-    serve.send_signal(signal.SIGINT)
-    assert stage.ended(serve) == 130, stage.said("serve")
-    fewer = Path(shutil.copytree(ring, stage.folder / "fewer"))
-    for name in NAMES:
-        (fewer / f"{name}.pub").rename(fewer / f"other-{name}.pub")
-    again = ["serve", "--resume", out, "--port", port, "--keys", fewer]
-    other = stage.ssfl("other", *again)
-    assert stage.ended(other) == 2
-    assert "other sites (aachen, bonn, calais)" in stage.said("other")
-    for name in ("aachen", "calais"):
-        (fewer / f"other-{name}.pub").rename(fewer / f"{name}.pub")
-    (fewer / "other-bonn.pub").unlink()
-    before = checkpoint(out).round
+    alone, begun = interrupted("serve", serve, "round 2/8  accuracy"), (out / "config.toml").read_bytes()
+    # then it has one
+    (own / "aachen.later").rename(own / "aachen.pub")
     second = stage.ssfl("second", *again)
-    assert stage.ended(second) == 0, stage.said("second")
-    assert "no key: bonn" in stage.said("second")
-    rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
-    assert [event["returned"] for event in rounds[before:]] == [[0, 2]] * (8 - before)
-    assert runs.read_config(out).split.users == 3
-
-
-@pytest.mark.slow
-def test_a_full_disk_stops_the_centre_with_one_line_and_the_run_goes_on_later(
-    folders: Path, ring: Path, stage: Stage
-) -> None:
-    port, out, long = free_port(), stage.folder / "run", ["federation.rounds=8"]
-    serve = stage.serve(folders, ring, port, *sets(*long))
+    stage.until("second", "new sites since this run began: aachen")
+    stage.join("aachen", port, folders, ring)
+    all_three = interrupted("second", second, f"round {alone + 1}/8  accuracy")
+    assert json.loads((out / "split.json").read_text())["sites"] == ["bonn", "calais", "aachen"]
+    assert len(checkpoint(out).strikes) == 3
+    # the keys of other sites are not those of this run
     for name in NAMES:
-        stage.join(name, port, folders, ring)
-    stage.until("serve", "round 2/8  accuracy")
-    (out / "events.jsonl").rename(out / "events.kept")
-    (out / "events.jsonl").symlink_to("/dev/full")
-    assert stage.ended(serve) == 2, stage.said("serve")
-    last = stage.said("serve").splitlines()[-1]
-    assert "events.jsonl: No space left on device" in last
-    assert f"ssfl serve --resume {out}" in last
-    assert "Traceback" not in stage.said("serve")
-    (out / "events.kept").rename(out / "events.jsonl")  # there is room again
-    second = stage.ssfl("second", "serve", "--resume", out, "--keys", ring, "--port", port)
-    assert stage.ended(second) == 0, stage.said("second")
-    assert same(checkpoint(out), simulated(config_of(folders, long), folders))
+        (own / f"{name}.pub").rename(own / f"other-{name}.pub")
+    assert stage.ended(stage.ssfl("other", *again)) == 2
+    assert "other sites (bonn, calais, aachen)" in stage.said("other")
+    # bonn has no key any more
+    for name in ("aachen", "calais"):
+        (own / f"other-{name}.pub").rename(own / f"{name}.pub")
+    (own / "other-bonn.pub").unlink()
+    last = stage.ssfl("last", *again)
+    assert stage.ended(last) == 0, stage.said("last")
+    assert "no key: bonn" in stage.said("last")
+    assert "new sites since" not in stage.said("last")
+    rounds = [event["returned"] for event in runs.read_events(out) if event["event"] == "round"]
+    assert rounds == [[0, 1]] * alone + [[0, 1, 2]] * (all_three - alone) + [[1, 2]] * (8 - all_three)
+    assert all_three > alone
+    assert all_three < 8
+    assert gather.read(out, "run").users == 3
+    assert (out / "config.toml").read_bytes() == begun
 
 
 @pytest.mark.slow
@@ -372,53 +393,6 @@ def test_keys_are_revoked_and_replaced_while_the_federation_runs(
     assert came[-1] == [0, 2]
     assert "round 25" in stage.said("new")
     assert "Traceback" not in stage.said("serve")
-
-
-@pytest.mark.slow
-def test_a_site_that_got_its_key_later_takes_part_when_the_run_goes_on(
-    folders: Path, ring: Path, stage: Stage
-) -> None:
-    port, out = free_port(), stage.folder / "run"
-    keys = Path(shutil.copytree(ring, stage.folder / "keys"))
-    (keys / "aachen.pub").rename(keys / "aachen.later")
-    serve = stage.serve(folders, keys, port, *sets("federation.rounds=8"))
-    for name in ("bonn", "calais"):
-        stage.join(name, port, folders, ring)
-    stage.until("serve", "round 2/8  accuracy")
-    serve.send_signal(signal.SIGINT)
-    assert stage.ended(serve) == 130, stage.said("serve")
-    before = checkpoint(out).round
-    (keys / "aachen.later").rename(keys / "aachen.pub")
-    second = stage.ssfl("second", "serve", "--resume", out, "--port", port, "--keys", keys)
-    stage.until("second", "new sites since this run began: aachen")
-    stage.join("aachen", port, folders, ring)
-    stage.until("second", f"round {before + 1}/8  accuracy")
-    second.send_signal(signal.SIGINT)
-    assert stage.ended(second) == 130, stage.said("second")
-    assert json.loads((out / "split.json").read_text())["sites"] == ["bonn", "calais", "aachen"]
-    third = stage.ssfl("third", "serve", "--resume", out, "--port", port, "--keys", keys)
-    assert stage.ended(third) == 0, stage.said("third")
-    assert "new since" not in stage.said("third")
-    rounds = [event for event in runs.read_events(out) if event["event"] == "round"]
-    assert [event["returned"] for event in rounds] == [[0, 1]] * before + [[0, 1, 2]] * (8 - before)
-    assert len(checkpoint(out).strikes) == 3
-    assert gather.read(out, "run").users == 3
-
-
-@pytest.mark.slow
-def test_a_dead_site_does_not_hold_up_the_others(folders: Path, ring: Path, stage: Stage) -> None:
-    port, out, rounds = free_port(), stage.folder / "run", ["federation.rounds=12"]
-    serve = stage.serve(folders, ring, port, "--deadline", 8, *sets(*rounds))
-    joins = {name: stage.join(name, port, folders, ring) for name in NAMES}
-    stage.until("serve", "round 2/12")
-    joins["bonn"].send_signal(signal.SIGKILL)
-    joins["bonn"].wait()
-    assert stage.ended(serve) == 0, stage.said("serve")
-    told = [event for event in runs.read_events(out) if event["event"] == "round"]
-    assert told[-1]["returned"] == [0, 2]
-    assert told[-1]["missing"] == ["bonn"]
-    assert "bonn" in stage.said("serve").partition("round 2/12")[2]
-    assert same(checkpoint(out), simulated(config_of(folders, rounds), folders, arrivals(out)))
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import ssfl
 from ssfl.config.loading import load_config
 from ssfl.errors import ConfigError
 from ssfl.runs import folder
@@ -28,8 +30,9 @@ def words(*settings: str) -> list[str]:
 
 
 def torchrun(ranks: int, *more: str) -> list[str]:
-    head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "ssfl"]
-    return [*head, *more]
+    """A command for so many ranks; without --standalone, all torchruns of a machine want port 29500."""
+    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*head, "-m", "ssfl", *more]
 
 
 def alike(one: Path, two: Path) -> None:
@@ -42,6 +45,20 @@ def alike(one: Path, two: Path) -> None:
         assert x.get("gradient_l2_squared") == pytest.approx(y.get("gradient_l2_squared"))
 
 
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Path]:
+    """Runs of the loop with given settings, each played once."""
+    home = tmp_path_factory.mktemp("loops")
+
+    def played(settings: list[str]) -> Path:
+        out = home / settings[0]
+        if not out.exists():
+            ssfl.run(load_config("quickstart", [*SETTINGS, *settings, "run.engine=loop"]), out)
+        return out
+
+    return played
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -51,16 +68,16 @@ def alike(one: Path, two: Path) -> None:
         pytest.param(3, ["model.norm=batch"], id="anchored, 3", marks=pytest.mark.slow),
     ],
 )
-def test_any_number_of_ranks_trains_as_the_loop_does(ranks: int, settings: list[str], tmp_path: Path) -> None:
+def test_any_number_of_ranks_trains_as_the_loop_does(
+    ranks: int, settings: list[str], loops: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
     """With three groups and half of ten users returning, some ranks have nobody in some rounds."""
-    shared = words(*SETTINGS, *settings)
-    quiet = ["--quiet", "--out"]
-    spread, loop = tmp_path / "spread", tmp_path / "loop"
-    call = torchrun(ranks, "run", *shared, "--set", "run.engine=dist", *quiet, str(spread))
+    spread = tmp_path / "spread"
+    shared = words(*SETTINGS, *settings, "run.engine=dist")
+    call = torchrun(ranks, "run", *shared, "--quiet", "--out", str(spread))
     told = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert told.returncode == 0, told.stderr
-    call = [sys.executable, "-m", "ssfl", "run", *shared, "--set", "run.engine=loop", *quiet, str(loop)]
-    subprocess.run(call, check=True)
+    loop = loops(settings)
     alike(spread, loop)
     masks = [event["mask_rate"] for event in folder.read_events(loop) if "mask_rate" in event]
     assert 0 < sum(masks) / len(masks) < 1

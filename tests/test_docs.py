@@ -1,5 +1,6 @@
 """Documentation is true: links lead somewhere, commands exist and run, the pages build, the notebook runs."""
 
+import inspect
 import os
 import re
 import shutil
@@ -16,11 +17,12 @@ import ssfl as ssfl_package
 from conftest import Call
 from documents import FENCE, PAGES, ROOT, Command, commands, mentioned
 from ssfl.cli import main, verbs
+from ssfl.cli.deploy import serve
 from ssfl.config import loading as configs
 from ssfl.config.settings import NAMES, SECTIONS
 from ssfl.core.fields import limits_of
 from ssfl.methods import METHODS, find
-from stage import Stage
+from stage import Stage, free_port
 from waiting import ended
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 EVERY = [command for page in PAGES for command in commands(page)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BESIDE = ("CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")
+SERVE_PORT = inspect.signature(serve).parameters["port"].default
 GENERATED = {"docs/api.md", "docs/cli.md", "docs/config.md", "docs/changelog.md", "docs/contributing.md"}
 
 
@@ -154,6 +157,7 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         for name in ("mine", "other"):
             assert ssfl("run", "--set", "federation.rounds=5", "--out", f"runs/{name}")[0] == 0
     waiting: list[Command] = []
+    port = free_port()
     for command in commands(page):
         if command.not_run:
             continue
@@ -164,7 +168,13 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         if words[:2] == ["ssfl", "board"]:
             opened(words)
             continue
-        if words[1] in ("serve", "join"):
+        if words[1] in ("serve", "join"):  # any port: others may use the one that the pages name
+            if words[1] == "serve":
+                assert "--port" not in words
+                words = [*words, "--port", str(port)]
+            else:
+                words[2] = re.sub(f":{SERVE_PORT}$", f":{port}", words[2])
+                assert words[2].endswith(f":{port}"), command
             stage.ssfl(str(command.line), *words[1:])
             waiting.append(command)
             continue

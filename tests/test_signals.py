@@ -14,6 +14,7 @@ import pytest
 
 from ssfl.runs import folder
 from stage import NAMES, Stage, checkpoint, free_port, sets
+from test_dist import torchrun
 from test_kill_and_resume import content
 from waiting import descendants, ended, finished, wait_until
 
@@ -102,8 +103,11 @@ def test_sigterm_to_the_group_saves_the_round_and_resume_gives_the_same_bytes(
 
 def test_a_second_sigterm_ends_every_process_at_once(tmp_path: Path) -> None:
     out = tmp_path / "ended"
-    process = begun(run_command(out, "federation.rounds=50", "federation.period=400"), out, 1)
+    # in the first round, the server trains alone, which is quick; the second one is long
+    long = ("federation.rounds=50", "federation.period=400", "federation.head_start=0.02")
+    process = begun(run_command(out, *long), out, 1)
     workers = descendants(process.pid)
+    assert len(workers) == 3
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(1)  # what `timeout` sends twice at once counts as one
     assert process.poll() is None, "a long round was not given time to end"
@@ -172,9 +176,8 @@ def test_sigterm_stops_a_series_of_runs_and_the_same_command_goes_on(verb: str, 
 def test_sigterm_to_every_rank_of_torchrun_saves_the_round(tmp_path: Path) -> None:
     out = tmp_path / "ranks"
     words = [word for s in [*SETTINGS, "run.engine=dist", "run.threads=1"] for word in ("--set", s)]
-    head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ssfl"]
     process = begun(
-        [*head, "run", *words, "--set", f"federation.rounds={20 * ROUNDS}", "--out", str(out)], out
+        torchrun(2, "run", *words, "--set", f"federation.rounds={20 * ROUNDS}", "--out", str(out)), out
     )
     os.killpg(process.pid, signal.SIGTERM)
     _, told = finished(process)
