@@ -184,21 +184,38 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, 6 << 30))
 
 
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from ssfl.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv, code, err = ["ssfl", *words], 0, io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, err.getvalue()]), flush=True)
+"""
+
+
 @pytest.fixture
-def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Commands in processes of their own, which end with the test."""
+def carried_out() -> Iterator[Callable[[list[list[str]]], list[tuple[int, str]]]]:
+    """Commands in a process of their own, which ends with the test: exit codes and what was said."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*words: object) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "ssfl", *map(str, words)]
+    def call(commands: list[list[str]]) -> list[tuple[int, str]]:
+        words = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)]
         processes.append(
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited
+                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited
             )
         )
-        return processes[-1]
+        out, err = finished(processes[-1])
+        answers = [tuple(json.loads(line)) for line in out.splitlines()]
+        assert len(answers) == len(commands), err
+        return answers
 
-    yield start
+    yield call
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -206,22 +223,23 @@ def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 
 def test_a_fifo_instead_of_a_file_does_not_block(
-    run: Path, good: Path, tmp_path: Path, started: Callable[..., "subprocess.Popen[str]"]
+    run: Path,
+    good: Path,
+    tmp_path: Path,
+    carried_out: Callable[[list[list[str]]], list[tuple[int, str]]],
 ) -> None:
-    """In processes of their own: what blocks would block the test as well."""
+    """In a process of its own: what blocks would block the test as well."""
     (tmp_path / "pictures").mkdir()
     os.mkfifo(tmp_path / "pictures" / "scan.png")
-    waiting = {"predict": started("predict", run, tmp_path / "pictures")}
+    asked = {"predict": ["predict", str(run), str(tmp_path / "pictures")]}
     for file in ("events.jsonl", "summary.json", "split.json"):
         other = Path(shutil.copytree(good, tmp_path / file.replace(".", "-")))
         (other / file).unlink()
         os.mkfifo(other / file)
-        waiting[file] = (
-            started("compare", good, other) if file == "events.jsonl" else started("resume", other)
-        )
-    said = {name: finished(process)[1] for name, process in waiting.items()}
-    assert not any("Traceback" in err for err in said.values()), said
+        asked[file] = ["compare", str(good), str(other)] if file == "events.jsonl" else ["resume", str(other)]
+    said = dict(zip(asked, carried_out(list(asked.values())), strict=True))
+    assert not any("Traceback" in err for _, err in said.values()), said
     for name, file in (("predict", "scan.png"), ("events.jsonl", "events.jsonl")):
-        assert file in one_line(waiting[name].returncode, said[name])
-        assert "it is not a regular file" in said[name]
-    assert waiting["split.json"].returncode == 0  # it is finished, and its split is not needed
+        assert file in one_line(*said[name])
+        assert "it is not a regular file" in said[name][1]
+    assert said["split.json"][0] == 0  # it is finished, and its split is not needed

@@ -187,6 +187,7 @@ def test_sigterm_to_every_rank_of_torchrun_saves_the_round(tmp_path: Path) -> No
     assert f"stopped after round {checkpoint(out).round} " in told
 
 
+@pytest.mark.slow
 def test_sigterm_to_every_process_of_a_centre_saves_the_round(
     folders: Path, ring: Path, stage: Stage
 ) -> None:

@@ -302,21 +302,29 @@ def killed(images: Path, out: Path, watched: str, *more: str) -> None:
     assert not (out / "summary.json").exists()
 
 
+LONG = ("run.folds=3", "federation.rounds=12")
+
+
+@pytest.fixture(scope="module")
+def straight(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody killed."""
+    return ssfl.run(own(images, *LONG), tmp_path_factory.mktemp("runs") / "straight").path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", ["baseline/events.jsonl", "folds/2-alone/events.jsonl"])
 def test_a_run_killed_in_its_comparison_goes_on_to_the_same_bytes(
-    images: Path, tmp_path: Path, watched: str
+    images: Path, straight: Path, tmp_path: Path, watched: str
 ) -> None:
-    more = ["run.folds=3", "federation.rounds=12"]
-    killed(images, tmp_path / "killed", watched, *more)
-    subprocess.run(command("resume", tmp_path / "killed", "--quiet"), check=True)
-    straight = ssfl.run(own(images, *more), tmp_path / "straight")
-    again = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    out = tmp_path / "killed"
+    killed(images, out, watched, *LONG)
+    subprocess.run(command("resume", out, "--quiet"), check=True)
+    again, before = (json.loads((path / "summary.json").read_text()) for path in (out, straight))
     for key in ("verdict", "folds", "accuracy", "correct"):
-        assert again[key] == straight.summary[key]
+        assert again[key] == before[key]
     for name in (".", "baseline"):
-        assert same_tensors(tmp_path / "killed" / name, tmp_path / "straight" / name)
-    kept = [[event for event in folder.read_events(tmp_path / name) if event["event"] == "verdict"]
-            for name in ("killed", "straight")]  # fmt: skip
+        assert same_tensors(out / name, straight / name)
+    kept = [[event for event in folder.read_events(path) if event["event"] == "verdict"]
+            for path in (out, straight)]  # fmt: skip
     assert kept[0] == kept[1]
     assert len(kept[0]) == 1

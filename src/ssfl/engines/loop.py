@@ -1,10 +1,12 @@
 """One trainer after another in plain PyTorch: the specification that every other engine equals."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.sgd import sgd
 
 from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Loss, Named, Step, evaluated, with_own_labels
@@ -42,16 +44,7 @@ class Loop:
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
         weights, buffers = self._unpacked(row)
-        sgd = torch.optim.SGD(
-            list(weights.values()),
-            lr=0.0,
-            momentum=self.optimizer.momentum,
-            nesterov=self.optimizer.nesterov,
-            weight_decay=self.optimizer.weight_decay,
-        )
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
-        for name, weight in weights.items():
-            sgd.state[weight]["momentum_buffer"] = velocity[name]
         received = None
         if "received" in self.method.uses():
             received = {name: weight.clone() for name, weight in weights.items()}
@@ -61,18 +54,15 @@ class Loop:
             work = replace(work, longest=int(work.taken))
         rates = work.rates[: work.played]
         for rate, batch in zip(rates, each_batch(self.pool, work), strict=True):
-            sgd.param_groups[0]["lr"] = rate * lr_scale
             step = self._step(batch, weights, buffers, work.role, received, rate * lr_scale)
             gradients, metrics = self.method.gradient(step, self._loss(work.role))
             for name, weight in weights.items():
                 weight.grad = gradients[name].to(weight.dtype) if name in gradients else None
             if self.optimizer.clip:
                 nn.utils.clip_grad_norm_(list(weights.values()), self.optimizer.clip)
-            sgd.step()
+            self._update(weights, velocity, rate * lr_scale)
             buffers = step.buffers
             measured.append(metrics)
-        if self.optimizer.momentum:
-            velocity = {name: sgd.state[weight]["momentum_buffer"] for name, weight in weights.items()}
         names = (*METRICS, *self.method.metrics) if work.role == "user" else METRICS
         means = dict.fromkeys(names, row.new_zeros(1))
         if measured:
@@ -80,6 +70,23 @@ class Loop:
         if work.taken is not None:
             means["steps"] = work.taken.to(row)
         return self.layout.flatten(weights | buffers, lead=1), self.layout.flatten(velocity, lead=1), means
+
+    def _update(self, weights: Named, velocity: Named, lr: float) -> None:
+        """What torch.optim.SGD does in a step, in place; making one imports torch's compiler, which takes as
+        long as importing torch."""
+        trained = [name for name, weight in weights.items() if weight.grad is not None]
+        with torch.no_grad():
+            sgd(
+                [weights[name] for name in trained],
+                [cast(Tensor, weights[name].grad) for name in trained],
+                [velocity[name] for name in trained],
+                weight_decay=self.optimizer.weight_decay,
+                momentum=self.optimizer.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=self.optimizer.nesterov,
+                maximize=False,
+            )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
         """Returns the probabilities that each row predicts for weak views of its batches' images."""
