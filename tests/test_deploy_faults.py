@@ -336,16 +336,16 @@ def test_keys_that_come_or_go_while_the_run_is_stopped_count_when_it_goes_on(
 
     # aachen has no key yet
     (own / "aachen.pub").rename(own / "aachen.later")
-    serve = stage.serve(folders, own, port, *sets("federation.rounds=8"))
+    serve = stage.serve(folders, own, port, *sets("federation.rounds=12"))
     for name in ("bonn", "calais"):
         stage.join(name, port, folders, ring)
-    alone, begun = interrupted("serve", serve, "round 2/8  accuracy"), (out / "config.toml").read_bytes()
+    alone, begun = interrupted("serve", serve, "round 2/12  accuracy"), (out / "config.toml").read_bytes()
     # then it has one
     (own / "aachen.later").rename(own / "aachen.pub")
     second = stage.ssfl("second", *again)
     stage.until("second", "new sites since this run began: aachen")
     stage.join("aachen", port, folders, ring)
-    all_three = interrupted("second", second, f"round {alone + 1}/8  accuracy")
+    all_three = interrupted("second", second, f"round {alone + 1}/12  accuracy")
     assert json.loads((out / "split.json").read_text())["sites"] == ["bonn", "calais", "aachen"]
     assert len(checkpoint(out).strikes) == 3
     # the keys of other sites are not those of this run
@@ -362,9 +362,9 @@ def test_keys_that_come_or_go_while_the_run_is_stopped_count_when_it_goes_on(
     assert "no key: bonn" in stage.said("last")
     assert "new sites since" not in stage.said("last")
     rounds = [event["returned"] for event in runs.read_events(out) if event["event"] == "round"]
-    assert rounds == [[0, 1]] * alone + [[0, 1, 2]] * (all_three - alone) + [[1, 2]] * (8 - all_three)
+    assert rounds == [[0, 1]] * alone + [[0, 1, 2]] * (all_three - alone) + [[1, 2]] * (12 - all_three)
     assert all_three > alone
-    assert all_three < 8
+    assert all_three < 12
     assert gather.read(out, "run").users == 3
     assert (out / "config.toml").read_bytes() == begun
 
