@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -62,6 +63,16 @@ def test_a_folder_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch, tmp
     assert os.environ[VARIABLES[0]] == str(tmp_path / "mine")
     assert compile_cache.parts()["inductor"] == tmp_path / "mine"
     assert Path(os.environ[VARIABLES[1]]) == compile_cache.folder() / "triton"
+
+
+def test_the_folder_that_torch_sets_by_itself_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch's compiler sets the variables, and that may happen before a run begins."""
+    default = Path(tempfile.gettempdir(), "torchinductor_somebody")
+    monkeypatch.setenv(VARIABLES[0], str(default))
+    monkeypatch.setenv(VARIABLES[1], str(default / "triton" / "0"))
+    compile_cache.use()
+    assert os.environ[VARIABLES[0]] == str(compile_cache.folder() / "inductor")
+    assert os.environ[VARIABLES[1]] == str(compile_cache.folder() / "triton")
 
 
 def test_another_cache_folder_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -66,9 +66,15 @@ def parts() -> dict[str, Path]:
 
 
 def _own(part: str) -> str | None:
-    """Returns the folder that the user chose for a part with an environment variable."""
+    """Returns the folder that the user chose for a part with an environment variable.
+
+    torch itself sets the variables to its default, a folder of /tmp, as soon as its compiler is imported.
+    """
     value = os.environ.get(VARIABLES[part])
-    return None if value == _chosen.get(part) else value
+    if value is None or value == _chosen.get(part):
+        return None
+    by_torch = str(Path(tempfile.gettempdir(), "torchinductor_"))
+    return None if os.path.abspath(value).startswith(by_torch) else value
 
 
 def use() -> None:

@@ -207,8 +207,11 @@ def positions(
         for turn in range(SHUFFLE_ROUNDS):
             image = swap_or_not(image, keys, size, turn)
         return image
-    shape, size = image.shape, size.expand_as(image).flatten()
-    image, keys = image.flatten(), keys.flatten()
+    shape = image.shape
+    # copies of their own: views, or steps of 0 in memory, would be compiled again
+    image, keys, size = (
+        x.expand(shape).flatten().clone(memory_format=torch.contiguous_format) for x in (image, keys, size)
+    )
     for number in torch.arange(SHUFFLE_ROUNDS, device=image.device).unbind():
         image = swap(image, keys, size, number)
     return image.view(shape)
