@@ -7,7 +7,7 @@
   const MOST = 8; // as many as charts tell apart
   const LIST_EVERY = 3000, CURVES_EVERY = 1000;
   const byId = (id) => document.getElementById(id);
-  let chosen = [], runs = [], shown = { key: "", charts: [] }, told = new Map(), drawn = "", listed = "", asked = false;
+  let chosen = [], runs = [], shown = { key: "", charts: [] }, descriptions = new Map(), drawn = "", listed = "", loaded = false;
 
   // One run: these curves together, by the first name. Several runs: a chart for each curve, by the second.
   const CHARTS = [
@@ -40,7 +40,7 @@
     chosen = [...new Set(names)].slice(0, MOST);
     const query = new URLSearchParams(chosen.map((name) => ["run", name])).toString();
     if (keep) history.pushState(null, "", query ? `/?${query}` : "/");
-    told = new Map([...told].filter(([name]) => chosen.includes(name)));
+    descriptions = new Map([...descriptions].filter(([name]) => chosen.includes(name)));
     drawList();
     refresh();
   }
@@ -74,45 +74,45 @@
       interval: early ? run.validation_interval : run.interval };
   }
   function accuracyCell(run) {
-    const told = accuracy(run), more = [told.of, told.kind].filter(Boolean).join(", ");
-    return [told.value, more ? el("span", { class: "more" }, more) : null];
+    const score = accuracy(run), more = [score.of, score.kind].filter(Boolean).join(", ");
+    return [score.value, more ? el("span", { class: "more" }, more) : null];
   }
 
   function drawList() {
     const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = (run) => words.every((word) => `${run.name} ${run.method} ${run.data} ${run.state}`.toLowerCase().includes(word));
-    const found = runs.filter(fits), focus = document.activeElement;
-    const now = JSON.stringify([found.map((run) => ({ ...run, age: ago(run.age) })), chosen, runs.length, asked]);
+    const matching = runs.filter(fits), focus = document.activeElement;
+    const now = JSON.stringify([matching.map((run) => ({ ...run, age: ago(run.age) })), chosen, runs.length, loaded]);
     if (now === listed) return; // nothing moves under a reader's hand without need
     listed = now;
     const spot = byId("list").contains(focus) ? [focus.closest("tr")?.dataset.run, focus.tagName] : null;
-    const rows = found.map((run) => { const made = row(run); made.dataset.run = run.name; return made; });
+    const rows = matching.map((run) => { const made = row(run); made.dataset.run = run.name; return made; });
     const head = ["", "run", "state", { text: "round", number: true }, { text: "accuracy", number: true },
       { text: "last event", number: true, wide: true }];
     const top = el("tr", {}, head.map((cell) => el("th", { scope: "col",
       class: [cell.number && "number", cell.wide && "wide"].filter(Boolean).join(" ") || null }, cell.text ?? cell)));
     byId("list").replaceChildren(el("table", {}, el("thead", {}, top), el("tbody", {}, rows)));
     if (spot) rows.find((one) => one.dataset.run === spot[0])?.querySelector(spot[1].toLowerCase())?.focus();
-    byId("hint").textContent = runs.length === 0 && asked ? "There are no runs yet. Start one with `ssfl run`; it appears here automatically."
-      : found.length === 0 && asked ? "No run matches the filter." : `Select up to ${MOST} runs to compare them.`;
+    byId("hint").textContent = runs.length === 0 && loaded ? "There are no runs yet. Start one with `ssfl run`; it appears here automatically."
+      : matching.length === 0 && loaded ? "No run matches the filter." : `Select up to ${MOST} runs to compare them.`;
   }
 
   // What is chosen
 
-  function specs(found) { // the charts to draw, each with a key that stays the same as long as its lines do
-    const rounds = Math.max(1, ...found.map((run) => run.rounds ?? 0)), made = [];
-    const played = Math.max(8, ...found.map((run) => run.round ?? 0));
+  function specs(selected) { // the charts to draw, each with a key that stays the same as long as its lines do
+    const rounds = Math.max(1, ...selected.map((run) => run.rounds ?? 0)), made = [];
+    const played = Math.max(8, ...selected.map((run) => run.round ?? 0));
     const end = Math.min(rounds, 2 ** Math.ceil(Math.log2(played))); // a young run is seen large, and seldom rescaled
     const base = (chart) => ({ ...chart, xLabel: "round", xRange: [0, end], height: 240 });
     for (const chart of CHARTS) {
-      if (found.length === 1) {
-        const series = Object.entries(chart.curves).filter(([curve]) => found[0].curves[curve]?.length)
-          .map(([curve, [name]], look) => ({ name, points: found[0].curves[curve], look }));
+      if (selected.length === 1) {
+        const series = Object.entries(chart.curves).filter(([curve]) => selected[0].curves[curve]?.length)
+          .map(([curve, [name]], look) => ({ name, points: selected[0].curves[curve], look }));
         if (series.length) made.push({ ...base(chart), series });
         continue;
       }
       for (const [curve, [, title]] of Object.entries(chart.curves)) {
-        const series = found.map((run, look) => ({ name: run.name, points: run.curves[curve] ?? [], look }))
+        const series = selected.map((run, look) => ({ name: run.name, points: run.curves[curve] ?? [], look }))
           .filter((one) => one.points.length);
         if (series.length) made.push({ ...base(chart), title, series });
       }
@@ -120,8 +120,8 @@
     return made;
   }
 
-  function drawCharts(found) {
-    const wanted = specs(found), key = JSON.stringify([chosen, wanted.map((spec) => spec.title)]);
+  function drawCharts(selected) {
+    const wanted = specs(selected), key = JSON.stringify([chosen, wanted.map((spec) => spec.title)]);
     if (key === shown.key) {
       wanted.forEach((spec, k) => shown.charts[k].update(spec));
       return;
@@ -131,72 +131,72 @@
   }
 
   function tiles(run) {
-    const told = accuracy(run), percent = (share) => (100 * share).toFixed(1);
-    const of = [told.of, told.interval && `95 % interval ${told.interval.map(percent).join(" to ")} %`].filter(Boolean);
+    const score = accuracy(run), percent = (share) => (100 * share).toFixed(1);
+    const of = [score.of, score.interval && `95 % interval ${score.interval.map(percent).join(" to ")} %`].filter(Boolean);
     const facts = [["state", run.state], ["round", `${show("count", run.round ?? 0)} of ${show("count", run.rounds)}`],
-      [told.kind ? `accuracy (${told.kind})` : "accuracy", told.value, ...of], ["method", run.method], ["data", run.data]];
+      [score.kind ? `accuracy (${score.kind})` : "accuracy", score.value, ...of], ["method", run.method], ["data", run.data]];
     if (run.left !== null) facts.push(["time left, about", show("seconds", Math.max(1, Math.round(run.left)))]);
     return el("dl", { class: "tiles" }, facts.map(([name, value, ...more]) => el("div", { class: "tile" }, el("dt", {}, name),
       el("dd", {}, value || "–", more.map((line) => el("span", { class: "beside" }, line))))));
   }
 
-  function drawAbout(found, missing) {
-    const title = found.length === 1 ? found[0].name : found.length ? `${found.length} runs compared` : "";
+  function drawAbout(selected, missing) {
+    const title = selected.length === 1 ? selected[0].name : selected.length ? `${selected.length} runs compared` : "";
     byId("detail-title").textContent = title || (runs.length ? "Choose a run" : "");
     document.title = title ? `${title} – ssfl board` : "ssfl board";
     const parts = [];
     for (const name of missing) parts.push(el("p", { class: "say warn" }, `${name} no longer exists.`));
-    for (const run of found) {
+    for (const run of selected) {
       if (run.error) parts.push(el("p", { class: "say warn" }, el("strong", {}, `${run.name} failed: `), run.error));
       if (run.damaged) parts.push(el("p", { class: "say warn" }, `${run.name}: its events.jsonl is damaged; only the events before the damage are shown.`));
-      if (run.verdict) parts.push(el("p", { class: "say" }, found.length > 1 ? el("strong", {}, `${run.name}: `) : null, run.verdict));
+      if (run.verdict) parts.push(el("p", { class: "say" }, selected.length > 1 ? el("strong", {}, `${run.name}: `) : null, run.verdict));
       if (run.state === "stopped") parts.push(el("p", { class: "note" }, `${run.name} was stopped; continue it with \`ssfl resume\`.`));
     }
-    if (found.length === 1) parts.push(tiles(found[0]));
-    if (found.length) {
-      const query = new URLSearchParams(found.map((run) => ["run", run.name]));
-      const what = found.length === 1 ? "Report of this run" : `Report of these ${found.length} runs`;
+    if (selected.length === 1) parts.push(tiles(selected[0]));
+    if (selected.length) {
+      const query = new URLSearchParams(selected.map((run) => ["run", run.name]));
+      const what = selected.length === 1 ? "Report of this run" : `Report of these ${selected.length} runs`;
       parts.push(el("p", {}, el("a", { class: "action", href: `/report?${query}`, target: "_blank", rel: "noopener" }, what),
         el("span", { class: "note" }, "opens in a new tab; this takes a few seconds")));
     }
     byId("about").replaceChildren(...parts);
   }
 
-  function drawSettings(found) {
-    const keys = [...new Set(found.flatMap((run) => Object.keys(run.settings)))];
+  function drawSettings(selected) {
+    const keys = [...new Set(selected.flatMap((run) => Object.keys(run.settings)))];
     const value = (run, key) => run.settings[key] ?? "–";
     const open = byId("settings").querySelector("details")?.open;
-    const rows = found.length === 1 ? keys.map((key) => [key, value(found[0], key)])
-      : keys.filter((key) => new Set(found.map((run) => value(run, key))).size > 1)
-        .map((key) => [key, ...found.map((run) => value(run, key))]);
-    const inner = rows.length ? table(["setting", ...(found.length === 1 ? ["value"] : found.map((run) => run.name))], rows)
+    const rows = selected.length === 1 ? keys.map((key) => [key, value(selected[0], key)])
+      : keys.filter((key) => new Set(selected.map((run) => value(run, key))).size > 1)
+        .map((key) => [key, ...selected.map((run) => value(run, key))]);
+    const inner = rows.length ? table(["setting", ...(selected.length === 1 ? ["value"] : selected.map((run) => run.name))], rows)
       : el("p", {}, "The settings are the same.");
-    const details = el("details", {}, el("summary", {}, found.length === 1 ? "Settings" : "Settings that differ"), inner);
-    details.open = open ?? found.length > 1;
-    byId("settings").replaceChildren(...(found.length ? [details] : []));
+    const details = el("details", {}, el("summary", {}, selected.length === 1 ? "Settings" : "Settings that differ"), inner);
+    details.open = open ?? selected.length > 1;
+    byId("settings").replaceChildren(...(selected.length ? [details] : []));
   }
 
   function draw() {
-    const found = chosen.map((name) => told.get(name)).filter((run) => run && !run.missing);
-    const missing = chosen.filter((name) => told.get(name)?.missing);
-    const now = JSON.stringify([chosen, found.map((run) => ({ ...run, age: 0 })), missing]);
+    const selected = chosen.map((name) => descriptions.get(name)).filter((run) => run && !run.missing);
+    const missing = chosen.filter((name) => descriptions.get(name)?.missing);
+    const now = JSON.stringify([chosen, selected.map((run) => ({ ...run, age: 0 })), missing]);
     if (now === drawn) return;
     drawn = now;
-    drawAbout(found, missing);
-    drawCharts(found);
-    drawSettings(found);
+    drawAbout(selected, missing);
+    drawCharts(selected);
+    drawSettings(selected);
   }
 
   async function refresh() {
-    const wanted = chosen.filter((name) => told.get(name)?.state !== "finished");
+    const wanted = chosen.filter((name) => descriptions.get(name)?.state !== "finished");
     const answers = await Promise.all(wanted.map(async (name) => [name, await get(`/run?${new URLSearchParams({ name })}`)]));
-    for (const [name, run] of answers) if (chosen.includes(name)) told.set(name, run);
+    for (const [name, run] of answers) if (chosen.includes(name)) descriptions.set(name, run);
     draw();
   }
 
   // The clock
 
-  function every(pause, work) { // again and again, not while nobody looks; trouble is shown and tried again
+  function every(pause, work) { // repeats the work while the page is visible; after an error it shows the error and tries again
     const turn = async () => {
       try {
         if (!document.hidden) await work();
@@ -223,8 +223,8 @@
     const answer = await get("/runs");
     byId("folder").textContent = answer.folder;
     runs = answer.runs;
-    const first = !asked;
-    asked = true;
+    const first = !loaded;
+    loaded = true;
     if (first && !chosen.length && runs.length) {
       choose([(runs.find((run) => run.state === "running") ?? runs[0]).name], false);
     } else drawList();

@@ -4,7 +4,7 @@
 //     spec = {title, xLabel, yLabel, format, series: [{name, points: [[x, y], ...], band?: [[x, low, high], ...],
 //             look?}], range?: [low, high], xRange?: [first, last], log?, marks?: [{x, text}], levels?: [{y, text}], height?, note?}
 //     `look` (a whole number; by itself the place in the list) picks colour, dash and marker together, so that
-//     a run looks the same in every chart. A y of null leaves a gap. `marks` are upright lines, `levels` level ones.
+//     a run looks the same in every chart. A y of null leaves a gap. `marks` are vertical lines, `levels` horizontal ones.
 //   matrix(parent, spec)  a grid of shaded cells, or of numbered groups. Returns {update(spec)}.
 //     spec = {title, rows: [name], columns: [name], values: [[number or null]], rowLabel, columnLabel, format,
 //             counts? (a second number for each cell), kinds? (values are small whole numbers, each with a colour and its number), most? (full shade), note?}
@@ -63,18 +63,18 @@ const ssflCharts = (() => {
   function ticks(low, high, count) { // round numbers: 1, 2 or 5 times a power of ten apart
     const rough = (high - low) / Math.max(count, 1), power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((times) => times * power >= rough * 0.999);
-    const found = [];
+    const values = [];
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) {
-      found.push(Number((k * step).toPrecision(12)));
+      values.push(Number((k * step).toPrecision(12)));
     }
-    return found;
+    return values;
   }
   function logTicks(low, high) {
-    const found = [], wide = Math.log10(high / low) > 2.2;
+    const values = [], wide = Math.log10(high / low) > 2.2;
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
-      for (const times of wide ? [1] : [1, 2, 5]) found.push(Number((times * 10 ** power).toPrecision(6)));
+      for (const times of wide ? [1] : [1, 2, 5]) values.push(Number((times * 10 ** power).toPrecision(6)));
     }
-    const kept = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    const kept = values.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
     return kept.length > 2 ? kept : ticks(low, high, 4).filter((tick) => tick > 0);
   }
 
@@ -179,12 +179,12 @@ const ssflCharts = (() => {
     }
 
     function gather() { // every x once, with the value of each series there
-      const found = new Map();
+      const rows = new Map();
       spec.series.forEach((one, k) => one.points.forEach(([at, value]) => {
-        if (!found.has(at)) found.set(at, new Array(spec.series.length).fill(null));
-        found.get(at)[k] = value;
+        if (!rows.has(at)) rows.set(at, new Array(spec.series.length).fill(null));
+        rows.get(at)[k] = value;
       }));
-      return [...found.entries()].sort((a, b) => a[0] - b[0]);
+      return [...rows.entries()].sort((a, b) => a[0] - b[0]);
     }
 
     function scales(width, height) {
@@ -305,16 +305,16 @@ const ssflCharts = (() => {
       cursor.replaceChildren();
       frame.tip.hidden = true;
       if (at === null) return;
-      const [value, ys] = byX[at], told = [`${spec.xLabel} ${value.toLocaleString("en")}`];
-      const lines = [el("strong", {}, told[0])];
+      const [value, ys] = byX[at], texts = [`${spec.xLabel} ${value.toLocaleString("en")}`];
+      const lines = [el("strong", {}, texts[0])];
       cursor.append(svg("path", { class: "axis", d: `M${x(value)},${area.top}v${area.height}` }));
       spec.series.forEach((one, k) => {
         if (!isNumber(ys[k])) return;
         if (!spec.log || ys[k] > 0) cursor.append(marker(look(one, k), x(value), y(ys[k]), 5));
-        told.push(`${one.name} ${show(spec.format, ys[k])}`);
+        texts.push(`${one.name} ${show(spec.format, ys[k])}`);
         lines.push(el("div", {}, sample(look(one, k)), el("span", {}, one.name), el("b", {}, show(spec.format, ys[k]))));
       });
-      drawing.setAttribute("aria-valuetext", told.join(", "));
+      drawing.setAttribute("aria-valuetext", texts.join(", "));
       place(frame, x(value), area.top, lines);
     }
   }
@@ -377,12 +377,12 @@ const ssflCharts = (() => {
         parts.push(svg("rect", { class: `cell${kind}`, x: x + 0.5, y: y + 0.5, width: Math.max(cell - 1, 0.6),
           height: Math.max(cell - 1, 0.6), "fill-opacity": spec.kinds ? (kind ? 0.3 : 0.04) : (0.04 + 0.96 * share).toFixed(3) }));
         if (!isNumber(value) || value === 0 || !wide) return;
-        const told = spec.format === "percent" ? String(Math.round(100 * value)) : plain(value);
-        if (told.length > 3) return;
+        const label = spec.format === "percent" ? String(Math.round(100 * value)) : plain(value);
+        if (label.length > 3) return;
         const many = cell >= 40 ? spec.counts?.[i]?.[j] : undefined, over = share > 0.5 && !spec.kinds ? " over" : "";
         const unit = many !== undefined && spec.format === "percent" ? " %" : "";
         parts.push(svg("text", { class: `inside${over}`, x: x + cell / 2, y: y + cell / 2 + (many === undefined ? 4 : -2),
-          "text-anchor": "middle" }, told + unit));
+          "text-anchor": "middle" }, label + unit));
         if (many !== undefined) {
           parts.push(svg("text", { class: `inside small${over}`, x: x + cell / 2, y: y + cell / 2 + 13, "text-anchor": "middle" },
             `${many}`));
