@@ -36,7 +36,9 @@ GROUP = re.compile(r"__grp__.+\.json")
 """Triton's lists of the files of a kernel, with absolute paths."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 """The name of a file or folder in the cache."""
-BAD = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, KeyError, AttributeError)
+BAD = (
+    zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError
+)  # fmt: skip
 """What reading a broken archive may raise."""
 _chosen: dict[str, str] = {}
 """The values that `use` gave to the environment variables."""
@@ -130,7 +132,10 @@ def save(file: Path) -> Copied:
             with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as packed:
                 packed.writestr(_member(HEAD), json.dumps({"format": FORMAT, **versions()}))
                 for name, path in found:
-                    content = _with_paths(path.name, path.read_bytes(), None)
+                    try:
+                        content = _with_paths(path.name, path.read_bytes(), None)
+                    except (FileNotFoundError, *BAD):  # another process writes it, or has deleted it
+                        continue
                     total += len(content)
                     packed.writestr(_member(name), content)
             os.replace(written.name, file)
