@@ -26,12 +26,12 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 import ssfl
 from ssfl import methods
-from ssfl.data import augment, sources
+from ssfl.data import gentle, sources
 from ssfl.engines.features import Features
 from ssfl.models import backbones
 from ssfl.runs import provenance
 
-SIZE = 224
+SIZE, VIEWS = 224, 4
 
 
 def patient(file: Path) -> str:
@@ -41,7 +41,8 @@ def patient(file: Path) -> str:
 
 
 def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarray], list[str]]:
-    """Grey pictures [N, H, W], labels (-1: none), class names, each site's places, and patients."""
+    """Pictures [N, H, W, 3], labels (-1: none), class names, each site's places, and patients. They are
+    decoded as by `ssfl run FOLDER` if some are in colour, so that both use the same cached features."""
     named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
     sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
     files: list[Path] = []
@@ -53,7 +54,7 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
             owners.append(np.arange(len(files), len(files) + len(inside)))
         files += inside
         labels += [number if number < len(named) else -1] * len(inside)
-    images = sources.read_image_files(files, 1, SIZE, SIZE, 255)[:, 0].numpy()
+    images = sources.read_image_files(files, 3, SIZE, SIZE, 255).permute(0, 2, 3, 1).numpy()
     return images, np.array(labels), [one.name for one in named], owners, [patient(one) for one in files]
 
 
@@ -73,23 +74,34 @@ def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> 
 def regressions(
     images: np.ndarray, labels: np.ndarray, classes: list[str], held: list[np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the results of logistic regression on lite0's features, by its strength C, without unlabelled
-    images."""
+    """Returns the results of logistic regression on lite0's features without unlabelled images, by its
+    strength C and by the views that it learns from. A held-out image is predicted from one plain view."""
     module = backbones.lite0(len(classes))
-    scale = (backbones.MEAN,), (backbones.STD,)
-    features = Features.of(module, 1, *scale, False, augment.WEAK, augment.STRONG, torch.get_num_threads())
+    scale = (backbones.MEAN,) * 3, (backbones.STD,) * 3
     labelled = np.flatnonzero(labels >= 0)
-    rows = np.zeros((len(labels), backbones.FEATURES), np.float32)
-    rows[labelled] = features.plain(torch.from_numpy(images[labelled])[:, None], torch.float32).numpy()
-    results = {}
-    for strength in (0.001, 0.01, 0.1, 1.0):
-        right = []
-        for one in held:
-            train = np.setdiff1d(labelled, one)
-            model = LogisticRegression(C=strength, max_iter=1000).fit(rows[train], labels[train])
-            hits = labels[one][model.predict(rows[one]) == labels[one]]
-            right.append(np.bincount(hits, minlength=len(classes)))
-        results[f"regression C={strength:g}"] = measured(labels, held, right)
+    pixels = torch.from_numpy(images[labelled]).permute(0, 3, 1, 2).contiguous()
+    results, known = {}, labels[labelled]
+    for kind, pair in gentle.KINDS.items():
+        features = Features.of(module, VIEWS, *scale, False, *pair, torch.get_num_threads())
+        plain = features.plain(pixels, torch.float32).numpy()
+        features.prepare(pixels, torch.arange(len(pixels)), strong=False)
+        views = {f"{kind} views": features.views[0].float().numpy()}
+        for name, rows in ({"plain": plain[:, None]} | views if kind == "standard" else views).items():
+            for strength in (0.01, 0.1, 1.0):
+                right, surprise = [], []
+                for one in held:
+                    at = np.searchsorted(labelled, one)
+                    train = np.setdiff1d(np.arange(len(labelled)), at)
+                    count = rows.shape[1]
+                    model = LogisticRegression(C=strength / count, max_iter=1000).fit(
+                        rows[train].reshape(-1, rows.shape[2]), known[train].repeat(count)
+                    )
+                    hits = known[at][model.predict(plain[at]) == known[at]]
+                    right.append(np.bincount(hits, minlength=len(classes)))
+                    surprise.append(-model.predict_log_proba(plain[at])[np.arange(len(at)), known[at]])
+                results[f"{name}, C={strength:g}"] = measured(labels, held, right) | {
+                    "log_loss": float(np.concatenate(surprise).mean())
+                }
     return results
 
 

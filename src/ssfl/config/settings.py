@@ -40,6 +40,10 @@ class DataSettings:
     flip: bool | None = None
     """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
     grey by their pixel values."""
+    views: str = setting("standard", choices=("standard", "gentle"))
+    """The augmentation. "standard": weak views are shifted, strong ones also go through random operations and
+    Cutout (paper). "gentle", for pretrained networks: both are slightly rotated, zoomed and shifted, and
+    differ slightly in brightness and contrast."""
     broken: str = setting("skip", choices=("skip", "stop"))
     """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
     the command. Both name them together."""

@@ -21,7 +21,7 @@ from ssfl.config.settings import Config
 from ssfl.core.clock import Phases
 from ssfl.core.cohort import Cohort, only
 from ssfl.core.events import Event
-from ssfl.data import augment, inventory, split
+from ssfl.data import gentle, inventory, split
 from ssfl.deploy import keys as keyring
 from ssfl.deploy import link, silenced, wire
 from ssfl.deploy.fleet import Answers, Fleet
@@ -154,7 +154,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
-    if (dataset.weak, dataset.strong) != (augment.WEAK, augment.STRONG):
+    if gentle.kind_of(dataset.weak, dataset.strong) is None:
         raise ConfigError(
             f"{config.data.name} has its own augmentations, which cannot be sent to sites: remove weak and "
             "strong from its ssfl.Data"

@@ -20,7 +20,7 @@ from flwr.clientapp.typing import Mod
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
-from ssfl.data import split
+from ssfl.data import gentle, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import Tell, silenced, wire
 from ssfl.deploy.connection import Connection, connected
@@ -71,10 +71,11 @@ class Site:
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))
+            weak, strong = gentle.KINDS[agreed.config.data.views]
             data = Dataset(
                 self.name, images, torch.full((len(images),), -1), images[:0], torch.tensor(nothing),
                 tuple(str(number) for number in range(agreed.classes)), agreed.mean, agreed.std,
-                flip=bool(agreed.config.data.flip),
+                flip=bool(agreed.config.data.flip), weak=weak, strong=strong,
             )  # fmt: skip
             run = replace(agreed.config.run, device=self.device, threads=self.threads)
             config = replace(agreed.config, run=run)

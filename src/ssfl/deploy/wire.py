@@ -66,7 +66,7 @@ class Terms:
         """Returns the terms of a centre, which may use an external network and method (`brought`)."""
         here = replace(
             config,
-            data=DataSettings(path="site", flip=config.data.flip),
+            data=DataSettings(path="site", flip=config.data.flip, views=config.data.views),
             model=replace(config.model, weights=None),  # a file at the centre; messages bring the model
             run=RunSettings(seed=config.run.seed, engine="loop", users_at_once=1),
         )

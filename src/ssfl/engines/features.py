@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ssfl.core import cache, draws, progress
-from ssfl.data import augment
+from ssfl.data import augment, gentle
 from ssfl.models import external
 
 FORMAT = 1
@@ -75,7 +75,8 @@ class Features:
     """The folder of the features on disk; None: they are not stored."""
     threads: int = 1
     views: tuple[Tensor, ...] = ()
-    """[N, V, ...] for all images of the pool: weak views and, if they are used, strong views."""
+    """[N, V, ...] for all images of the pool: weak views and, if they are used, strong views. If both are
+    made in the same way, they are the same 2 V views."""
     _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
     """The features of images without augmentation, by their checksum."""
 
@@ -88,12 +89,16 @@ class Features:
         views: other views have no name that a file could be found by."""
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
-        settings = (FORMAT, count, tuple(mean), tuple(std), flip, external.fingerprint(trunk))
+        kind = gentle.kind_of(weak, strong)
+        settings: tuple[object, ...] = (
+            FORMAT, count, tuple(mean), tuple(std), flip, external.fingerprint(trunk),
+        )  # fmt: skip
+        if kind != "standard":
+            settings += (kind,)
         name = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
-        stored = (weak, strong) == (augment.WEAK, augment.STRONG)
         return cls(
             trunk.eval(), count, torch.tensor(mean), torch.tensor(std), flip, weak, strong,
-            cache.root() / "features" / name if stored else None, threads,
+            cache.root() / "features" / name if kind is not None else None, threads,
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
@@ -107,6 +112,8 @@ class Features:
             views[kind][place] = self._stored(kinds[kind], images[place], partial(self._views, kind))
 
         self._each(one, [(kind, place) for kind in range(len(kinds)) for place in chosen])
+        if strong and self.weak == self.strong:  # of one kind: all serve as weak and as strong views
+            views = [torch.cat(views, 1)] * 2
         self.views = tuple(features.to(images.device) for features in views)
         if self.folder is not None:
             with suppress(OSError):
@@ -114,8 +121,8 @@ class Features:
                 cache.trim(keep=self.folder)
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of one of each image's V views; kind 0 is weak and 1 is strong."""
-        view = draws.below(drawn, self.count)
+        """Returns the features of one of each image's views; kind 0 is weak and 1 is strong."""
+        view = draws.below(drawn, self.views[kind].shape[1])
         return self.views[kind][places, view].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -85,6 +85,11 @@ def views(run: Run, seen: Seen) -> list[Block]:
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
         "random operations and a grey square)."
     )
+    if run.config.data.views == "gentle":
+        sentence = (
+            f"Training images and gentle views of them (rotated, zoomed and shifted a little{mirrored}, with "
+            "other brightness and contrast). Weak and strong views are of the same kind."
+        )
     threshold = getattr(method, "threshold", None)
     if threshold is not None and "strong" in method.uses():
         sentence += (

@@ -11,7 +11,7 @@ import torch
 from ssfl.config.checks import check
 from ssfl.config.settings import Config, ModelSettings, SplitSettings
 from ssfl.core import outside
-from ssfl.data import sources, split
+from ssfl.data import augment, gentle, sources, split
 from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -24,7 +24,18 @@ VIEWS = 4
 
 
 def load_data(config: Config, data_object: Data | None = None) -> Dataset:
-    """Returns the images of `data_object`, or those that [data] names."""
+    """Returns the images of `data_object`, or those that [data] names, with the views of data.views unless
+    the data have their own."""
+    dataset = _loaded(config, data_object)
+    weak, strong = gentle.KINDS[config.data.views]
+    return replace(
+        dataset,
+        weak=weak if dataset.weak == augment.WEAK else dataset.weak,
+        strong=strong if dataset.strong == augment.STRONG else dataset.strong,
+    )
+
+
+def _loaded(config: Config, data_object: Data | None) -> Dataset:
     data = config.data
     if data_object is None and outside.is_path(data.name):
         data_object = _from_outside(data.name or "")

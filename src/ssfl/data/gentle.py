@@ -1,0 +1,120 @@
+"""Gentle views, for pretrained networks and large pictures: a small rotation, zoom, stretch and shift, and
+another gamma, contrast and brightness.
+
+Views made for images of 32 pixels (shifts by an eighth, Cutout over a quarter) take away what tells similar
+pictures apart. As in `augment.py`, every image has its own draws, the arithmetic is in whole numbers, and no
+shape depends on the data: the same draws give the same bytes on every device.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ssfl.core.draws import below
+from ssfl.data.augment import STRONG, WEAK, View
+
+GENTLE_DRAWS: int = 9
+"""Flip, angle, zoom, stretch, shift in y, shift in x, gamma, contrast, brightness."""
+STEPS = 41
+"""The number of values that each draw chooses from; the middle one changes nothing."""
+ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
+"""The most: degrees, logarithms of factors, and a share of the side."""
+GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
+"""The most: a logarithm, a share, and levels."""
+AT_ONCE = 1 << 22
+"""The number of pixels that are computed at once on a CPU."""
+_ONE = 1 << 16
+_TABLES: dict[torch.device, tuple[Tensor, ...]] = {}
+
+
+def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
+    """Returns gentle views of uint8 images [N, C, H, W], one for each row of draws [N, 9]."""
+    batch = max(1, AT_ONCE // images[:1].numel()) if len(images) else 1
+    if images.device.type != "cpu" or len(images) <= batch:
+        return _toned(_moved(images, draws, flip), draws)
+    parts = zip(images.split(batch), draws.split(batch), strict=True)
+    return torch.cat([_toned(_moved(some, drawn, flip), drawn) for some, drawn in parts])
+
+
+GENTLE = View(gentle_views, GENTLE_DRAWS)
+KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
+"""Weak and strong views by the name in data.views."""
+
+
+def kind_of(weak: View, strong: View) -> str | None:
+    """Returns the name of a pair of views; None if it is not the package's own."""
+    return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
+
+
+def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
+    """Rotate, zoom, stretch and shift with bilinear interpolation; edges are reflected."""
+    height, width = images.shape[-2:]
+    cosines, sines, zooms, stretches, *_ = _tables(images.device)
+    chosen = below(draws, STEPS)
+    cosine, sine = cosines[chosen[:, 1]], sines[chosen[:, 1]]
+    zoom, stretch = zooms[chosen[:, 2]], stretches[chosen[:, 3]]
+    wide = zoom * stretch >> 16
+    turned = torch.stack((cosine * wide, -sine * zoom, sine * wide, cosine * zoom), 1) >> 16
+    xx, xy, yx, yy = turned.view(-1, 4, 1, 1).unbind(1)
+    # twice the distances from the centre are whole numbers
+    row = (2 * torch.arange(height, device=images.device) + 1 - height).view(1, -1, 1)
+    column = (2 * torch.arange(width, device=images.device) + 1 - width).view(1, 1, -1)
+    if flip:
+        column = torch.where((below(draws[:, 0], 2) == 1).view(-1, 1, 1), -column, column)
+    down, right = (
+        ((chosen[:, place] - STEPS // 2) * int(2 * SHIFT * side * _ONE) // (STEPS // 2)).view(-1, 1, 1)
+        for place, side in ((4, height), (5, width))
+    )
+    y = (yx * column + yy * row + down + (height - 1) * _ONE) >> 9  # in 1/256 of a pixel
+    x = (xx * column + xy * row + right + (width - 1) * _ONE) >> 9
+    flat = images.flatten(2).to(torch.int32)
+    blend = torch.zeros_like(flat)
+    for dy in (0, 1):
+        for dx in (0, 1):
+            source = _inside((y >> 8) + dy, height) * width + _inside((x >> 8) + dx, width)
+            part_y, part_x = (
+                (part & 255) if near else 256 - (part & 255) for part, near in ((y, dy), (x, dx))
+            )
+            share = (part_y * part_x).to(torch.int32).flatten(1).unsqueeze(1)
+            blend += flat.gather(2, source.flatten(1).unsqueeze(1).expand_as(flat)) * share
+    return ((blend + (1 << 15)) >> 16).view(images.shape)
+
+
+def _inside(place: Tensor, size: int) -> Tensor:
+    """Returns coordinates that are reflected at both edges, and kept inside."""
+    return (size - 1 - (size - 1 - place.abs()).abs()).clamp(0, size - 1)
+
+
+def _toned(images: Tensor, draws: Tensor) -> Tensor:
+    """Change gamma, contrast around the mean, and brightness of int32 levels; returns uint8."""
+    *_, gammas, contrasts = _tables(images.device)
+    chosen = below(draws, STEPS)
+    flat = images.flatten(1).long()
+    levels = gammas[chosen[:, 6]].gather(1, flat)
+    mean = levels.sum(1, keepdim=True) // flat.shape[1]
+    contrast = contrasts[chosen[:, 7]].unsqueeze(1)
+    brighter = ((chosen[:, 8] - STEPS // 2) * BRIGHTNESS // (STEPS // 2)).unsqueeze(1)
+    changed = ((levels - mean) * contrast + (1 << 15) >> 16) + mean + brighter
+    return changed.clamp(0, 255).to(torch.uint8).view(images.shape)
+
+
+def _tables(device: torch.device) -> tuple[Tensor, ...]:
+    """Returns cosines, sines, zooms, stretches and contrasts in 1/65536, and new levels for each gamma."""
+    if device not in _TABLES:
+        parts = [2 * step / (STEPS - 1) - 1 for step in range(STEPS)]
+        angles = [math.radians(ANGLE * part) for part in parts]
+        numbers = (
+            [math.cos(angle) for angle in angles],
+            [math.sin(angle) for angle in angles],
+            [math.exp(ZOOM * part) for part in parts],
+            [math.exp(STRETCH * part) for part in parts],
+        )
+        fixed = [torch.tensor([round(number * _ONE) for number in each]) for each in numbers]
+        gammas = [
+            [round(255 * (level / 255) ** math.exp(GAMMA * part)) for level in range(256)] for part in parts
+        ]
+        contrasts = [round((1 + CONTRAST * part) * _ONE) for part in parts]
+        made = (*fixed, torch.tensor(gammas), torch.tensor(contrasts))
+        _TABLES[device] = tuple(table.to(device) for table in made)
+    return _TABLES[device]
