@@ -151,3 +151,17 @@ def test_features_of_other_views_are_stored_elsewhere() -> None:
 
 def test_the_preset_for_pretrained_networks_uses_them() -> None:
     assert ssfl.load_config("pictures", ["data.path=somewhere"]).data.views == "gentle"
+
+
+def test_views_of_one_kind_are_one_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSFL_CACHE", str(tmp_path))
+    network, images = backbones.lite0(2, "head", pretrained=False), random_images(2, 1, 32, 32)
+    for kind, count in (("standard", 2), ("gentle", 4)):
+        features = Features.of(network, 2, [0.5], [0.5], False, *gentle.KINDS[kind], 1)
+        features.prepare(images, torch.arange(2))
+        weak, strong = features.views
+        assert weak.shape == strong.shape == (2, count, backbones.FEATURES)
+        assert torch.equal(weak, strong) == (kind == "gentle")
+    features.views = (torch.arange(4.0).view(1, 4, 1).expand(2, 4, 1),) * 2
+    chosen = features.at(0, torch.ones(40).long(), draws.bits(torch.arange(40), 1)[:, 0], torch.float32)
+    assert set(chosen.flatten().tolist()) == {0, 1, 2, 3}
