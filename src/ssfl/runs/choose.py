@@ -228,8 +228,9 @@ def _pretrained(
         facts.labelled < FOLDED and smallest >= 2 * FOLDS
     ):
         settings["run"] = {"folds": FOLDS}
+        labelled = sum(map(len, (*facts.files.train.values(), *facts.files.test.values())))
         folded = [
-            f"{FOLDS}-fold cross-validation: {facts.labelled} labelled images are too few to hold some out "
+            f"{FOLDS}-fold cross-validation: {labelled} labelled images are too few to hold some out "
             "for testing (--folds 0 holds some out)"
         ]
     return [
