@@ -82,13 +82,24 @@ def test_another_cache_folder_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert Path(os.environ[VARIABLES[0]]).is_relative_to(tmp_path / "other")
 
 
-@pytest.mark.parametrize("shared", ["", "compile"])
-def test_a_folder_that_others_can_write_to_is_not_used(place: Path, shared: str) -> None:
-    (place / shared).mkdir(parents=True)
-    (place / shared).chmod(0o777)
+def test_a_folder_that_others_can_write_to_is_not_used(place: Path) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o777)
     with pytest.warns(SsflWarning, match="SSFL_CACHE"):
         compile_cache.use()
     assert VARIABLES[0] not in os.environ
+
+
+def test_what_others_could_have_written_is_deleted(place: Path) -> None:
+    """torch makes the folder again with the user's umask if it is deleted while a run compiles."""
+    planted = compile_cache.folder() / "inductor" / "planted.py"
+    planted.parent.mkdir(parents=True)
+    planted.write_text("code of somebody else")
+    compile_cache.folder().chmod(0o775)
+    compile_cache.use()
+    assert not planted.exists()
+    assert stat.S_IMODE(compile_cache.folder().stat().st_mode) == 0o700
+    assert VARIABLES[0] in os.environ
 
 
 def test_the_default_folder_is_closed_to_others(
@@ -102,6 +113,22 @@ def test_the_default_folder_is_closed_to_others(
     compile_cache.use()
     assert stat.S_IMODE(cache.root().stat().st_mode) == 0o755
     assert Path(os.environ[VARIABLES[0]]).is_relative_to(tmp_path / "ssfl")
+
+
+def test_other_kernels_have_another_entry(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not compare the code of an operator's gradient, so an update must not find the old one."""
+    before = compile_cache.folder()
+    monkeypatch.setattr(compile_cache, "kernels", lambda: "another")
+    assert compile_cache.folder() != before
+
+
+def test_a_linked_cache_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    monkeypatch.setenv("SSFL_CACHE", str(tmp_path / "link"))
+    compile_cache.use()
+    assert (tmp_path / "scratch" / "compile").is_dir()
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path / "scratch")
 
 
 def test_it_counts_as_a_part_of_the_cache() -> None:
@@ -175,7 +202,9 @@ def test_too_much_is_refused(ssfl: Call, place: Path, monkeypatch: pytest.Monkey
     assert not place.exists()
 
 
-@pytest.mark.parametrize("head", [{"torch": "1.0"}, {"python": "2.7"}, {"format": 2}, {"torch": None}])
+@pytest.mark.parametrize(
+    "head", [{"torch": "1.0"}, {"python": "2.7"}, {"kernels": "other"}, {"format": 2}, {"torch": None}]
+)
 def test_an_archive_for_other_versions_is_refused(ssfl: Call, place: Path, head: dict[str, object]) -> None:
     crafted("inductor/a/b", b"x", head=head)
     code, _, err = ssfl("cache", "load", "bad.zip")

@@ -1,12 +1,14 @@
 """The compile cache: what torch and Triton compiled for a GPU, kept for the next run, and copied as one file.
 
-It lies in the folder `compile` of the cache (see `cache.py`), one entry for each version of torch and Python.
-torch and Triton decide themselves whether an entry fits: they compare versions, device, settings and code.
+It lies in the folder `compile` of the cache (see `cache.py`), one entry for each version of torch, Python and
+ssfl's kernels. torch and Triton decide themselves whether a file fits: they compare device, settings and
+code. They do not compare the code of our operators' gradients, so its checksum is part of the entry's name.
 
 **Its files are code that will be executed.** So it is used only if no other user can write to it, and a
 file is loaded only by a person's command, never by a config.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -54,12 +56,21 @@ class Copied(NamedTuple):
 
 def versions() -> dict[str, str]:
     """Returns the versions that must be equal where a cache is saved and where it is loaded."""
-    return {"torch": metadata.version("torch"), "python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return {"torch": metadata.version("torch"), "python": python, "kernels": kernels()}
+
+
+def kernels() -> str:
+    """Returns a checksum of the operators and kernels of ssfl."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].joinpath("models", "kernels").glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def folder() -> Path:
-    """Returns the entry of the cache for this torch and Python."""
-    return cache.root() / "compile" / "-".join(f"{name}-{one}" for name, one in versions().items())
+    """Returns the entry of the cache for this torch, Python and ssfl."""
+    return cache.root().resolve() / "compile" / "-".join(f"{name}-{one}" for name, one in versions().items())
 
 
 def parts() -> dict[str, Path]:
@@ -106,8 +117,13 @@ def _make_private() -> None:
     status = cache.root().stat()
     if cache.PLACE not in os.environ and status.st_uid == os.getuid() and status.st_mode & 0o022:
         cache.root().chmod(status.st_mode & 0o755)  # made with a generous umask
-    for place in (cache.root(), folder().parent, folder()):
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_private(cache.root().resolve())
+    for place in (folder().parent, folder()):
+        with suppress(FileNotFoundError):
+            status = os.lstat(place)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o022:
+                shutil.rmtree(place)  # torch made it with a generous umask: others may have written to it
+        place.mkdir(exist_ok=True, mode=0o700)
         require_private(place)
 
 
@@ -126,7 +142,7 @@ def save(file: Path) -> Copied:
     if not found:
         places = " and ".join(str(place) for place in parts().values())
         raise SsflError(f"nothing to save: {places} are empty. Run the experiment once on a GPU.")
-    total = 0
+    count = total = 0
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name, delete=False) as written:  # mode 0600
         try:
             with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as packed:
@@ -136,13 +152,13 @@ def save(file: Path) -> Copied:
                         content = _with_paths(path.name, path.read_bytes(), None)
                     except (FileNotFoundError, *BAD):  # another process writes it, or has deleted it
                         continue
-                    total += len(content)
+                    count, total = count + 1, total + len(content)
                     packed.writestr(_member(name), content)
             os.replace(written.name, file)
         except BaseException:
             Path(written.name).unlink(missing_ok=True)
             raise
-    return Copied(len(found), total)
+    return Copied(count, total)
 
 
 def _files(place: Path) -> Iterator[tuple[str, Path]]:
@@ -152,8 +168,9 @@ def _files(place: Path) -> Iterator[tuple[str, Path]]:
         folders[:] = sorted(name for name in folders if name != "locks" and _is_kept(name))
         for name in sorted(filter(_is_kept, names)):
             path = Path(base, name)
-            if stat.S_ISREG(os.lstat(path).st_mode):
-                yield (inside / name).as_posix(), path
+            with suppress(FileNotFoundError):  # deleted by another process
+                if stat.S_ISREG(os.lstat(path).st_mode):
+                    yield (inside / name).as_posix(), path
 
 
 def _is_kept(name: str) -> bool:
@@ -180,8 +197,8 @@ def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
 def load(file: Path) -> Copied:
     """Unpacks a file of `save` into the cache. **Only for files that a person trusts: they hold code.**
 
-    Raises SsflError if it is not such a file, or for another version of torch or Python. Then nothing is
-    written. Files that are already there are kept.
+    Raises SsflError if it is not such a file, or for another version of torch, Python or ssfl. Then nothing
+    is written. Files that are already there are kept.
     """
     try:
         with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:
@@ -219,7 +236,10 @@ def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) 
             raise ValueError(f"{member.filename[:200]!r} does not belong into it")
     other = {name: str(head.get(name))[:40] for name in versions()}
     if other != versions():
-        described = [f"torch {one['torch']} and Python {one['python']}" for one in (other, versions())]
+        described = [
+            f"torch {one['torch']}, Python {one['python']} and kernels {one['kernels']} of ssfl"
+            for one in (other, versions())
+        ]
         raise SsflError(
             f"{file} was saved with {described[0]}, and cannot be used with {described[1]}: save it again "
             "with the same versions"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ssfl.core import draws
-from ssfl.data import augment, split
+from ssfl.data import augment, gentle, split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
@@ -62,7 +62,7 @@ def fingerprint(dataset: Dataset) -> str:
             digest.update(f"owners {number} {len(owned)}".encode() + np.ascontiguousarray(owned).tobytes())
     images = dataset.images[:PROBED]
     for name, view in (("weak", dataset.weak), ("strong", dataset.strong)):
-        if view not in (augment.WEAK, augment.STRONG):
+        if view not in (augment.WEAK, augment.STRONG, gentle.GENTLE):
             drawn = draws.bits(torch.arange(len(images)), view.draws)
             made = view.make(images, drawn, dataset.flip).contiguous()
             digest.update(f"{name} {view.draws}".encode() + made.numpy().tobytes())

@@ -95,7 +95,7 @@ def read_terms(text: str) -> Terms:
         mean, std = (tuple(float(x) for x in fields[name]) for name in ("mean", "std"))
         white = int(fields["white"])
         known = {str(key): str(value) for key, value in dict(fields.get("outside", {})).items()}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"the centre's message cannot be read ({error}): {SAME_VERSION}") from error
     for key, value in as_dict(config)["method"].items():
         if value is not None and key not in table.get("method", {}):  # the two defaults may differ

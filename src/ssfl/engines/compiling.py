@@ -27,6 +27,9 @@ def prepare() -> None:
     for name, value in fixed.items():
         if hasattr(inductor, name):
             setattr(inductor, name, value)
+    compiler: Any = importlib.import_module("torch.compiler.config")
+    if not getattr(compiler, "cache_key_tag", "unknown to this torch"):  # for a folder that the user chose
+        compiler.cache_key_tag = compile_cache.kernels()
     autograd: Any = importlib.import_module("torch._functorch.config")
     if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
         inductor.fx_graph_cache = True

@@ -113,8 +113,9 @@ class Features:
 
         self._each(one, [(kind, place) for kind in range(len(kinds)) for place in chosen])
         if strong and self.weak == self.strong:  # of one kind: all serve as weak and as strong views
-            views = [torch.cat(views, 1)] * 2
-        self.views = tuple(features.to(images.device) for features in views)
+            self.views = (torch.cat(views, 1).to(images.device),) * 2
+        else:
+            self.views = tuple(features.to(images.device) for features in views)
         if self.folder is not None:
             with suppress(OSError):
                 os.utime(self.folder)  # the cache deletes what was not used for longest
