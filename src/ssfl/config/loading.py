@@ -347,7 +347,7 @@ def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
         return ConfigError(f"{key} was removed: {GONE[key]}", key=key, value=value, fix=GONE[key])
     else:
         close = closest(field, fields)
-        homes = [section] if close else _homes(field)
+        homes = [section] if close else [home for home in _homes(field) if _allows(home, field, value)]
         new_key = f"{homes[0]}.{close or field}" if homes else ""
         hint = meant(new_key) or f": [{section}] has {', '.join(fields) or 'only name'}"
         message = f"there is no setting {key}{hint}"
@@ -357,6 +357,15 @@ def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
 def _homes(field: str) -> list[str]:
     """Returns the sections that have a field of this name."""
     return [section for section, kind in SECTIONS.items() if field in limits_of(kind)]
+
+
+def _allows(section: str, field: str, value: Any) -> bool:
+    kind = SECTIONS[section]
+    try:
+        checked(f"{section}.{field}", value, typing.get_type_hints(kind)[field], limits_of(kind)[field])
+    except ConfigError:
+        return False
+    return True
 
 
 def _word(value: Any) -> str:
