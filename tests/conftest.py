@@ -19,24 +19,18 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 Call = Callable[..., tuple[int, str, str]]
-TOGETHER = {
-    "federation": {"test_backbones", "test_gate", "test_own_federation", "test_port", "test_signals"},
-    "docs": {"test_docs"},
-}
-"""Modules whose slow tests run one after another in one process of xdist: two federations at once would want
-more than the machine has, and pages of the documentation use the same ports. So do all of test_deploy_*."""
+FEDERATIONS = {"test_backbones", "test_own_federation", "test_port", "test_signals"}
+"""Modules with real federations, besides all of test_deploy_*. Their slow tests need the whole machine."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
     for item in items:
         module = item.path.stem
-        groups = [name for name, modules in TOGETHER.items() if module in modules]
-        if module.startswith("test_deploy_"):
-            groups = ["federation"]
-        if groups and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group(groups[0]))
+        if module in FEDERATIONS or module.startswith("test_deploy_"):
+            item.add_marker("federation")
+        if module == "test_docs" and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("docs"))  # some pages use the same port
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -165,8 +165,7 @@ def test_a_full_disk_stops_the_centre_with_a_checkpoint_and_a_site_goes_on(
         assert os.strerror(errno.ENOSPC) in last
         assert f"ssfl serve --resume {out}" in last
         assert "Traceback" not in stage.said("serve")
-        before = checkpoint(out).round
-        assert before >= 2
+        assert checkpoint(out).round >= 1  # that of round 2 is written after its line
         if real:
             filler.unlink()
         else:
