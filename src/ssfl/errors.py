@@ -6,6 +6,11 @@ from typing import Any
 from ssfl.signals import exit_code
 
 
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """Returns an error's message as one line of at most `most` characters, or its class if it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class SsflError(Exception):
     """A mistake in the input; the CLI prints only its message, without a traceback.
 

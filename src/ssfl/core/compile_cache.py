@@ -21,6 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,7 @@ def versions() -> dict[str, str]:
     return {"torch": metadata.version("torch"), "python": python, "kernels": kernels()}
 
 
+@lru_cache(maxsize=1)
 def kernels() -> str:
     """Returns a checksum of the operators and kernels of ssfl."""
     digest = hashlib.sha256()
@@ -138,8 +140,8 @@ def require_private(place: Path) -> None:
 
 def save(file: Path) -> Copied:
     """Packs the cache into one file. Raises SsflError if nothing was compiled yet."""
-    found = [(f"{part}/{name}", path) for part, place in parts().items() for name, path in _files(place)]
-    if not found:
+    files = [(f"{part}/{name}", path) for part, place in parts().items() for name, path in _files(place)]
+    if not files:
         places = " and ".join(str(place) for place in parts().values())
         raise SsflError(f"nothing to save: {places} are empty. Run the experiment once on a GPU.")
     count = total = 0
@@ -147,7 +149,7 @@ def save(file: Path) -> Copied:
         try:
             with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as packed:
                 packed.writestr(_member(HEAD), json.dumps({"format": FORMAT, **versions()}))
-                for name, path in found:
+                for name, path in files:
                     try:
                         content = _with_paths(path.name, path.read_bytes(), None)
                     except (FileNotFoundError, *BAD):  # another process writes it, or has deleted it

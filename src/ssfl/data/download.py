@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from ssfl.data.formats import reading
-from ssfl.errors import DataError
+from ssfl.errors import DataError, one_line
 
 TIMEOUT = 30.0  # seconds without a byte after which a connection counts as dead
 _BLOCK = 1 << 20
@@ -151,7 +151,7 @@ def fetch(remote: Remote, target: Path) -> None:
             )
         part.replace(target)
     except (OSError, HTTPException) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise DataError(f"{remote.url}: cannot be downloaded ({reason}); {by_hand}") from error
     finally:
         with suppress(OSError):  # it was renamed, or never made

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ssfl.core.plain_files import open_plain
-from ssfl.errors import DataError
+from ssfl.errors import DataError, one_line
 
 SMALLEST, LARGEST = 4, 1024  # pixels on a side
 _BATCH = 2_000  # images that are handled at once where a copy is needed
@@ -37,7 +37,7 @@ def reading(where: object) -> Iterator[None]:
             raise DataError(
                 f"{where}: cannot be read ({error.strerror}); check that it is there and that you may read it"
             ) from error
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        reason = one_line(error, 120)
         raise DataError(f"{where}: damaged or cut short ({reason}); replace it with a fresh copy") from error
 
 

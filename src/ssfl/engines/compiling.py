@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ssfl.core import compile_cache
-from ssfl.errors import SsflWarning
+from ssfl.errors import SsflWarning, one_line
 
 FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
 """Settings of Inductor with which no sum is chosen by timing: with others, a cold and a warm cache could
@@ -53,7 +53,7 @@ class Compiled:
             if self.worked or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.fast = None
-            reason = " ".join(str(error).split())[:500] or type(error).__name__
+            reason = one_line(error, 500)
             warnings.warn(
                 f"{self.function.__name__} runs uncompiled, which is slower: compiling it failed ({reason}). "
                 "Set run.compile=false to skip the attempt.",

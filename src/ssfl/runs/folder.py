@@ -25,7 +25,7 @@ from ssfl.config.settings import Config
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.version import VERSION
-from ssfl.errors import ConfigError, DivergedError, RunError, Stopped
+from ssfl.errors import ConfigError, DivergedError, RunError, Stopped, one_line
 
 UNFINISHED = "unfinished.safetensors"
 """The model of the last checkpoint, until the run is finished."""
@@ -198,7 +198,7 @@ def recorded_failures(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, Stopped):
-            line = " ".join(str(error).split()) or type(error).__name__
+            line = one_line(error)
             with suppress(RunError):  # the error may be that the disk is full
                 write_atomic(path / FAILURE, _json({"error": line[:1000], "kind": type(error).__name__}))
         raise

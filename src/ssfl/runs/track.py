@@ -20,7 +20,7 @@ from ssfl.config.loading import as_dict, to_toml
 from ssfl.config.settings import Config
 from ssfl.core import plain_files
 from ssfl.core.events import Event
-from ssfl.errors import ConfigError, SsflWarning
+from ssfl.errors import ConfigError, SsflWarning, one_line
 from ssfl.runs.folder import read_events
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
@@ -65,7 +65,7 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
             return what()
         except Exception as error:  # trackers may raise any exception
             backend = None
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = one_line(error, 200)
             warnings.warn(
                 f"run.track = {name!r} failed ({reason}): the run continues without it; {path} has all "
                 "numbers",
