@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Storm:
     sites: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     proxies: dict[str, Proxy] = field(default_factory=dict)
     starts: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often each kind of fault came."""
     bag: list[Callable[[str], str]] = field(default_factory=list)
     """Kinds of faults that have not come yet since all of them had."""
 
@@ -115,6 +118,8 @@ class Storm:
             self.draws.shuffle(self.bag)
         at, what = time.monotonic() - self.began, self.bag.pop()
         self.faults.append(f"{at:6.1f} s  {what(self.draws.choice(NAMES))}")
+        self.counts[what.__name__] += 1
+        print(self.faults[-1], flush=True)
 
     def kill_site(self, name: str) -> str:
         self.sites[name].kill()
@@ -195,7 +200,7 @@ def storm(stage: Stage, folders: Path, ring: Path, rounds: int) -> Iterator[Stor
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS * 10 + 2400)
 def test_random_faults_change_nothing_but_who_answers(folders: Path, ring: Path, stage: Stage) -> None:
-    rounds = max(25, round(SECONDS / 6))
+    rounds = max(25, round(SECONDS / 4))  # more than are played while there are faults
     config = config_of(folders, [f"federation.rounds={rounds}"])
     with storm(stage, folders, ring, rounds) as made:
         made.until_round(1)
@@ -206,11 +211,12 @@ def test_random_faults_change_nothing_but_who_answers(folders: Path, ring: Path,
             made.wait(GAP)
             assert made.centre.poll() in (None, 0), made.tell()
             made.fault()
+        lasted, by_then = time.monotonic() - made.began, made.last_round()
         wait_until(lambda: made.centre.poll() is not None, made.tell, PATIENCE, stage.logs)
         assert made.finished(), made.tell()
         for name, process in made.sites.items():
             assert stage.ended(process, PATIENCE) == 0, f"{name}: {made.tell()}"
-    print("\n".join(made.faults))
+    print(f"{len(made.faults)} faults in {lasted:.0f} s and {by_then} of {rounds} rounds: {dict(made.counts)}")
     events = list(runs.read_events(made.run))
     played = [event for event in events if event["event"] == "round"]
     came = arrivals(made.run)  # each round once, and in order
