@@ -68,7 +68,7 @@ def main() -> None:
 
 def table(results: dict[str, list[ssfl.Result]]) -> str:
     """Accuracy, and at the last round how many pseudo-labels there were and how many were right."""
-    lines = [f"{'method':<26}{'accuracy':>16}{'mask rate':>12}{'pseudo-labels right':>22}"]
+    lines = [f"{'method':<26}{'accuracy':>16}{'mask rate':>12}{'pseudo-labels correct':>23}"]
     for title, runs in results.items():
         accuracies = [100 * run.accuracy for run in runs]
         spread = f" ± {statistics.stdev(accuracies):.1f}" if len(runs) > 1 else ""
@@ -78,7 +78,7 @@ def table(results: dict[str, list[ssfl.Result]]) -> str:
         lines.append(
             f"{title:<26}{f'{statistics.mean(accuracies):.1f}{spread} %':>16}"
             f"{f'{statistics.mean(masks):.2f}' if masks else '-':>12}"
-            f"{f'{100 * statistics.mean(right):.0f} %' if right else '-':>22}"
+            f"{f'{100 * statistics.mean(right):.0f} %' if right else '-':>23}"
         )
     return "\n".join(lines)
 

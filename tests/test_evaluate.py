@@ -105,7 +105,7 @@ def test_images_outside_class_folders_are_left_out_with_a_warning(trained: Path,
 
 def test_no_mistake_no_sheet(trained: Path, tmp_path: Path, held: Path) -> None:
     judged = evaluate.evaluate(trained, held)
-    right = next(answer for answer in judged.answers if answer.right)
-    one = evaluate.Evaluation("run", "folder", judged.classes, [right], [])
+    correct = next(answer for answer in judged.answers if answer.correct)
+    one = evaluate.Evaluation("run", "folder", judged.classes, [correct], [])
     assert sheet.write(one, tmp_path / "sheet.png") is None
     assert one.balanced_accuracy == one.accuracy == 1

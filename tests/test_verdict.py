@@ -94,7 +94,7 @@ def test_the_interval_decides(pair: Paired, conclusion: str) -> None:
     assert one.conclusion == conclusion
     said = verdict.judge([one])
     assert said["conclusion"] == conclusion
-    for number in (pair.count, pair.right, pair.other_right):
+    for number in (pair.count, pair.correct, pair.other_correct):
         assert str(number) in said["text"]
     assert said["kept"] == "federated"  # test images choose nothing
 
@@ -130,7 +130,7 @@ def test_own_images_get_a_verdict_from_a_real_server_only_run(
     by_hand = ssfl.run(alone, tmp_path / "alone", data=data)
     [one] = judged(result)["comparisons"]
     assert one["on"] == "test"
-    assert (one["right"], one["count"]) == (result.summary["correct"], 150)
+    assert (one["correct"], one["count"]) == (result.summary["correct"], 150)
     assert result.verdict == judged(result)["text"]
     assert result.history[-1]["event"] == "verdict"
     # the same start, images and steps; the slow average too
@@ -177,7 +177,7 @@ def test_users_that_hurt_are_left_out_of_the_model(quick: Quick, data: ssfl.Data
     assert [one["on"] for one in said["comparisons"]] == ["test", "validation"]
     assert said["comparisons"][1]["interval"][1] < 0
     assert same_tensors(tmp_path / "run", tmp_path / "run" / "baseline")
-    assert result.summary["correct"] == said["comparisons"][0]["right_without"]
+    assert result.summary["correct"] == said["comparisons"][0]["correct_without"]
     model = load_model(tmp_path / "run")
     right = model(torch.tensor(X[1600:1750])[:, None]).argmax(-1) == torch.tensor(Y[1600:1750])
     assert int(right.sum()) == result.summary["correct"]
@@ -264,9 +264,9 @@ def test_a_fold_never_trains_on_what_it_holds_out(images: Path, tmp_path: Path) 
     seen: list[tuple[set[int], set[int], int]] = []
     sim = assemble.make(own(images, "run.folds=3"))
 
-    def play(made: Any, path: Path, what: str) -> Any:
-        seen.append((set(made.parts.server), set(made.validation), made.rounds))
-        return made.initial()
+    def play(sim: Any, path: Path, what: str) -> Any:
+        seen.append((set(sim.parts.server), set(sim.validation), sim.rounds))
+        return sim.initial()
 
     (tmp_path / "run").mkdir()
     baseline.cross_validate(sim, tmp_path / "run", play)

@@ -11,6 +11,12 @@ def one_line(error: BaseException, most: int | None = None) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
+def with_class(error: BaseException, most: int | None = None) -> str:
+    """Returns an error's class and message as one line, such as "ValueError: no images"."""
+    name, message = type(error).__name__, one_line(error, most)
+    return name if message == name else f"{name}: {message}"
+
+
 class SsflError(Exception):
     """A mistake in the input; the CLI prints only its message, without a traceback.
 

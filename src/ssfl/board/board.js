@@ -67,8 +67,8 @@
 
   function accuracy(run) { // where the test images come last, that of validation images until then
     const early = run.accuracy === null && run.validation !== null;
-    const [right, count] = early ? [run.validation_correct, run.validation_count] : [run.correct, run.count];
-    const of = count ? `${show("count", right)} of ${show("count", count)}` : null;
+    const [correct, count] = early ? [run.validation_correct, run.validation_count] : [run.correct, run.count];
+    const of = count ? `${show("count", correct)} of ${show("count", count)}` : null;
     const kind = early ? "validation" : run.folds ? "folds" : null;
     return { value: show("percent", early ? run.validation : run.accuracy), of, kind,
       interval: early ? run.validation_interval : run.interval };

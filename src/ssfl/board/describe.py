@@ -63,12 +63,12 @@ def _verdict(summary: dict[str, Any]) -> str | None:
 def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
     """Returns the 95 % intervals of the accuracies, if their counts are known."""
     intervals = {}
-    for name, right, count in (
+    for name, correct, count in (
         ("interval", description["correct"], description["count"]),
         ("validation_interval", description["validation_correct"], description["validation_count"]),
     ):
-        known = right is not None and count is not None and 0 <= right <= count and 1 <= count <= 10**9
-        intervals[name] = list(wilson(right, int(count))) if known else None
+        known = correct is not None and count is not None and 0 <= correct <= count and 1 <= count <= 10**9
+        intervals[name] = list(wilson(correct, int(count))) if known else None
     return intervals
 
 

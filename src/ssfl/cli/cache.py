@@ -48,7 +48,7 @@ def clear() -> None:
     from ssfl.core import cache, compile_cache
     from ssfl.runs.text import printable
 
-    kept = compile_cache.clear()
+    folders = compile_cache.clear()
     print(f"deleted {printable(str(cache.root() / 'compile'))}")
-    for place in kept:
+    for place in folders:
         print(f"kept {printable(str(place))}, which you chose with an environment variable")

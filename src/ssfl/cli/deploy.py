@@ -211,8 +211,8 @@ def join(
         )
     if keep is not None:
         free_files(keep)
-    own = outside.is_path(data)
-    held = images.Loaded(data) if own else images.usable(sources.image_files([Path(data)]), tell)
+    is_code = outside.is_path(data)
+    held = images.Loaded(data) if is_code else images.usable(sources.image_files([Path(data)]), tell)
     try:
         site.join(address, site.Site(called, held, device, threads, tell, keep), opened, patience)
     except (KeyboardInterrupt, Terminated) as stop:

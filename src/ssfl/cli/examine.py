@@ -9,6 +9,7 @@ from typing import Any
 
 from ssfl.core import cache
 from ssfl.core.version import VERSION
+from ssfl.errors import DataError, one_line
 
 NEEDED = ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "rich")
 EXTRAS = {
@@ -91,7 +92,7 @@ def _cannot_import(name: str) -> str | None:
     try:
         import_module(name)
     except Exception as error:  # a broken install raises almost anything
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error, 160)
         return f"{name} cannot be imported ({reason}): reinstall ssfl in a new virtual environment"
     return None
 
@@ -114,7 +115,7 @@ def _devices(broken: list[str]) -> dict[str, Any]:
             (square @ square).sum().item()
             left, total = torch.cuda.mem_get_info(place)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error, 160)
             broken.append(f"{name} does not work ({reason}): fix its driver, or use --set run.device=cpu")
             continue
         words = torch.cuda.get_device_name(place)
@@ -125,7 +126,6 @@ def _devices(broken: list[str]) -> dict[str, Any]:
 def _data(root: Path) -> dict[str, str]:
     """Returns where each known data set is, or how to get it, and the .npz files in the same folder."""
     from ssfl.data.download import OFFICIAL, obtain
-    from ssfl.errors import DataError
 
     places = {"digits": "bundled"}
     for name, official in OFFICIAL.items():

@@ -144,12 +144,14 @@ def _check_averaging(config: Config) -> None:
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
         ("federation.median_fallback", federation.median_fallback, federation.median_fallback, "false"),
     ]
-    own = "averages models in its own way" if "models" in method.needs() else "gives users different weights"
+    reason = (
+        "averages models in its own way" if "models" in method.needs() else "gives users different weights"
+    )
     if {"models", "reports"} & set(method.needs()):
         for key, value, on, plain in robust:
             if on:
-                why = f"cannot be combined with method.name = {method.name!r}, which {own}: set {key}={plain}"
-                raise _error(key, value, why, f"{key}={plain}")
+                why = f"cannot be combined with method.name = {method.name!r}, which {reason}"
+                raise _error(key, value, f"{why}: set {key}={plain}", f"{key}={plain}")
     if method.start == "user":
         keeps = f"cannot be combined with method.name = {method.name!r}, whose users keep models of their own"
         groups = federation.groups

@@ -123,9 +123,9 @@ def ranked(standings: Sequence[Standing]) -> list[Standing]:
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
     """Returns what a method chooses from; values of [method] count only if the method has that setting."""
-    own = {f"method.{field.name}" for field in fields(methods.find(method))}
+    settings = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
-    mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in own]
+    mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
     return [rules.entry(method, CHOOSING, tuple(options)) for options in itertools.product(*mine)]
 
 
@@ -308,7 +308,7 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
     of the run: user images, megabytes, server images, and the users' forward and backward passes."""
     federation, train = config.federation, config.train
     step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
-    seen = sent = own = work = 0
+    seen = sent = server_images = work = 0
     curve: dict[int, tuple[float, ...]] = {}
     for event in folder.read_events(path):
         if event["event"] == "round":
@@ -317,10 +317,12 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
             work += passes(config) * trained
             sent += event["bytes_up"] + event["bytes_down"]
             models = event.get("server_models", 1) * ("server_loss" in event)
-            own += event.get("server_images", server * (train.server_steps or federation.period) * models)
+            server_images += event.get(
+                "server_images", server * (train.server_steps or federation.period) * models
+            )
         elif event["event"] == "eval":
             curve[event["round"]] = (float(seen), sent / 1e6, 100 * event["validation_accuracy"])
-    return curve, (float(seen), sent / 1e6, float(own), float(work))
+    return curve, (float(seen), sent / 1e6, float(server_images), float(work))
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

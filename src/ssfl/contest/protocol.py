@@ -148,7 +148,9 @@ def rates(config: Config) -> list[str]:
 
 def thresholds(config: Config) -> list[str]:
     """Returns the thresholds that a method tries besides its own, as options; none if it has no threshold."""
-    own = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get("threshold")
-    if not isinstance(own, float):
+    default = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get(
+        "threshold"
+    )
+    if not isinstance(default, float):
         return []
-    return [f"method.threshold={value:g}" for value in THRESHOLDS if value != own]
+    return [f"method.threshold={value:g}" for value in THRESHOLDS if value != default]

@@ -66,7 +66,7 @@ class Standing:
         return 100 * low, 100 * high
 
     @property
-    def right(self) -> tuple[str, str]:
+    def correct(self) -> tuple[str, str]:
         """The mean number of correct test images over the seeds, and the interval of their share, in
         words."""
         if self.mean is None or self.interval is None or self.images_tested is None:
@@ -100,7 +100,7 @@ def table(standings: Sequence[Standing]) -> str:
         chosen = " ".join(standing.options) or "–"
         name = standing.method + " *" * bool(standing.flag)
         behind = _behind(standing, standings[0])
-        rows.append([name, accuracy, *standing.right, behind, str(seeds), str(lost), str(standing.rounds),
+        rows.append([name, accuracy, *standing.correct, behind, str(seeds), str(lost), str(standing.rounds),
                      *millions, f"{standing.megabytes:.4g}", chosen])  # fmt: skip
     commits = {str(run["commit"]) for standing in standings for run in standing.runs}
     note = f"\nthe runs are from {len(commits)} commits, see contest.json" if len(commits) > 1 else ""

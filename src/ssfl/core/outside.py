@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ssfl.errors import ConfigError, SsflError
+from ssfl.errors import ConfigError, SsflError, with_class
 
 IN_MEMORY = "in memory"
 """The name of objects that were passed from Python."""
@@ -94,10 +94,7 @@ def called(name: str, key: str) -> Any:
     except SsflError as error:
         raise ConfigError(f"{setting}: {error}", key=key, value=name) from error
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{setting}: it raised {type(error).__name__}: {reason}", key=key, value=name
-        ) from error
+        raise ConfigError(f"{setting}: it raised {with_class(error)}", key=key, value=name) from error
 
 
 def require(name: str, key: str) -> Path:
@@ -247,9 +244,8 @@ def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{key} = {name!r}: importing it raised {type(error).__name__}: {reason}", key=key, value=name
+            f"{key} = {name!r}: importing it raised {with_class(error)}", key=key, value=name
         ) from error
     _loaded[file] = current_digest, imported
     return imported

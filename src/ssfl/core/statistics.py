@@ -28,9 +28,9 @@ class Paired:
     """Two models compared on the same images."""
 
     count: int
-    right: int
+    correct: int
     """How many the first model gets right."""
-    other_right: int
+    other_correct: int
     """How many the second model gets right."""
     won: int
     """How many the first alone gets right."""
@@ -45,7 +45,7 @@ class Paired:
     @property
     def interval(self) -> Interval:
         """The confidence interval of the difference, see `paired_interval`."""
-        return paired_interval(self.count, self.right, self.other_right, self.won, self.lost)
+        return paired_interval(self.count, self.correct, self.other_correct, self.won, self.lost)
 
     @property
     def p(self) -> float:
@@ -53,15 +53,15 @@ class Paired:
         return mcnemar(self.won, self.lost)
 
 
-def wilson(right: float, count: int) -> Interval:
+def wilson(correct: float, count: int) -> Interval:
     """Returns Wilson's score interval of a share: it stays within 0 and 1 and also suits few images."""
     if count < 1:
         return Interval(0.0, 1.0)
-    share, square = right / count, Z * Z / count
+    share, square = correct / count, Z * Z / count
     middle = (share + square / 2) / (1 + square)
     half = Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
     low, high = middle - half, middle + half
-    return Interval(0.0 if right <= 0 else max(low, 0.0), 1.0 if right >= count else min(high, 1.0))
+    return Interval(0.0 if correct <= 0 else max(low, 0.0), 1.0 if correct >= count else min(high, 1.0))
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
@@ -71,7 +71,7 @@ def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
     return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
 
 
-def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> Interval:
+def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -> Interval:
     """Returns the interval of the difference of two models' accuracies on the same images: Newcombe 1998,
     method 10.
 
@@ -79,10 +79,10 @@ def paired_interval(count: int, right: int, other: int, won: int, lost: int) -> 
     """
     if count < 1:
         return Interval(-1.0, 1.0)
-    first, second = right / count, other / count
-    a, b = wilson(right, count), wilson(other, count)
-    both, neither = right - won, count - right - lost
-    margins = right * (count - right) * other * (count - other)
+    first, second = correct / count, other / count
+    a, b = wilson(correct, count), wilson(other, count)
+    both, neither = correct - won, count - correct - lost
+    margins = correct * (count - correct) * other * (count - other)
     phi = 0.0
     if margins:
         product = float(both * neither - won * lost)
@@ -139,7 +139,7 @@ class Bin:
     accuracy: float | None
 
 
-def reliability(confidence: Sequence[float], right: Sequence[bool], bins: int = 10) -> list[Bin]:
+def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> list[Bin]:
     """Returns confidence and accuracy in equal bins: a model is calibrated if both agree in every bin."""
     table = []
     for number in range(bins):
@@ -147,7 +147,7 @@ def reliability(confidence: Sequence[float], right: Sequence[bool], bins: int = 
         inside = [k for k, value in enumerate(confidence) if min(int(value * bins), bins - 1) == number]
         count = len(inside)
         mean = math.fsum(confidence[k] for k in inside) / count if count else None
-        accuracy = sum(bool(right[k]) for k in inside) / count if count else None
+        accuracy = sum(bool(correct[k]) for k in inside) / count if count else None
         table.append(Bin(low, high, count, mean, accuracy))
     return table
 

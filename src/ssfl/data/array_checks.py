@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssfl.data.hands import Hands, Index
 from ssfl.data.own import as_images
-from ssfl.errors import ConfigError, DataError
+from ssfl.errors import ConfigError, DataError, one_line
 
 Array = Any
 """A numpy array, a torch tensor, or a list of numbers."""
@@ -36,7 +36,7 @@ def _array(values: Any, what: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except ValueError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(f"{what}: cannot be converted to an array: {reason}", key=what) from error
 
 

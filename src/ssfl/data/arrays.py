@@ -28,7 +28,7 @@ from ssfl.data.array_checks import (
 )
 from ssfl.data.dataset import Dataset, checked, statistics
 from ssfl.data.hands import Index
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, with_class
 
 DRAWS = 16
 """The number of random numbers that your own augmentation gets for each image."""
@@ -166,15 +166,15 @@ def check_views(data: Dataset, images: Tensor) -> None:
         drawn = named.bits(torch.arange(len(images), device=images.device), view.draws)
         before = images.clone()
         try:
-            made, repeated = (view.make(images, drawn, data.flip) for _ in range(2))
+            views, repeated = (view.make(images, drawn, data.flip) for _ in range(2))
             alone = view.make(images[:1], drawn[:1], data.flip)
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"{name}: your function raised {type(error).__name__}: {reason}", key=name, value=error
-            ) from error
-        if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != images.shape:
-            returned = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            reason = with_class(error, 200)
+            raise ConfigError(f"{name}: your function raised {reason}", key=name, value=error) from error
+        if not isinstance(views, Tensor) or views.dtype != torch.uint8 or views.shape != images.shape:
+            returned = (
+                f"{views.dtype} {list(views.shape)}" if isinstance(views, Tensor) else type(views).__name__
+            )
             raise ConfigError(
                 f"{name}: your function must return uint8 {list(images.shape)} for images of that shape, and "
                 f"returned {returned}",
@@ -185,13 +185,13 @@ def check_views(data: Dataset, images: Tensor) -> None:
             raise ConfigError(
                 f"{name}: your function changes the images that it gets: change a copy instead", key=name
             )
-        if not torch.equal(made, repeated):
+        if not torch.equal(views, repeated):
             raise ConfigError(
                 f"{name}: your function returns another result when it is called again: use its draws for "
                 "all randomness",
                 key=name,
             )
-        if int((made[:1].int() - alone.int()).abs().max()) > 1:  # one level: sums may round differently
+        if int((views[:1].int() - alone.int()).abs().max()) > 1:  # one level: sums may round differently
             raise ConfigError(
                 f"{name}: the view of an image depends on the other images of its batch: use only the draws "
                 "of the image itself",

@@ -308,8 +308,8 @@ def _tables_for(images: Tensor) -> _Tables:
     key = (height, width, images.device)
     if key not in _TABLES:  # a plain dict, which a compiler looks into where it skips lru_cache
         moves, sources = _move_tables(height, width)
-        made = (moves, sources, _level_table(), _stretch_table(), _weight_table())
-        _TABLES[key] = _Tables(*(table.to(images.device) for table in made))
+        tables = (moves, sources, _level_table(), _stretch_table(), _weight_table())
+        _TABLES[key] = _Tables(*(table.to(images.device) for table in tables))
     return _TABLES[key]
 
 

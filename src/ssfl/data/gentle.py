@@ -34,7 +34,7 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     if images.device.type != "cpu" or len(images) <= batch:
         return _toned(_moved(images, draws, flip), draws)
     parts = zip(images.split(batch), draws.split(batch), strict=True)
-    return torch.cat([_toned(_moved(some, drawn, flip), drawn) for some, drawn in parts])
+    return torch.cat([_toned(_moved(part, drawn, flip), drawn) for part, drawn in parts])
 
 
 GENTLE = View(gentle_views, GENTLE_DRAWS)
@@ -115,6 +115,6 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
             [round(255 * (level / 255) ** math.exp(GAMMA * part)) for level in range(256)] for part in parts
         ]
         contrasts = [round((1 + CONTRAST * part) * _ONE) for part in parts]
-        made = (*fixed, torch.tensor(gammas), torch.tensor(contrasts))
-        _TABLES[device] = tuple(table.to(device) for table in made)
+        tables = (*fixed, torch.tensor(gammas), torch.tensor(contrasts))
+        _TABLES[device] = tuple(table.to(device) for table in tables)
     return _TABLES[device]

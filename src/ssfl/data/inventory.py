@@ -64,6 +64,6 @@ def fingerprint(dataset: Dataset) -> str:
     for name, view in (("weak", dataset.weak), ("strong", dataset.strong)):
         if view not in (augment.WEAK, augment.STRONG, gentle.GENTLE):
             drawn = draws.bits(torch.arange(len(images)), view.draws)
-            made = view.make(images, drawn, dataset.flip).contiguous()
-            digest.update(f"{name} {view.draws}".encode() + made.numpy().tobytes())
+            views = view.make(images, drawn, dataset.flip).contiguous()
+            digest.update(f"{name} {view.draws}".encode() + views.numpy().tobytes())
     return digest.hexdigest()

@@ -179,8 +179,8 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     terms = wire.Terms.of(config, dataset, sim.brought).text()
     # Each site chooses its own precision unless the user's config sets one. Keep the train section as it was,
     # so that this also holds after a resume.
-    own = replace(sim.config, train=config.train, run=replace(sim.config.run, engine="sites"))
-    return replace(sim, plan=replace(sim.plan, config=own)), terms
+    centre_config = replace(sim.config, train=config.train, run=replace(sim.config.run, engine="sites"))
+    return replace(sim, plan=replace(sim.plan, config=centre_config)), terms
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:

@@ -267,10 +267,10 @@ def take_task(call: Caller) -> int:
 
 def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
     """Activates a site's node, after registering a `new` key; announces a heartbeat every `beat` seconds."""
-    own = public_key_to_bytes(private.public_key())
+    public_key = public_key_to_bytes(private.public_key())
     if new:
-        call("fleet/register-node", public_key=own)
-    taken = call("fleet/activate-node", public_key=own, heartbeat_interval=beat)
+        call("fleet/register-node", public_key=public_key)
+    taken = call("fleet/activate-node", public_key=public_key, heartbeat_interval=beat)
     return Node(node_id=taken.node_id)
 
 

@@ -57,7 +57,7 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
         .sign(authority, hashes.SHA384())
     )
     known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    own = (
+    certificate = (
         _certificate(_called("ssfl centre"), issuer, centre.public_key())
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -65,7 +65,7 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
         .add_extension(known_by, critical=False)
         .sign(authority, hashes.SHA384())
     )
-    contents = [_private(authority), root.public_bytes(PEM), _private(centre), own.public_bytes(PEM)]
+    contents = [_private(authority), root.public_bytes(PEM), _private(centre), certificate.public_bytes(PEM)]
     for file, content in zip(files, contents, strict=True):
         _write(file, content)
     return files
@@ -243,8 +243,8 @@ def _certificate(
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    own: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return own
+    content: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return content
 
 
 def _require_free(files: Sequence[Path]) -> None:

@@ -142,9 +142,9 @@ class Port:
     def admit(self, visit: Visit, node: int) -> bool:
         """Counts a connection as a site's; returns False if the site has too many and all are busy."""
         if visit.node != node:
-            own = [other for other in self.visits if other.node == node]
-            if len(own) >= PER_SITE:
-                idle = [other for other in own if not other.busy]
+            same_site = [other for other in self.visits if other.node == node]
+            if len(same_site) >= PER_SITE:
+                idle = [other for other in same_site if not other.busy]
                 if not idle:
                     return False
                 self.end(idle[0])

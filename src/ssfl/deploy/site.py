@@ -85,10 +85,10 @@ class Site:
             self._ready.clear()
             _require_same(agreed, "model.digest", config.model.name, outside.digest)
             _require_same(agreed, "method.digest", config.method.name, outside.digest)
-            made = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
-            frozen = made.brought.get("model", {}).get("frozen", "")
+            sim = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
+            frozen = sim.brought.get("model", {}).get("frozen", "")
             _require_same(agreed, "model.frozen", config.model.name, lambda name: str(frozen))
-            self._ready[key] = made
+            self._ready[key] = sim
         return self._ready[key]
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:

@@ -269,8 +269,8 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
                 by_step: Tensor = tensor.unflatten(0, shape)
                 return by_step[:, place]
 
-            own = {name: at_step(tensor) for name, tensor in tensors.items()}
-            yield Batch(*(_maybe(at_step, part) for part in fields), own | work.sent)  # type: ignore[arg-type, call-arg]
+            step_tensors = {name: at_step(tensor) for name, tensor in tensors.items()}
+            yield Batch(*(_maybe(at_step, part) for part in fields), step_tensors | work.sent)  # type: ignore[arg-type, call-arg]
 
 
 def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | None:
@@ -293,7 +293,7 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
         return inputs.reshape(rows, -1, *inputs.shape[1:])
 
     images = pool.source(chosen.reshape(-1))
-    weak = strong = own = own_labels = None
+    weak = strong = labelled_views = own_labels = None
     if "strong" in work.views:
         strong = views("strong", images, strong_keys)
     if "weak" in work.views:
@@ -308,7 +308,9 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
         tensors[name] = views("weak", extra, draws.fold(weak_keys, size + number))
     if labelled is not None:
         images = pool.source(labelled.clamp(min=0).reshape(-1))
-        own = views("weak", images, labelled_keys)
+        labelled_views = views("weak", images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
-    return Batch(weak, strong, pool.labels[chosen], own, own_labels, dropout_keys, even, tensors | sent)
+    return Batch(
+        weak, strong, pool.labels[chosen], labelled_views, own_labels, dropout_keys, even, tensors | sent
+    )

@@ -107,16 +107,16 @@ class FedMatch(Method):
     def user_loss(self, step: Step) -> Losses:
         """Returns the unlabelled loss of ψ, without its penalties."""
         helpers = self._helper_weights(step)
-        own = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
+        weak_logits = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
         helper_logits = [
             step.forward(step.weak, grad=False, train=False, draw="teacher", weights=h) for h in helpers
         ]
         exist = [tensor.flatten(1).any(1) for tensor in step.tensors["helpers"].unbind(1)] if helpers else []
-        result = self.unlabelled(own, step.forward(step.strong), helper_logits, exist)
+        result = self.unlabelled(weak_logits, step.forward(step.strong), helper_logits, exist)
         return result._replace(loss=result.loss.sum(1) / result.mask.sum(1).clamp(min=1))
 
     def unlabelled(
-        self, own: Tensor, strong: Tensor, helpers: Sequence[Tensor], exist: Sequence[Tensor]
+        self, weak: Tensor, strong: Tensor, helpers: Sequence[Tensor], exist: Sequence[Tensor]
     ) -> Losses:
         """Returns the loss of each image from logits of its weak view (own and helpers') and its strong view.
 
@@ -124,14 +124,14 @@ class FedMatch(Method):
         that most models vote for (in a tie the first). It is zero if the user's own confidence is below τ. A
         helper that does not `exist` [n] has no vote.
         """
-        _, mask = losses.pseudo_label(own, self.threshold)
-        votes = _vote(own)
+        _, mask = losses.pseudo_label(weak, self.threshold)
+        votes = _vote(weak)
         for logits, exists in zip(helpers, exist, strict=True):
             votes = votes + _vote(logits) * exists[:, None, None]
         label = votes.argmax(-1)
         loss = self.agreement * losses.cross_entropy(strong, label)
         if helpers:
-            own_log, divergence = own.log_softmax(-1), torch.zeros_like(loss)
+            own_log, divergence = weak.log_softmax(-1), torch.zeros_like(loss)
             for logits, exists in zip(helpers, exist, strict=True):
                 target = logits.log_softmax(-1)
                 to_helper = F.kl_div(own_log, target, reduction="none", log_target=True).sum(-1)

@@ -299,11 +299,11 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
             f"{setting} returned {kind}: its forward must return only logits, a float tensor", kind
         )
     if tuple(logits.shape) != (len(images), classes):
-        right = f"[{len(images)}, {classes}]"
+        expected = f"[{len(images)}, {classes}]"
         fix = f"make its last layer {classes} wide" if logits.dim() == 2 else "return one row for each image"
         raise _refused(
             f"{setting} returned logits {list(logits.shape)} for {len(images)} images and {classes} classes, "
-            f"not {right}: {fix}",
+            f"not {expected}: {fix}",
             tuple(logits.shape),
         )
 

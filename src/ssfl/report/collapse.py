@@ -28,25 +28,25 @@ class Collapse:
 
 def judge(run: Run) -> Collapse:
     """Returns the diagnosis of a run from its mask rate, pseudo-labels, accuracy and diversity."""
-    masks, right = run.series("mask_rate"), dict(run.series("pseudo_accuracy"))
+    masks, pseudo_accuracy = run.series("mask_rate"), dict(run.series("pseudo_accuracy"))
     method = run.config.method
     if not method.trains_users or "labels" in method.needs():
         return Collapse("No pseudo-labels.", "This method cannot collapse onto wrong pseudo-labels.")
     if len(masks) < STAYS:
         return Collapse("Too early.", "There are too few rounds to tell whether the run is collapsing.")
-    if right:
-        sure = [at for at, mask in masks if mask >= SURE and right.get(at, 1.0) <= WRONG]
+    if pseudo_accuracy:
+        sure = [at for at, mask in masks if mask >= SURE and pseudo_accuracy.get(at, 1.0) <= WRONG]
     else:  # real sites have no labels, so only the accuracy can show a collapse
         sure = [at for at, mask in masks if mask >= (1 + SURE) / 2]
     since = _first_to_stay([at for at, _ in masks], sure)
     last = masks[-max(STAYS, len(masks) // 5) :]
     mask = percent(fmean(value for _, value in last))
     mask_of = f"a pseudo-label to {mask} of their images in the last {len(last)} rounds (mask rate)"
-    labels = [right[at] for at, _ in last if at in right]
+    labels = [pseudo_accuracy[at] for at, _ in last if at in pseudo_accuracy]
     true = f", and {percent(fmean(labels))} of these pseudo-labels are correct" if labels else ""
     best, fall = _fall(run.watched, since)
     streams = _streams(run)
-    if since is not None and (fall >= FELL or (right and masks[-1][0] in sure)):
+    if since is not None and (fall >= FELL or (pseudo_accuracy and masks[-1][0] in sure)):
         facts = [f"The users give {mask_of}{true.replace(' and', ' but only')}"]
         way = _way(run, since)
         facts += [way] if way else []
@@ -58,7 +58,7 @@ def judge(run: Run) -> Collapse:
     if streams:
         return Collapse("The average hides a collapse.", streams.strip(), True)
     now = f"The users give {mask_of}{true}."
-    if since is not None and right:
+    if since is not None and pseudo_accuracy:
         return Collapse(
             f"Recovered: pseudo-labels were mostly wrong for a time from round {since:,} on.", now
         )

@@ -125,7 +125,7 @@ def _bars(plt: Any, block: Block) -> Any:
 
 def _images(plt: Any, block: Block) -> Any:
     captions = [
-        f"{'correct' if item['right'] else 'wrong'}: {_cut(item['predicted'])}\n"
+        f"{'correct' if item['correct'] else 'wrong'}: {_cut(item['predicted'])}\n"
         f"true {_cut(item['true'])}, {item['confidence']:.0%}"
         for item in block["items"]
     ]

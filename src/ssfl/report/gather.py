@@ -31,7 +31,7 @@ class Score:
     on: str
     """"test", "validation" or "folds"."""
     share: float
-    right: int
+    correct: int
     count: int
     balanced: float | None = None
 
@@ -112,9 +112,11 @@ class Run:
         if share is None:
             return None
         count = finite(scores.get(f"{prefix}count")) or finite(self.split.get(kind)) or 0.0
-        right = finite(scores.get(f"{prefix}correct"))
+        correct = finite(scores.get(f"{prefix}correct"))
         balanced = None if prefix else finite(scores.get("balanced_accuracy"))
-        return Score(kind, share, round(share * count) if right is None else int(right), int(count), balanced)
+        return Score(
+            kind, share, round(share * count) if correct is None else int(correct), int(count), balanced
+        )
 
     @property
     def verdict(self) -> str | None:

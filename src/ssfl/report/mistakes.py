@@ -25,11 +25,11 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
     for share, k in worst[:WORST]:
         most, taken = max((many, j) for j, many in enumerate(seen.confusion[k]) if j != k)
         other = f"{classes[taken]} ({percent(most / totals[k])})" if most else "–"
-        right = interval(seen.confusion[k][k], totals[k])
-        lines.append([classes[k], *map(number, (f"{totals[k]:,}", percent(share), right)), other])
+        spread = interval(seen.confusion[k][k], totals[k])
+        lines.append([classes[k], *map(number, (f"{totals[k]:,}", percent(share), spread)), other])
     drawn = f", drawn from {seen.of:,}" if seen.tested < seen.of else ""
     sentence = f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."
-    if seen.right is None:
+    if seen.correct is None:
         sentence = (
             f"{count(seen.tested, 'labelled image')}, each judged by a model that had not seen it (folds)."
         )
@@ -40,8 +40,8 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
         number("95 % interval"),
         "most often confused with",
     ]
-    made = _matrix(classes, shares, [k for _, k in worst], seen.confusion)
-    return [text(sentence), half(made), half(table(head, lines) | {"title": "The worst classes"})]
+    matrix = _matrix(classes, shares, [k for _, k in worst], seen.confusion)
+    return [text(sentence), half(matrix), half(table(head, lines) | {"title": "The worst classes"})]
 
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:

@@ -18,14 +18,14 @@ def holdings(run: Run) -> list[Block]:
         return [text("split.json is missing or damaged, so the owners of the images are unknown.")]
     rows = run.user_classes
     server = numbers(run.split.get("server"))
-    made = [text(" ".join([_sizes(run, server), *_measured(run)]))]
+    blocks = [text(" ".join([_sizes(run, server), *_measured(run)]))]
     if not any(value for row in rows for value in row):
-        return made
+        return blocks
     if len(run.classes) <= MOST_CLASSES and all(len(row) == len(run.classes) for row in [server, *rows]):
-        made.append(_matrix(run, server, rows))
+        blocks.append(_matrix(run, server, rows))
     if run.users > MOST_USERS:
-        made.append(_variety(run, rows))
-    return made
+        blocks.append(_variety(run, rows))
+    return blocks
 
 
 def _sizes(run: Run, server: list[float | None]) -> str:

@@ -13,9 +13,9 @@
   };
 
   function example(item) {
-    const verdict = item.right ? `${item.predicted}, correct` : `${item.predicted}, true: ${item.true}`;
-    return el("li", { class: item.right ? "right" : "wrong" }, image(item.image, `true class ${item.true}`),
-      el("div", { class: "verdict" }, `${item.right ? "✓" : "✗"} ${verdict}`), el("div", { class: "soft" }, `confidence ${show("percent", item.confidence)}`));
+    const verdict = item.correct ? `${item.predicted}, correct` : `${item.predicted}, true: ${item.true}`;
+    return el("li", { class: item.correct ? "correct" : "wrong" }, image(item.image, `true class ${item.true}`),
+      el("div", { class: "verdict" }, `${item.correct ? "✓" : "✗"} ${verdict}`), el("div", { class: "soft" }, `confidence ${show("percent", item.confidence)}`));
   }
 
   function views(block) {

@@ -15,7 +15,7 @@ from ssfl.core import outside
 from ssfl.core.rows import layout_of
 from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
-from ssfl.errors import RunError, SsflError, SsflWarning
+from ssfl.errors import RunError, SsflError, SsflWarning, one_line
 from ssfl.models import external
 from ssfl.report.gather import Run, inside, whole
 from ssfl.runs import assemble, checkpoints, folder, resolve, surroundings
@@ -48,7 +48,7 @@ class Seen:
     """Titled lists of examples: picture, true class, prediction, confidence."""
     views: list[Shown]
     """Training images: the picture, weak and strong views, and the pseudo-label."""
-    right: list[bool] | None = None
+    correct: list[bool] | None = None
     """Which of the used test images are correct; None if the matrix is from folds."""
     source: str = ""
     """The fingerprint of the data."""
@@ -85,7 +85,7 @@ def look(run: Run, loader: Loader) -> Seen | str:
         model, at = _model(run, data)
         return _seen(run, data, model, at, loader) if len(data.test_labels) else _folded(run, data, model, at)
     except (SsflError, OSError) as error:
-        why = " ".join(str(error).split())
+        why = one_line(error)
         if outside.is_outside(run.config.model.name):
             warnings.warn(f"the report has no images of {run.path}: {why}", SsflWarning, stacklevel=2)
         return f"There are no images and no confusion matrix: {why}."
@@ -162,8 +162,8 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -
             examples.append((title, items))
         views = _views(run, data, model, seed)
     matrix = pairs.view(size, size).tolist()
-    right = (predicted == labels).tolist()
-    return Seen(at, len(labels), total, matrix, list(data.classes), examples, views, right, source)
+    correct = (predicted == labels).tolist()
+    return Seen(at, len(labels), total, matrix, list(data.classes), examples, views, correct, source)
 
 
 def _example(
@@ -173,7 +173,7 @@ def _example(
         "image": picture(image),
         "true": classes[int(label)],
         "predicted": classes[int(predicted)],
-        "right": bool(label == predicted),
+        "correct": bool(label == predicted),
         "confidence": round(float(sure), 4),
     }
 

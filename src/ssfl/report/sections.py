@@ -49,16 +49,16 @@ def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
         ("costs", "Time, bytes, memory", costs.blocks(runs)),
         ("settings", "Settings and versions", _settings(runs)),
     ]
-    return [{"id": name, "title": title, "blocks": made} for name, title, made in whole if made]
+    return [{"id": name, "title": title, "blocks": blocks} for name, title, blocks in whole if blocks]
 
 
 def _verdict(run: Run) -> list[Block]:
     """Returns the most important facts: whether the unlabelled images helped, and the accuracy."""
     diagnosis = collapse.judge(run)
-    made = [say("", run.verdict, False)] if run.verdict else []
-    made += [say(diagnosis.head, diagnosis.text, True)] if diagnosis.bad else []
+    blocks = [say("", run.verdict, False)] if run.verdict else []
+    blocks += [say(diagnosis.head, diagnosis.text, True)] if diagnosis.bad else []
     return [
-        *made,
+        *blocks,
         {"kind": "tiles", "items": _tiles(run)},
         text(words.answer(run), "lead"),
         text(words.question(run)),
@@ -71,7 +71,9 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
     if score is not None:
         name = f"accuracy on {score.images}"
         of = (
-            (f"{score.right:,} of {score.count:,}", interval(score.right, score.count)) if score.count else ()
+            (f"{score.correct:,} of {score.count:,}", interval(score.correct, score.count))
+            if score.count
+            else ()
         )
         tiles = [(name, percent(score.share), *of)]
         if score.balanced is not None and (run.is_uneven or score.on == "folds"):
@@ -102,31 +104,31 @@ def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[S
         {"name": name, "value": fmean(values), "text": several.spread(values)}
         for name, values in ends.items()
     ]
-    made = [say("", line, False) for line in several.conclusion(families, seen)]
+    blocks = [say("", line, False) for line in several.conclusion(families, seen)]
     for run in runs:
         diagnosis = collapse.judge(run)
-        made += [say(f"{run.name}: {diagnosis.head}", diagnosis.text, True)] if diagnosis.bad else []
-        made += [text(f"{run.name}: {run.verdict}")] if run.verdict else []
-    made += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
+        blocks += [say(f"{run.name}: {diagnosis.head}", diagnosis.text, True)] if diagnosis.bad else []
+        blocks += [text(f"{run.name}: {run.verdict}")] if run.verdict else []
+    blocks += [table(["run", *map(number, heads)], rows), text(_MEANS, "note")]
     unseen = [run.name for run in runs if run.judged_by == "validation"]
     if unseen:
         which = "all runs" if len(unseen) == len(runs) else ", ".join(unseen)
-        made.append(
+        blocks.append(
             text(
                 f"For {which}, the accuracy is on validation images: test images are never used there.",
                 "note",
             )
         )
-    made += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
-    made += [text(f"{run.name}: {words.answer(run)}") for run in runs if not run.finished]
+    blocks += [bars("final", "Accuracy after the last round", items, "percent")] if items else []
+    blocks += [text(f"{run.name}: {words.answer(run)}") for run in runs if not run.finished]
     questions = list(dict.fromkeys(words.question(run) for run in runs))
-    return [*made, *(text(one) for one in questions[:3])]
+    return [*blocks, *(text(one) for one in questions[:3])]
 
 
 def _standing(family: Family) -> list[str]:
     """Returns the line of an experiment in the table."""
     counted = family.counted
-    masks, right = (
+    masks, correct = (
         [late for run in counted if (late := _late(run.series(key))) is not None]
         for key in ("mask_rate", "pseudo_accuracy")
     )
@@ -136,7 +138,7 @@ def _standing(family: Family) -> list[str]:
         seeds,
         several.spread(family.ends),
         *family.counts,
-        *map(several.spread, (masks, right)),
+        *map(several.spread, (masks, correct)),
         duration(fmean(cost["seconds"] for cost in spent)),
         costs.size(fmean(cost["bytes_up"] + cost["bytes_down"] for cost in spent)),
     ]
@@ -168,8 +170,10 @@ def _accuracy(run: Run) -> list[Block]:
         return [text("There is no evaluation yet.")]
     groups = {event["round"]: numbers(event.get("stream_accuracy")) for event in run.evaluations}
     for k in range(max(map(len, groups.values()), default=0) if run.streams <= 4 else 0):
-        own = [(at, value) for at, each in groups.items() if k < len(each) and (value := each[k]) is not None]
-        series.append(_series(f"group {k + 1} alone", own))
+        points = [
+            (at, value) for at, each in groups.items() if k < len(each) and (value := each[k]) is not None
+        ]
+        series.append(_series(f"group {k + 1} alone", points))
     losses = [
         ("users", run.series("loss")),
         ("server", run.series("server_loss")),

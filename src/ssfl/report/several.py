@@ -38,9 +38,9 @@ class Family:
         scores = [run.score for run in self.counted if run.score is not None and run.score.count]
         if not scores or len({score.count for score in scores}) > 1:
             return "–", "–"
-        right, count = fmean(score.right for score in scores), scores[0].count
-        shown = f"{right:,.0f}" if len(scores) == 1 else f"{right:,.1f}"
-        return f"{shown} of {count:,}", interval(right, count)
+        correct, count = fmean(score.correct for score in scores), scores[0].count
+        text = f"{correct:,.0f}" if len(scores) == 1 else f"{correct:,.1f}"
+        return f"{text} of {count:,}", interval(correct, count)
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
         """Returns the series of a chart: the mean over the seeds, with a band of one standard deviation."""
@@ -63,20 +63,22 @@ class Family:
 def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
     """Returns a sentence about whether the best two experiments differ clearly on their test images."""
     known = [
-        (sum(look.right), family, look)
+        (sum(look.correct), family, look)
         for family, look in zip(families, seen, strict=False)
-        if not isinstance(look, str) and look.right and family.runs[0].finished
+        if not isinstance(look, str) and look.correct and family.runs[0].finished
     ]
     known = [one for one in known if one[2].source == known[0][2].source]
     if len(known) < 2:
         return []
     (_, first, best), (_, second, other) = sorted(known, key=lambda one: -one[0])[:2]
-    pair = statistics.paired(best.right or [], other.right or [])
+    pair = statistics.paired(best.correct or [], other.correct or [])
     low, high = (100 * end for end in pair.interval)
     between = f"95 % interval of the difference: {low:+.1f} to {high:+.1f} percentage points".replace(
         "-", "−"
     )
-    numbers = f"{first.runs[0].name} has {pair.right:,} correct, {second.runs[0].name} {pair.other_right:,}"
+    numbers = (
+        f"{first.runs[0].name} has {pair.correct:,} correct, {second.runs[0].name} {pair.other_correct:,}"
+    )
     if low > 0:
         return [f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."]
     too_few = f"{pair.count:,} test images are too few to tell the best two apart"

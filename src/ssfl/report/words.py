@@ -28,10 +28,10 @@ def question(run: Run) -> str:
             f"Can {users}, with {labelled} among their own, train one good classifier{kinds} without sharing "
             "any image?"
         )
-    own = " and some labels" if split.labels_at == "both" else ""
+    labels_too = " and some labels" if split.labels_at == "both" else ""
     return (
-        f"Can {labels} at a server and the unlabelled images{own} of {users}, which never leave them, train "
-        f"one good classifier{kinds}?"
+        f"Can {labels} at a server and the unlabelled images{labels_too} of {users}, which never leave them, "
+        f"train one good classifier{kinds}?"
     )
 
 
@@ -95,8 +95,8 @@ def setting(run: Run) -> list[str]:
     if federation.dropout:
         sentences.append(f"The dropout rate of participants is {federation.dropout:.0%}.")
     network = config.model.name or "not chosen yet"
-    own = "" if outside.is_outside(network) else f" with {_norm(config)}"
-    sentences.append(f"The network is {network}{own}.")
+    norm = "" if outside.is_outside(network) else f" with {_norm(config)}"
+    sentences.append(f"The network is {network}{norm}.")
     return sentences
 
 
@@ -116,12 +116,14 @@ def answer(run: Run) -> str:
         f"After {at:,} of {run.planned:,} rounds, the model classifies {percent(last)} of {images} correctly"
     )
     if run.score is not None and run.score.count and not run.finished:
-        text += f" (95 % interval {interval(run.score.right, run.score.count)})"
+        text += f" (95 % interval {interval(run.score.correct, run.score.count)})"
     if run.finished and run.score is not None:
-        right = f"{run.score.right:,} of {run.score.count:,}" if run.score.count else percent(run.score.share)
-        text = f"The model classifies {right} {kind} images correctly"
+        correct = (
+            f"{run.score.correct:,} of {run.score.count:,}" if run.score.count else percent(run.score.share)
+        )
+        text = f"The model classifies {correct} {kind} images correctly"
         if run.score.count:
-            among = interval(run.score.right, run.score.count)
+            among = interval(run.score.correct, run.score.count)
             text += f": {percent(run.score.share)}, with a 95 % interval of {among}"
     if best[1] - last >= 0.005:
         text += f"; the best evaluation was {percent(best[1])} in round {best[0]:,}"
@@ -139,9 +141,9 @@ def _folded(run: Run) -> str:
     groups = finite(inside(run.summary.get("folds"), "groups"))
     together = f" The images of each of {groups:,.0f} patients or groups stayed together." if groups else ""
     return (
-        f"In cross-validation, {score.right:,} of {score.count:,} labelled images are correct, each "
+        f"In cross-validation, {score.correct:,} of {score.count:,} labelled images are correct, each "
         f"predicted by a model that was not trained on it: {percent(score.share)}, with a 95 % interval of "
-        f"{interval(score.right, score.count)}.{together} The final model was trained on all of them."
+        f"{interval(score.correct, score.count)}.{together} The final model was trained on all of them."
     )
 
 

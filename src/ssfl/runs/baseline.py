@@ -36,7 +36,7 @@ LEAST = 20
 class Play(Protocol):
     """Plays a run inside this one, from its last checkpoint, and returns its last state."""
 
-    def __call__(self, made: Simulation, path: Path, what: str) -> State: ...
+    def __call__(self, sim: Simulation, path: Path, what: str) -> State: ...
 
 
 @dataclass(frozen=True)

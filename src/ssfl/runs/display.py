@@ -29,9 +29,9 @@ def accuracy(event: Event) -> str:
     """Returns the accuracy of an evaluation in words; "" if it used no images."""
     for key, name in (("", "accuracy"), ("validation_", "validation accuracy")):
         if f"{key}accuracy" in event:
-            right, count = event[f"{key}correct"], event[f"{key}count"]
-            low, high = (100 * end for end in statistics.wilson(right, count))
-            return f"{name} {percent(right / count)} ({right:,}/{count:,}, {low:.0f}-{high:.0f} %)"
+            correct, count = event[f"{key}correct"], event[f"{key}count"]
+            low, high = (100 * end for end in statistics.wilson(correct, count))
+            return f"{name} {percent(correct / count)} ({correct:,}/{count:,}, {low:.0f}-{high:.0f} %)"
     return ""
 
 

@@ -31,7 +31,7 @@ class Answer:
     confidence: float
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.label == self.predicted
 
 
@@ -54,7 +54,7 @@ class Evaluation:
 
     @property
     def correct(self) -> int:
-        return sum(answer.right for answer in self.answers)
+        return sum(answer.correct for answer in self.answers)
 
     @property
     def accuracy(self) -> float:
@@ -86,7 +86,7 @@ class Evaluation:
     def bins(self) -> list[statistics.Bin]:
         """Confidence and accuracy in bins of confidence."""
         confidences = [answer.confidence for answer in self.answers]
-        return statistics.reliability(confidences, [answer.right for answer in self.answers], BINS)
+        return statistics.reliability(confidences, [answer.correct for answer in self.answers], BINS)
 
     @property
     def calibration_error(self) -> float:
@@ -100,7 +100,7 @@ class Evaluation:
     @property
     def mistakes(self) -> list[Answer]:
         """The wrong predictions, the most confident first."""
-        wrong = [answer for answer in self.answers if not answer.right]
+        wrong = [answer for answer in self.answers if not answer.correct]
         return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file)))
 
     def as_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.engines.work import make_batch
-from ssfl.errors import MethodError, SsflError, SsflWarning
+from ssfl.errors import MethodError, SsflError, SsflWarning, with_class
 from ssfl.federation import Method, State
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints
@@ -63,7 +63,7 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         try:
             worst = max(apart / (1 + size) for apart, size in (other() for other in others))
         except (SsflError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-            return Law(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return Law(name, False, with_class(error))
         measured = f"largest relative difference {worst:.1e}"
         return Law(name, worst <= CLOSE, measured if worst <= CLOSE else f"{measured}: {why}")
 
@@ -167,8 +167,8 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
         step, arguments = _flat_step(sim, 0)
         recorded = make_fx(step)(*arguments)
         step, arguments = _flat_step(sim, 3)
-        again, right = recorded(*arguments), step(*arguments)
-        return float((again - right).abs().max()), float(right.abs().max())
+        again, direct = recorded(*arguments), step(*arguments)
+        return float((again - direct).abs().max()), float(direct.abs().max())
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:

@@ -93,8 +93,10 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"its card says that images are {str(shape)[:100]}")
     for key in ("mean", "std"):
         numbers = card.get(key)
-        right = isinstance(numbers, list) and len(numbers) == sides[0]
-        if not right or not all(isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()):
+        complete = isinstance(numbers, list) and len(numbers) == sides[0]
+        if not complete or not all(
+            isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()
+        ):
             raise ValueError(f"its card has no {key} for each channel")
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("it holds numbers that are not finite")

@@ -178,8 +178,10 @@ def resolve(config: Config, dataset: Dataset) -> Config:
 def _compared(config: Config, server_labels: int) -> bool:
     """Whether a run also trains a server-only model: if users and server train, and by default only on your
     own images."""
-    own = config.data.path is not None or outside.is_outside(config.data.name)
-    wanted = own and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    is_own_data = config.data.path is not None or outside.is_outside(config.data.name)
+    wanted = (
+        is_own_data and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
+    )
     return wanted and config.method.trains_users and server_labels > 0
 
 

@@ -74,13 +74,13 @@ def describe(extras: Iterable[str] = ()) -> tuple[dict[str, Any], set[str]]:
             component["licenses"] = [{"license": {"name": licence}}]
         parts.append(component)
     refs = {component["name"]: component["bom-ref"] for component in parts}
-    own = next(component for component in parts if component["name"] == "ssfl")
+    software = next(component for component in parts if component["name"] == "ssfl")
     bill = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": own},
-        "components": [component for component in parts if component is not own],
+        "metadata": {"component": software},
+        "components": [component for component in parts if component is not software],
         "dependencies": [
             {"ref": refs[name], "dependsOn": sorted(refs[other] for other in others if other in refs)}
             for name, others in sorted(edges.items())

@@ -34,16 +34,16 @@ def duration(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def interval(right: float, count: int) -> str:
+def interval(correct: float, count: int) -> str:
     """Returns the 95 % interval of a share, in percent."""
-    low, high = statistics.wilson(right, count)
+    low, high = statistics.wilson(correct, count)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
-def accuracy(right: float, count: int) -> str:
+def accuracy(correct: float, count: int) -> str:
     """Returns an accuracy with its count and its 95 % interval."""
-    share = percent(right / count) if count else "-"
-    return f"{share} ({right:,.0f} of {count:,}; 95 % interval {interval(right, count)})"
+    share = percent(correct / count) if count else "-"
+    return f"{share} ({correct:,.0f} of {count:,}; 95 % interval {interval(correct, count)})"
 
 
 def ending(scores: Mapping[str, Any]) -> str:
@@ -52,11 +52,11 @@ def ending(scores: Mapping[str, Any]) -> str:
         if key not in scores:
             continue
         prefix = "validation_" if name != key else ""
-        right, count = scores.get(f"{prefix}correct"), scores.get(f"{prefix}count")
-        if right is None or not count:  # a run of an older version
+        correct, count = scores.get(f"{prefix}correct"), scores.get(f"{prefix}count")
+        if correct is None or not count:  # a run of an older version
             return f"{name} {percent(scores[key])}"
         over = " over folds" if scores.get("judged_by") == "folds" else ""
-        return f"{name} {accuracy(right, count)}{over}"
+        return f"{name} {accuracy(correct, count)}{over}"
     return "finished"
 
 

@@ -44,8 +44,8 @@ class Comparison:
         return {
             "on": self.on,
             "count": pair.count,
-            "right": pair.right,
-            "right_without": pair.other_right,
+            "correct": pair.correct,
+            "correct_without": pair.other_correct,
             "only_with": pair.won,
             "only_without": pair.lost,
             "difference": pair.difference,
@@ -114,13 +114,13 @@ def sentence(one: Comparison, users: str = "unlabelled images") -> str:
     if one.conclusion == "too few":
         text = (
             f"{one.pair.count:,} {images} are too few to tell whether the {users} helped: "
-            f"{one.pair.right:,} are correct with them and {one.pair.other_right:,} without "
+            f"{one.pair.correct:,} are correct with them and {one.pair.other_correct:,} without "
             f"({_interval(one)})."
         )
     else:
         text = (
-            f"With the {users}, {one.pair.right:,} of {one.pair.count:,} {images} are correct; without them, "
-            f"{one.pair.other_right:,}: {_ending(one)}."
+            f"With the {users}, {one.pair.correct:,} of {one.pair.count:,} {images} are correct; without "
+            f"them, {one.pair.other_correct:,}: {_ending(one)}."
         )
     first, second = one.balanced
     if one.uneven and first is not None and second is not None:
@@ -134,7 +134,8 @@ def _ending(one: Comparison) -> str:
 
 
 def _numbers(one: Comparison) -> str:
-    return f"{one.pair.right:,} of {one.pair.count:,} are correct with them, {one.pair.other_right:,} without"
+    pair = one.pair
+    return f"{pair.correct:,} of {pair.count:,} are correct with them, {pair.other_correct:,} without"
 
 
 def _held_out(one: Comparison) -> str:

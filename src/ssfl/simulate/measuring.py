@@ -88,8 +88,8 @@ def _in_parts(
                 )
             part_work = part_work.with_labels(labels._replace(lr_scale=None))
         gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
-    own = torch.cat(gradients) if gradients else rows[:0, :weights]
-    return own if ranks is None else ranks.gather(own, count)
+    together = torch.cat(gradients) if gradients else rows[:0, :weights]
+    return together if ranks is None else ranks.gather(together, count)
 
 
 def of_users(metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]) -> dict[str, Any]:

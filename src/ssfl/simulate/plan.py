@@ -86,8 +86,8 @@ class Plan:
     def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
         """Returns a round's cohort, and what the users and the server train on."""
         cohort = self.cohort(round)
-        own = self.server_work(round) if len(self.server.images) else None
-        return cohort, self.users_work(round, cohort), own
+        server_work = self.server_work(round) if len(self.server.images) else None
+        return cohort, self.users_work(round, cohort), server_work
 
     def cohort(self, round: int) -> Cohort:
         federation, rounds = self.config.federation, self.config.federation.rounds or 0
