@@ -4,9 +4,10 @@ python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [
 
 Some sites send bad updates in every round, all sites take part in every round, and their images are skewed.
 Every run is paired with the clean run of the same seed: no attackers, plain mean, no gate. Without --data the
-images are scikit-learn's digits. The file of --json is written after every run, and rows that it already has
-are not run again. Accuracy is on the test images; with --validation it is on a part of the training
-images. Use that to choose --reach, the length to which the gate cuts updates.
+images are scikit-learn's digits. The file of --json is written after every run, and runs that it already has
+are not run again, so several calls can fill one file. A run that fails is listed there, and the others go on.
+Accuracy is on the test images; with --validation it is on a part of the training images. Use that to choose
+--reach, the length to which the gate cuts updates.
 """
 
 import argparse
@@ -15,13 +16,18 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 import ssfl
 from benchmarks import report
-from ssfl.errors import DivergedError
+from ssfl.errors import DivergedError, one_line
 from ssfl.runs import text
 from ssfl.runs.folder import versions
 from ssfl.simulate import gate
@@ -45,6 +51,7 @@ ATTACKS: dict[str, list[str]] = {
     "noise": ["federation.attack=noise"],
     "label shift": ["federation.attack=shift"],
     "slow poisoning": ["federation.attack=slow"],
+    "sign flip in every second round": ["federation.attack=alternating"],
 }
 DEFENCES: dict[str, list[str]] = {
     "no defence": [],
@@ -77,25 +84,77 @@ def settings_of(case: Case) -> list[str]:
     return sets + ([f"federation.attackers={share}"] if ATTACKS[case.attack] else [])
 
 
-def play(case: Case) -> tuple[Case, float, float]:
-    """Returns the accuracy of one run (0 if it diverges) and its seconds."""
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    case: Case
+    accuracy: float = 0.0
+    """0 if it diverged."""
+    seconds: float = 0.0
+    error: str = ""
+    """Why there is no accuracy."""
+
+
+def play(case: Case) -> Outcome:
+    """Plays one run."""
     gate.REACH = case.reach
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = ssfl.run(ssfl.load_config("quickstart", settings_of(case)), Path(folder) / "run")
         except DivergedError:
-            return case, 0.0, time.perf_counter() - began
+            return Outcome(case, 0.0, time.perf_counter() - began)
+        except Exception as error:  # such as a full GPU: the other runs go on
+            return Outcome(case, seconds=time.perf_counter() - began, error=one_line(error))
         last = next(event for event in reversed(result.history) if event["event"] == "eval")
     accuracy = float(last["validation_accuracy" if case.validation else "accuracy"])
-    return case, accuracy, time.perf_counter() - began
+    return Outcome(case, accuracy, time.perf_counter() - began)
 
 
-def rows_of(cases: list[Case], accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
+def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
+    """Plays the runs in several processes; yields each when it ends. A process that dies or fails costs one
+    run, and another process takes its place."""
+    waiting, ended = Queue[Case](), Queue[Outcome]()
+    for case in cases:
+        waiting.put(case)
+
+    def work() -> None:
+        pool = None
+        while True:
+            try:
+                case = waiting.get_nowait()
+            except Empty:
+                break
+            pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            try:
+                outcome = pool.submit(play, case).result()
+            except BrokenProcessPool:
+                outcome = Outcome(case, error="its process died, perhaps for want of memory")
+            if outcome.error:  # what is left of a failed run, such as a broken GPU context, may hurt the next
+                pool.shutdown(wait=False)
+                pool = None
+            ended.put(outcome)
+        if pool:
+            pool.shutdown()
+
+    for _ in range(min(processes, len(cases))):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in cases:
+        yield ended.get()
+
+
+def _place(case: Case) -> tuple[int, int, int, float]:
+    """Where a run stands in the table."""
+    tables = zip((SITES, ATTACKS, DEFENCES), (case.sites, case.attack, case.defence), strict=True)
+    sites, attack, defence = (list(table).index(key) for table, key in tables)
+    return sites, attack, defence, case.reach
+
+
+def rows_of(accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
     """Returns a row for each kind of run that has ended: its accuracies, and the differences to clean runs of
     the same seeds."""
     rows = []
-    for case in (case for case in cases if case.seed == seeds[0]):
+    for case in sorted((case for case in accuracies if case.seed == seeds[0]), key=_place):
         if any(case._replace(seed=seed) not in accuracies for seed in seeds):
             continue
         each = [accuracies[case._replace(seed=seed)] for seed in seeds]
@@ -130,7 +189,9 @@ def main() -> None:
         *COMMON,
         f"federation.rounds={options.rounds}",
         f"run.eval_every={options.rounds}",
+        f"run.checkpoint_every={options.rounds}",
         "run.threads=1",
+        "run.baseline=false",  # by default a run on a file would also train a model without the sites
     ]
     sets += DIGITS if options.data is None else [*LETTERS, f"data.path={options.data}"]
     both = (*sets, *options.set)
@@ -145,36 +206,42 @@ def main() -> None:
     if options.data is not None:  # do not publish a path of this machine
         both = (*(one for one in both if not one.startswith("data.path=")), f"data: {options.data.stem}")
     protocol = {"seeds": options.seeds, "settings": list(both), "on": _on(options.validation)}
-    accuracies = known(options.json, protocol, cases)
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for case, accuracy, seconds in pool.imap_unordered(
-            play, [one for one in cases if one not in accuracies]
-        ):
+    known = earlier(options.json, protocol, cases[0])
+    accuracies, runs, failed = (
+        {case: run["accuracy"] for case, run in known.items()},
+        list(known.values()),
+        [],
+    )
+    for case, accuracy, seconds, error in outcomes(
+        [case for case in cases if case not in accuracies], options.processes
+    ):
+        about = {"sites": case.sites, "attack": case.attack, "defence": case.defence, "reach": case.reach}
+        label = "; ".join(f"{key} {value}" for key, value in (about | {"seed": case.seed}).items())
+        print(f"{label}: {error or f'{100 * accuracy:.2f}'}  {seconds:.1f} s", file=sys.stderr, flush=True)
+        if error:
+            failed.append(about | {"seed": case.seed, "error": error})
+        else:
             accuracies[case] = accuracy
-            label = f"{case.sites}; {case.attack}; {case.defence}; reach {case.reach}; seed {case.seed}"
-            print(f"{label}: {100 * accuracy:.2f}  {seconds:.1f} s", file=sys.stderr, flush=True)
-            if options.json:
-                around = report.circumstances("benchmarks.robustness") | {"versions": versions()}
-                report.save(
-                    options.json, around | protocol | {"rows": rows_of(cases, accuracies, options.seeds)}
-                )
-    print(table_of(rows_of(cases, accuracies, options.seeds)))
+            runs.append(about | {"seed": case.seed, "accuracy": accuracy, "seconds": round(seconds, 1)})
+        if options.json:
+            around = report.circumstances("benchmarks.robustness") | {"versions": versions()}
+            rows = rows_of(accuracies, options.seeds)
+            report.save(options.json, around | protocol | {"rows": rows, "runs": runs, "failed": failed})
+    if accuracies:
+        print(table_of(rows_of(accuracies, options.seeds)))
+    if failed:
+        sys.exit(f"{len(failed)} runs failed, the last because: {failed[-1]['error']}")
 
 
-def known(file: Path | None, protocol: dict[str, Any], cases: list[Case]) -> dict[Case, float]:
-    """Returns the accuracies that an earlier call with the same settings has written to the file."""
+def earlier(file: Path | None, protocol: dict[str, Any], like: Case) -> dict[Case, dict[str, Any]]:
+    """Returns the runs that earlier calls with the same settings have written to the file."""
     if file is None or not file.is_file():
         return {}
     before = json.loads(file.read_text())
-    if any(before[key] != value for key, value in protocol.items()):
+    if any(before[key] != value for key, value in protocol.items()) or "runs" not in before:
         sys.exit(f"{file} has other settings or seeds: name another file, or remove it")
-    rows = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in before["rows"]}
-    accuracies = {}
-    for case in cases:
-        row = rows.get((case.sites, case.attack, case.defence, case.reach))
-        if row is not None:
-            accuracies[case] = row["accuracies"][protocol["seeds"].index(case.seed)]
-    return accuracies
+    keys = "sites", "attack", "defence", "reach", "seed"
+    return {like._replace(**{key: run[key] for key in keys}): run for run in before["runs"]}
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

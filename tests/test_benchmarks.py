@@ -1,15 +1,19 @@
 """The benchmarks run, count their work and never guess; none of these tests asserts a time."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import peers, plots
+from benchmarks import peers, plots, robustness
 from ssfl.models import networks
+from waiting import descendants
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,3 +120,51 @@ def test_variants_are_paired_by_seed_and_not_run_again(tmp_path: Path) -> None:
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.stdout == first.stdout
     assert (tmp_path / "runs/anchored-anchored-seed1/summary.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_attacks_are_compared_whatever_happens_to_a_single_run(tmp_path: Path) -> None:
+    """A run that fails and one whose process dies are listed; the others go on, and are not run again."""
+    path = tmp_path / "robustness.json"
+
+    def compare(*arguments: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "-m", "benchmarks.robustness", "--rounds", "1", "--seeds", "1",
+            "--sites", "1 of 4", "--processes", "1", "--json", str(path), *arguments,
+        ]  # fmt: skip
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = compare("--attacks", "none", "--defences", "no defence", "--set", "run.device=cpu")
+    assert first.communicate()[1].count("seed 1: ") == 1
+    assert first.returncode == 0
+    more = ["--attacks", "none", "sign flip", "--defences", "no defence", "gate", "--set", "run.device=cpu"]
+    with compare(*more) as second:
+        assert second.stderr is not None
+        line = second.stderr.readline()  # the first of three that were missing
+        assert "none" in line
+        [child] = [pid for pid in descendants(second.pid) - {second.pid} if worker(pid)]
+        os.kill(child, signal.SIGKILL)
+        rest = second.stderr.read()
+        assert second.wait() == 1
+    assert rest.count("died") >= 1
+    told = json.loads(path.read_text("utf-8"))
+    assert [row["defence"] for row in told["rows"] if row["attack"] == "none"] == ["no defence", "gate"]
+    assert len(told["runs"]) + len(told["failed"]) == 4
+    assert len(told["failed"]) == 1
+    assert "run.baseline=false" in told["settings"]
+    third = compare(*more)
+    assert third.communicate()[1].count("seed 1: ") == 1
+    told = json.loads(path.read_text("utf-8"))
+    assert (third.returncode, len(told["rows"]), told["failed"]) == (0, 4, [])
+
+
+def worker(pid: int) -> bool:
+    """Whether a process plays runs."""
+    with suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def test_a_run_that_is_refused_does_not_end_the_comparison() -> None:
+    case = robustness.Case("1 of 4", "none", "no defence", 1, 1.0, ("train.lr=-1",), False)
+    assert "train.lr" in robustness.play(case).error

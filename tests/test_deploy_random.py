@@ -216,7 +216,9 @@ def test_random_faults_change_nothing_but_who_answers(folders: Path, ring: Path,
         assert made.finished(), made.tell()
         for name, process in made.sites.items():
             assert stage.ended(process, PATIENCE) == 0, f"{name}: {made.tell()}"
-    print(f"{len(made.faults)} faults in {lasted:.0f} s and {by_then} of {rounds} rounds: {dict(made.counts)}")
+    print(
+        f"{len(made.faults)} faults in {lasted:.0f} s and {by_then} of {rounds} rounds: {dict(made.counts)}"
+    )
     events = list(runs.read_events(made.run))
     played = [event for event in events if event["event"] == "round"]
     came = arrivals(made.run)  # each round once, and in order

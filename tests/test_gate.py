@@ -301,6 +301,9 @@ def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
     assert float(slow.norm()) == pytest.approx(float((row - sent).norm()), rel=1e-5)
     shifted = attacks.corrupt("shift", sent, sent, sim.layout, 5) - sent
     assert float(torch.cosine_similarity(slow, shifted, 0)) == pytest.approx(1, abs=1e-5)
+    kinds = [attacks.kind_in("alternating", round) for round in range(4)]
+    assert kinds == [None, "sign", None, "sign"]
+    assert attacks.kind_in("shift", 2) == "shift"
     noisy = attacks.corrupt("noise", sent, row, sim.layout, 5)
     assert torch.equal(noisy, attacks.corrupt("noise", sent, row, sim.layout, 5))
     assert 0.3 < float((noisy - row).std() / row.abs().mean()) < 3

@@ -137,9 +137,10 @@ class FederationSettings:
     """Take one more step in the first round of every epoch, as in the authors' code."""
     attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
     """The share of users that send manipulated models, to test how robust a federation is."""
-    attack: str = setting("sign", choices=("sign", "ascent", "noise", "shift", "slow"))
+    attack: str = setting("sign", choices=("sign", "ascent", "noise", "shift", "slow", "alternating"))
     """What attackers send: their update with the opposite "sign", the same but very long ("ascent"), random
-    "noise", a model whose classes are "shift"ed by one, or "slow" steps towards such a model."""
+    "noise", a model whose classes are "shift"ed by one, or "slow" steps towards such a model. "alternating":
+    an honest update and one with the opposite sign, in turns."""
     attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
     """The factor by which attackers scale their update."""
     head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")

@@ -17,6 +17,13 @@ def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
     return frozenset(keys.argsort()[:count].tolist())
 
 
+def kind_in(attack: str, round: int) -> str | None:
+    """Returns what attackers do in this round, None if they are honest."""
+    if attack == "alternating":
+        return "sign" if round % 2 else None
+    return attack
+
+
 def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
     """Returns what an attacker sends instead of the model [P + Q] that it trained; its update is scaled by
     `scale`.

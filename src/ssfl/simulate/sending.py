@@ -27,6 +27,7 @@ def sent_back(
         return rows
     share = federation.attackers
     attackers = attacks.attacking_users(config.split.users, share, seed) if share else frozenset[int]()
+    kind = attacks.kind_in(federation.attack, round)
     rows = rows.clone()
     for place, user in enumerate(users):  # one at a time: the draws of a row are wider than the row
         if clip is not None and noise is not None:
@@ -34,9 +35,9 @@ def sent_back(
             key = torch.tensor(draws.key(seed, "privacy", round, user), device=rows.device)
             normal = draws.normal(draws.bits(key, 2 * layout.length))
             rows[one] = privacy.released(sent[one], rows[one], clip, noise, normal)
-        if user in attackers:
+        if user in attackers and kind is not None:
             rows[place] = attacks.corrupt(
-                federation.attack,
+                kind,
                 sent[place],
                 rows[place],
                 layout,
