@@ -384,7 +384,7 @@ def test_wrappers_follow_their_generator(
 def test_wrappers_say_what_to_pass(
     make: Callable[[Tensor, torch.Generator | None], Tensor], images: Tensor
 ) -> None:
-    with pytest.raises(ValueError, match=r"uint8 tensor \[N, C, H, W\]"):
+    with pytest.raises(ValueError, match=r"\[N, C, H, W\]"):
         make(images, None)
 
 
@@ -404,7 +404,7 @@ def test_normalise(channels: int, dtype: torch.dtype) -> None:
 
 
 def test_normalise_wants_one_mean_per_channel() -> None:
-    with pytest.raises(ValueError, match="one mean and one std"):
+    with pytest.raises(ValueError, match=r"\[2, 3, 8, 8\].*\[1\].*\[1\]"):
         normalise(random_images(2, 3, 8, 8), [0.5], [0.5], torch.float32)
 
 

@@ -255,7 +255,7 @@ def test_a_run_whose_events_are_damaged_does_not_tell_too_small_an_epsilon(
     first, second, *rest = file.read_bytes().splitlines(keepends=True)
     damaged = b"".join([first, second[:20] + b"\n", *rest])
     file.write_bytes(damaged)
-    with pytest.raises(RunError, match="privacy") as caught:
+    with pytest.raises(RunError) as caught:
         ssfl.resume(path)
     assert caught.value.value == 1
     assert file.read_bytes() == damaged  # nothing more is lost

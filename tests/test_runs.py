@@ -13,7 +13,7 @@ import torch
 
 import ssfl
 from ssfl.config.settings import Config
-from ssfl.errors import ConfigError, DivergedError, RunError, SsflWarning
+from ssfl.errors import ConfigError, DivergedError, FolderInUse, RunError, SsflWarning
 from ssfl.methods.anchored import Anchored
 from ssfl.runs import assemble, checkpoints, compare, resolve, round_loop, train
 from ssfl.runs import folder as runs
@@ -151,9 +151,9 @@ def test_the_model_of_a_run_predicts_what_was_evaluated(done: Path) -> None:
     arrays = [model(digits.test_images.numpy()), model(digits.test_images[:, 0].numpy())]
     for found in arrays:
         torch.testing.assert_close(found, model(digits.test_images))
-    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"\[N, 1, 8, 8\]"):
         model(digits.test_images[0])
-    with pytest.raises(ValueError, match=r"must be \[N, 1, 8, 8\], not \[360, 1, 5, 5\]"):
+    with pytest.raises(ValueError, match=r"\[N, 1, 8, 8\].*\[360, 1, 5, 5\]"):
         model(np.zeros((360, 5, 5, 1), np.uint8))
 
 
@@ -199,8 +199,9 @@ def test_a_torn_checkpoint_is_passed_over(done: Path) -> None:
     undone(done)
     for file in (done / "checkpoints").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(RunError, match=r"no checkpoint of .* can be read"):
+    with pytest.raises(RunError) as caught:
         ssfl.resume(done)
+    assert (caught.value.key, caught.value.value) == ("checkpoints", str(done))
     assert older.exists()
 
 
@@ -238,7 +239,7 @@ def test_a_finished_run_without_its_model_is_finished_again(done: Path) -> None:
 
 def test_two_processes_cannot_train_one_run(done: Path) -> None:
     undone(done)
-    with runs.locked(done), pytest.raises(RunError, match="another process"):
+    with runs.locked(done), pytest.raises(FolderInUse):
         ssfl.resume(done)
 
 
@@ -333,8 +334,9 @@ def test_what_is_not_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     if place == "empty":
         path.mkdir()
     for verb in (ssfl.resume, ssfl.load_model, lambda p: list(runs.read_events(p))):
-        with pytest.raises(RunError, match=r"is not a run folder|there is no folder"):
+        with pytest.raises(RunError) as caught:
             verb(path)
+        assert caught.value.value == str(path)
 
 
 def test_bad_input_leaves_no_folder_behind(quick: Make, tmp_path: Path) -> None:
@@ -531,7 +533,7 @@ def test_a_folder_of_runs_is_no_run_and_names_those_inside(tmp_path: Path) -> No
     for name in ("b", "a"):
         (tmp_path / "contest" / name).mkdir(parents=True)
         (tmp_path / "contest" / name / "config.toml").touch()
-    with pytest.raises(RunError, match=r"is not a run folder: .*; there are \S+/contest/a, \S+/contest/b$"):
+    with pytest.raises(RunError, match=r"\S+/contest/a, \S+/contest/b$"):
         runs.read_config(tmp_path / "contest")
 
 

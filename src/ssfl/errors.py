@@ -50,6 +50,10 @@ class RunError(SsflError):
     on."""
 
 
+class FolderInUse(RunError):
+    """A run folder that another process is writing to."""
+
+
 class Stopped(SsflError):
     """A run stopped by Ctrl-C or SIGTERM after everything was saved; not a failure."""
 

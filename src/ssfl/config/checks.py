@@ -112,7 +112,7 @@ def _check_labels(config: Config) -> None:
 
 
 def _check_comparison(config: Config) -> None:
-    """Raises if the server-only baseline or the folds are asked for without the whole federation here."""
+    """Raises if the baseline or the folds cannot be computed with the other settings."""
     run = config.run
     if run.folds == 1:
         raise _error("run.folds", 1, "would hold out all images: use at least 2, such as 5", "run.folds=5")

@@ -8,7 +8,7 @@ from ssfl.core.fields import limits_of
 
 Sections = dict[str, dict[str, Any]]
 NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
-"""Fields that were added during the first release: a config without one was played without that part."""
+"""Fields that were added during the first release, with their values for configs that do not have them."""
 
 
 def is_old(config: Sections) -> bool:

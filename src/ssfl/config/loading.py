@@ -323,7 +323,9 @@ def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
         hints = typing.get_type_hints(kind)
     except (NameError, TypeError) as error:
         raise ConfigError(
-            f"[{name}] the type of a field of {kind.__name__} cannot be found: {error}", key=name
+            f"[{name}]: a field of {kind.__name__} has a type that is not defined ({error}): import it in "
+            "the same file",
+            key=name,
         ) from error
     for field, value in values.items():
         key = f"{name}.{field}"

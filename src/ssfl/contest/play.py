@@ -20,7 +20,7 @@ from ssfl.config.settings import Config
 from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, thresholds
 from ssfl.contest.standings import Standing
 from ssfl.core import plain_files
-from ssfl.errors import ConfigError, DivergedError, RunError
+from ssfl.errors import ConfigError, DivergedError, FolderInUse
 from ssfl.runs import display, folder, resolve, round_loop, same, train
 from ssfl.runs.text import percent
 
@@ -146,6 +146,7 @@ def _values(choice: str) -> list[str]:
             f"--choose {key}: this setting is part of the protocol and the same for all methods; choose "
             "settings of method.* and train.*, except method.name and train.batch_size",
             key=key,
+            value=values,
         )
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
@@ -233,11 +234,10 @@ def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
     except DivergedError as error:
         tell(f"{entry.path.name}: {error}")
         return None
-    except RunError as error:
-        if not folder.is_busy(entry.path):
-            raise
-        raise RunError(
-            f"{entry.path} is in use by another process: run the same command again when it has ended"
+    except FolderInUse as error:
+        raise FolderInUse(
+            f"{entry.path} is in use by another process: run the same command again when it has ended",
+            value=str(entry.path),
         ) from error
     if result.stopped is not None:
         raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)

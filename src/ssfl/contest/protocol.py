@@ -75,20 +75,17 @@ def entry(
 ) -> Entry:
     """Returns a run of a method: the settings of the config, those of the method, and equal user work."""
     methods.check_name(method)
-    keys = [override.partition("=")[0].strip() for override in sets]
-    if "run.seed" in keys:
-        raise ConfigError(
-            "--set run.seed: the seeds of a contest are 1, 2, ...; set their number with --seeds",
-            key="run.seed",
-        )
-    bad = [override for override, key in zip(sets, keys, strict=True) if key.startswith("method.")]
-    if bad:
-        raise ConfigError(
-            f"--set {bad[0]}: every method has its own settings; use --choose to try values",
-            key=bad[0].partition("=")[0].strip(),
-        )
-    if "run.test" in keys:
-        raise ConfigError("--set run.test: a contest uses test images only in the last round", key="run.test")
+    for override in sets:
+        key, _, value = (part.strip() for part in override.partition("="))
+        if key == "run.seed":
+            why = "the seeds of a contest are 1, 2, ...; set their number with --seeds"
+        elif key.startswith("method."):
+            why = "every method has its own settings; use --choose to try values"
+        elif key == "run.test":
+            why = "a contest uses test images only in the last round; leave this setting out"
+        else:
+            continue
+        raise ConfigError(f"--set {override}: {why}", key=key, value=value)
     shared = configs.read(source, sets)
     base = configs.unchecked(shared)  # its own method does not play
     shared["method"] = {"name": method}
@@ -132,8 +129,9 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
     count = max(1, round(whole / max(divisor, 1)))
     if divisor > 1 and abs(count * divisor - whole) > 0.1 * whole:
         raise ConfigError(
-            f"a step of {config.method.name} makes {work} passes, and {whole:g} rounds cannot be shortened "
-            f"to the same within 10 %: set federation.rounds to a multiple of {work} or at least {5 * work}",
+            f"--equal passes: {config.method.name} makes {work} passes in a step, so it must play {whole:g}/"
+            f"{work} rounds, and no whole number is within 10 % of that: set federation.rounds to a multiple "
+            f"of {work}, or to at least {5 * work}",
             key="federation.rounds",
             value=whole,
         )

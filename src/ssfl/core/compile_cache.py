@@ -103,7 +103,7 @@ def use() -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         warnings.warn(
-            f"compiled code is not kept in {folder()} ({reason}), so that another run may compile it again. "
+            f"compiled code cannot be stored in {folder()} ({reason}), so the next run may compile again. "
             f"Set {cache.PLACE} to a folder that only you can write to.",
             SsflWarning,
             stacklevel=2,
@@ -235,7 +235,7 @@ def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) 
         plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG)
         plain = plain and member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if part not in VARIABLES or not 1 <= len(names) <= 8 or not plain or not all(map(_is_kept, names)):
-            raise ValueError(f"{member.filename[:200]!r} does not belong into it")
+            raise ValueError(f"{member.filename[:200]!r} is not a file of a compile cache")
     other = {name: str(head.get(name))[:40] for name in versions()}
     if other != versions():
         described = [

@@ -55,7 +55,7 @@ def require_same_shape(parts: Mapping[str, Tensor]) -> None:
     for what, images in parts.items():
         if tuple(images.shape[1:]) != shape:
             raise ConfigError(
-                f"{what} are {_shown(images)} (channels x height x width) where images are "
+                f"{what} are {_shown(images)} (channels x height x width), but images are "
                 f"{_shown(parts['images'])}: give all images one shape",
                 key=what,
                 value=_shown(images),
@@ -82,7 +82,7 @@ def _labels(values: Array, what: str) -> NDArray[Any]:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "biuU":
         raise ConfigError(
-            f"{what}: {array.dtype} {list(array.shape)} must be a list of whole numbers or of names",
+            f"{what} is {array.dtype} {list(array.shape)}: pass a list of whole numbers or of class names",
             key=what,
             value=str(array.dtype),
         )
@@ -136,8 +136,8 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
     strange = array[(array < -1) | (array >= len(names))]
     if len(strange):
         raise ConfigError(
-            f"{what}: {strange[0]} is out of range: there are {len(names)} classes, 0 to {len(names) - 1} "
-            "(-1: no label)",
+            f"{what}: {strange[0]} is not a class: the {len(names)} classes are 0 to {len(names) - 1}, and "
+            "-1 means no label",
             key=what,
             value=int(strange[0]),
         )
@@ -151,14 +151,14 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
         array = np.flatnonzero(array)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what}: {array.dtype} {list(array.shape)} must be a list of image numbers",
+            f"{what} is {array.dtype} {list(array.shape)}: pass a list of image numbers, or a mask",
             key=what,
             value=str(array.dtype),
         )
     strange = array[(array < 0) | (array >= count)]
     if len(strange):
         raise ConfigError(
-            f"{what}: image {strange[0]} is out of range: there are {count}, 0 to {count - 1}",
+            f"{what}: there is no image {strange[0]}: the {count} images are numbered 0 to {count - 1}",
             key=what,
             value=int(strange[0]),
         )
@@ -174,7 +174,7 @@ def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Han
         if not len(arrays[-1]):
             raise ConfigError(f"users[{user!r}] has no images: leave that user out", key=f"users[{user!r}]")
     if not arrays:
-        raise ConfigError("users: is empty: leave it out, or pass the images of each user", key="users")
+        raise ConfigError("users is empty: leave it out, or pass the images of each user", key="users")
     return Hands.of(arrays)
 
 
@@ -237,7 +237,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
         if image.shape != images[0].shape:
             sizes = [f"{i.shape[1]}x{i.shape[0]}" for i in (image, images[0])]
             raise ConfigError(
-                f"{what}[{place}] is {sizes[0]} where {what}[0] is {sizes[1]}: resize the images first",
+                f"{what}[{place}] is {sizes[0]} pixels, but {what}[0] is {sizes[1]}: resize the images first",
                 key=f"{what}[{place}]",
                 value=sizes[0],
             )

@@ -68,7 +68,9 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
     formats.check_side(*data.shape[1:], where)
     known = torch.unique(data.labels[data.labels >= 0])
     if len(known) < 2:
-        raise DataError(f"{where}: one class only ({data.classes[int(known[0])]}); at least two are needed")
+        raise DataError(
+            f"{where}: has only one class ({data.classes[int(known[0])]}); at least two are needed"
+        )
     strange = data.test_labels[~torch.isin(data.test_labels, known)]
     if len(strange):
         raise DataError(

@@ -235,7 +235,7 @@ def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Siz
         other = good[number]
         if (other.width, other.height) != (width, height):
             raise DataError(
-                f"{files[number]}: {other.width}x{other.height} pixels where {files[first]} has "
+                f"{files[number]}: {other.width}x{other.height} pixels, but {files[first]} has "
                 f"{width}x{height}; --set data.size=N resizes all images to NxN"
             )
     return height, width

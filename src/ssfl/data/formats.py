@@ -116,7 +116,7 @@ def read_idx(member: Member, axes: int) -> np.ndarray:
     expected = int(np.prod(shape, dtype=object))
     if len(data) - head != expected:
         raise DataError(
-            f"{member.where}: {len(data) - head} bytes of data where its header promises "
+            f"{member.where}: {len(data) - head} bytes of data, but its header says "
             f"{expected}; replace it with a fresh copy"
         )
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
@@ -191,7 +191,7 @@ def _records(member: Member, record: int) -> int:
     """Returns how many records of this many bytes a file has."""
     if member.size == 0 or member.size % record:
         raise DataError(
-            f"{member.where}: {member.size} bytes are no whole number of {record}-byte records; "
+            f"{member.where}: {member.size} bytes are not a multiple of the record size {record}; "
             "replace it with a fresh copy"
         )
     return member.size // record

@@ -19,9 +19,9 @@ GENTLE_DRAWS: int = 9
 STEPS = 41
 """The number of values that each draw chooses from; the middle one changes nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
-"""The most: degrees, logarithms of factors, and a share of the side."""
+"""The limits of a view: degrees, two logarithms of factors, and a share of the side."""
 GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
-"""The most: a logarithm, a share, and levels."""
+"""The limits of a view: the logarithm of gamma, a share, and grey levels."""
 AT_ONCE = 1 << 22
 """The number of pixels that are computed at once on a CPU."""
 _ONE = 1 << 16

@@ -14,7 +14,7 @@ from ssfl.data.hands import Hands, Index
 LISTED = 5000
 """split.json lists at most this many users one by one: more would be slow to write and to read."""
 PROBED = 4
-"""The number of images by which an augmentation is recognised."""
+"""The fingerprint of an augmentation is made from its views of this many images."""
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> dict[str, Any]:

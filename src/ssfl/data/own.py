@@ -46,7 +46,7 @@ def load_npz(path: Path, size: int | None) -> Dataset:
         for name in content.files:
             if name.startswith(("x_", "y_")) and name not in needed + extra:
                 raise DataError(
-                    f"{path}: array {name} is none of {', '.join(needed)} or {extra[0]}; rename it"
+                    f"{path}: unknown array {name}; rename it to one of {', '.join(needed)}, {extra[0]}"
                 )
         y_train, y_test = (npz_labels(content, path, name) for name in ("y_train", "y_test"))
         names = None
@@ -240,7 +240,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
     for entry in classes:
         if entry.name.lower() in UNLABELLED:
-            raise DataError(f"{entry}: is taken for a class; rename it to {entry.name.lower()}")
+            raise DataError(f"{entry}: would be a class of this name; rename it to {entry.name.lower()}")
     if not classes:
         raise DataError(f"{places[0]}: holds no folders; put the images of each class in a folder")
     train = {entry.name: pictures.list_images(entry) for entry in classes}

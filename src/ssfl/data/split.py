@@ -178,7 +178,7 @@ def mixture(
     server_labels: int = 0,
     seed: int = 2019,
 ) -> Parts:
-    """Returns a split by given mixtures of classes: user u takes the mixture u modulo their number.
+    """Returns a split by given mixtures of classes: with m mixtures, user u gets mixture u mod m.
 
     Each class is divided in proportion to its weights in the users' mixtures, so that no image is lost. Users
     get exactly their mixture if every class has the same total weight and size.

@@ -231,7 +231,7 @@ class Fleet:
                     answers[node] = reply.content
                 elif reply.error.code not in post.LATE:
                     self.tell(
-                        f"site {node} did not send its name but an error: {post.short(reply.error.reason)}"
+                        f"site {node} sent an error instead of its name: {post.short(reply.error.reason)}"
                     )
                     self._rejected[node] = time.monotonic() + LATER
         return answers
@@ -241,7 +241,7 @@ class Fleet:
         try:
             claimed, count = wire.read_identity(content)
         except DataError as error:
-            self.tell(f"site {info.name or node} did not send its name but {post.short(error)}")
+            self.tell(f"site {info.name or node} sent {post.short(error)} instead of its name")
             self._rejected[node] = time.monotonic() + LATER
             return
         name = claimed if self.asked else info.name
@@ -360,7 +360,7 @@ class Fleet:
                 )
             late = [self.names[user] for user in sent if not (user in returned or user in refused)]
             self.tell(
-                f"round {round + 1} has {len(returned)} of {len(asked)} models: asking again: "
+                f"round {round + 1}: {len(returned)} of {len(asked)} models have arrived; asking again: "
                 f"{', '.join(dict.fromkeys(late))}"
             )
             wait, meanwhile = min(2 * wait, max(self.patience, self.deadline)), _nothing

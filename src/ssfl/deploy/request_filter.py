@@ -41,7 +41,7 @@ HOLD = 20.0
 BEATS = 10.0, 60.0
 """The shortest and the longest heartbeat interval that a site may announce, in seconds."""
 FAREWELL = 40
-"""The requests that a site may still send after it was left out, to fetch the message that says so."""
+"""The requests that a site may still send after it was excluded, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
 """Paths to which the centre posts JSON lists of nodes: those that were sent a message, those left out."""
 Receive = Callable[[], Awaitable[Any]]

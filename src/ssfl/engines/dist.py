@@ -117,7 +117,8 @@ class Dist:
             raise RunError(_LOST) from error
         if any(bool(message[0] != bits) for message in messages):
             raise RunError(
-                "the processes of torchrun do not hold the same weights: start them on machines of one kind"
+                "the processes of torchrun have different weights after the same round: use the same kind of "
+                "device and the same versions for all of them"
             )
         partial_sums = torch.stack([message[1 : 1 + streams.numel()] for message in messages])
         gathered: list[list[Tensor]] = [[] for _ in each]

@@ -315,7 +315,8 @@ class Vmap:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             warnings.warn(
-                f"training is slower than it could be: a step cannot be recorded ({_reason(error)})",
+                "training is slower than it could be: a step cannot be recorded as a CUDA graph "
+                f"({_reason(error)})",
                 SsflWarning,
                 stacklevel=2,
             )

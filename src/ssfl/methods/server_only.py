@@ -15,14 +15,19 @@ class ServerOnly(Method):
     trains_users: ClassVar = False
 
     def check(self, config: Any) -> None:
-        if config.split.labels_at == "users" or config.split.server_labels == 0:
+        needs = "method.name = 'server-only' needs labels at the server"
+        if config.split.labels_at == "users":
             raise ConfigError(
-                f"split.labels_at = {config.split.labels_at!r} and split.server_labels = "
-                f"{config.split.server_labels}: method.name = 'server-only' needs labels at the server. Set "
-                "split.labels_at=server and split.server_labels above 0.",
+                f"split.labels_at = 'users', but {needs}: set split.labels_at=server",
                 key="split.labels_at",
-                value=config.split.labels_at,
+                value="users",
                 fix="split.labels_at=server",
+            )
+        if config.split.server_labels == 0:
+            raise ConfigError(
+                f"split.server_labels = 0, but {needs}: raise split.server_labels",
+                key="split.server_labels",
+                value=0,
             )
 
     def round(self, state: State, fed: Fed) -> State:

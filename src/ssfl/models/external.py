@@ -155,10 +155,12 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
         try:
             module = make()
         except Exception as error:
-            raise _refused(f"{setting}: making the module raised {_reason(error)}", error) from error
+            raise _refused(
+                f"{setting}: the function that makes the module raised {_reason(error)}", error
+            ) from error
         module = getattr(module, "_orig_mod", module)  # of torch.compile
         if not isinstance(module, nn.Module):
-            raise _refused(f"{setting} made a {type(module).__name__}: return an nn.Module", module)
+            raise _refused(f"{setting} returned a {type(module).__name__}: return an nn.Module", module)
         _check_logits(module.eval(), setting, classes, shape)
         if not trained(module):
             raise _refused(

@@ -50,7 +50,7 @@ class _Masks:
         return x.mul_(mask) if inplace else x * mask
 
     def _alpha(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        """Alpha dropout: to SELU's lower limit, with the same mean and variance (Klambauer et al. 2017)."""
+        """Alpha dropout (Klambauer et al. 2017): dropped values become SELU's lower limit."""
         limit = 1.7580993408473766
         scale = 0.0 if p == 1 else 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
         mask = self.mask(x, shape, p)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, one_line
 
 LISTED = 4
 """How many tensors an error names."""
@@ -43,7 +43,9 @@ def _read(file: str) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise _error(file, "there is no such file, check the path") from None
     except (SafetensorError, OSError) as error:
-        raise _error(file, f"it is not a readable .safetensors file ({str(error)[:200]})") from error
+        raise _error(
+            file, f"it is not a readable .safetensors file ({one_line(error, 200)}): use another file"
+        ) from error
 
 
 def _last_layer(network: nn.Module) -> set[str]:

@@ -174,7 +174,7 @@ def _versus(drawing: Drawing) -> str:
 def _lines(
     number: str, wanted: Sequence[PaperRun], title: str, label: Callable[[PaperRun], str]
 ) -> Callable[[Drawing, Path], list[Path]]:
-    """Figures B.1 and C.1: convergence of some runs."""
+    """Returns a function that draws Figure B.1 or C.1, the convergence of some runs."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")

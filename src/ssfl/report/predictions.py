@@ -49,7 +49,7 @@ class Seen:
     views: list[Shown]
     """Training images: the picture, weak and strong views, and the pseudo-label."""
     correct: list[bool] | None = None
-    """Which of the used test images are correct; None if the matrix is from folds."""
+    """Whether each test image is classified correctly; None if the matrix is from folds."""
     source: str = ""
     """The fingerprint of the data."""
 

@@ -24,7 +24,7 @@ class Family:
 
     @property
     def counted(self) -> list[Run]:
-        """The runs that means are over: the finished ones, or all if none is finished."""
+        """The runs over which means are taken: the finished ones, or all if none is finished."""
         return [run for run in self.runs if run.finished] or self.runs
 
     @property

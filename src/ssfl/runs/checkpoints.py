@@ -76,18 +76,23 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             broken.append(f"{file.name} ({error})")
     if broken:
-        raise RunError(f"no checkpoint of {path} can be read: {'; '.join(broken)}; start a new run")
+        raise RunError(
+            f"no checkpoint of {path} can be read: {'; '.join(broken)}; start a new run",
+            key="checkpoints",
+            value=str(path),
+        )
     return None
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
     """Raises if the state has other tensors than the method keeps: another version of the method wrote it."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
-        known = "does not know" if name in state.memory else "needs"
-        which = "holds" if name in state.memory else "lacks"
+        if name in state.memory:
+            problem = f"has the tensor {name!r}, which this version of the method does not use"
+        else:
+            problem = f"does not have the tensor {name!r}, which this version of the method needs"
         raise RunError(
-            f"the checkpoint of {path} {which} the tensor {name!r}, which this version of the method "
-            f"{known}: use the version that wrote it, or start a new run"
+            f"the checkpoint of {path} {problem}: use the version that wrote it, or start a new run"
         )
 
 

@@ -25,7 +25,7 @@ from ssfl.config.settings import Config
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.version import VERSION
-from ssfl.errors import ConfigError, DivergedError, RunError, Stopped, one_line
+from ssfl.errors import ConfigError, DivergedError, FolderInUse, RunError, Stopped, one_line
 
 UNFINISHED = "unfinished.safetensors"
 """The model of the last checkpoint, until the run is finished."""
@@ -155,7 +155,9 @@ def locked(path: Path) -> Iterator[None]:
                 break
             time.sleep(0.05)
         else:
-            raise RunError(f"{path} is in use by another process: wait until it ends, or stop it")
+            raise FolderInUse(
+                f"{path} is in use by another process: wait until it ends, or stop it", value=str(path)
+            )
         try:
             yield
         finally:  # also for processes that inherited the open folder
@@ -173,18 +175,6 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
     if kind == fcntl.LOCK_SH:
         fcntl.flock(folder, fcntl.LOCK_UN)
     return False
-
-
-def is_busy(path: Path) -> bool:
-    """Whether another process is training in this run folder."""
-    try:
-        folder = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return is_locked(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -225,9 +215,9 @@ def _known(*folders: Path) -> str:
 def read_config(path: Path) -> Config:
     """Returns the resolved config of a run folder; raises if it is not a run folder."""
     if not path.is_dir():
-        raise RunError(f"there is no folder {path}{_known()}")
+        raise RunError(f"there is no folder {path}{_known()}", value=str(path))
     if not (path / "config.toml").is_file():
-        raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}")
+        raise RunError(f"{path} is not a run folder: it has no config.toml{_known(path)}", value=str(path))
     try:
         values = first_release.with_new_names(_read_toml(path))
         return from_dict(
@@ -269,7 +259,7 @@ def read_events(path: Path) -> Iterator[Event]:
     try:
         lines = plain_files.read(path / "events.jsonl").split(b"\n")
     except FileNotFoundError:
-        raise RunError(f"{path} is not a run folder: it has no events.jsonl") from None
+        raise RunError(f"{path} is not a run folder: it has no events.jsonl", value=str(path)) from None
     except OSError as error:
         raise RunError(f"{path / 'events.jsonl'} cannot be read: {error.strerror}") from None
     for line in lines[:-1]:

@@ -149,7 +149,9 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
     with closing(second.engine):
         state = saved.state
         if state.memory.keys() != second.initial().memory.keys():
-            raise MethodError("the state has other tensors than initial() returns")
+            raise MethodError(
+                "round() keeps other tensors in the state's memory than initial() returns: use the same names"
+            )
         while state.round < second.rounds:
             state, _ = second.play(state)
     return state

@@ -186,7 +186,7 @@ def _compared(config: Config, server_labels: int) -> bool:
 
 
 def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
-    """Returns [model] with every choice made."""
+    """Returns the section [model] with every default filled in."""
     model = config.model
     name, views = model.name or networks.suited(dataset.shape, gpu), model.cached_views
     if views is None:
@@ -196,7 +196,7 @@ def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
-    """Returns the config for users that the data name: then [split] divides nothing."""
+    """Returns the config for data that come with their owners; [split] then divides nothing."""
     if dataset.users is None:
         return config
     owners, users = len(dataset.users), config.split.users

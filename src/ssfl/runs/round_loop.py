@@ -74,6 +74,7 @@ class SweepInterrupted(Stopped):
 
     def __init__(self, round: int, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; run the same command to continue", by)
+        self.round = round
 
 
 def again(config: Config, path: Path) -> str:

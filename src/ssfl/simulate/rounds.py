@@ -263,8 +263,8 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Returns the models, long updates cut, their weights, and the positions of those that count: the
-        gate did not refuse them and their weight is above 0."""
+        """Returns the models with long updates shortened, their weights, and the positions of the users that
+        count: those that the gate accepted and whose weight is above 0."""
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
