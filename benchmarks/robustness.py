@@ -145,9 +145,8 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
 
 def _place(case: Case) -> tuple[int, int, int, float]:
     """Where a run stands in the table."""
-    tables = zip((SITES, ATTACKS, DEFENCES), (case.sites, case.attack, case.defence), strict=True)
-    sites, attack, defence = (list(table).index(key) for table, key in tables)
-    return sites, attack, defence, case.reach
+    sites, attack = list(SITES).index(case.sites), list(ATTACKS).index(case.attack)
+    return sites, attack, list(DEFENCES).index(case.defence), case.reach
 
 
 def rows_of(accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from ssfl.deploy.connection import connected
 from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
+from ssfl.errors import SsflError
 
 
 def model(numbers: int) -> RecordDict:
@@ -58,6 +59,9 @@ class Crowd:
                         connection.send(self.reply(message), time.monotonic() - began)
             except (httpx.HTTPError, CannotCarry) as error:
                 self.lost.append(f"{key.name}: {error!r}")
+            except SsflError as error:  # the centre does not want it any more
+                self.lost.append(f"{key.name}: {error}")
+                return
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 import os
 import re
 import resource
+import signal
 import socket
 import ssl
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,10 +22,10 @@ import pytest
 from flwr.app import Error, Message
 
 import light
+from ssfl.deploy import connection, internals, keys, link, notes, request_filter
 from ssfl.deploy import fleet as fleets
-from ssfl.deploy import internals, keys, link, notes, request_filter
 from ssfl.deploy.fleet import Fleet
-from ssfl.deploy.port import LOG
+from ssfl.deploy.port import LOG, network
 from ssfl.errors import SsflError
 from stage import free_port
 from waiting import descendants, wait_until
@@ -107,8 +109,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 def memory() -> int:
     """Bytes that the SuperLink's process holds in memory."""
-    [pid] = [pid for pid in descendants(os.getpid()) if b"ssfl.deploy.port" in command_of(pid)]
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{port_process()}/status").read_text()
     return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
 
 
@@ -164,6 +165,63 @@ def test_rounds_go_on_while_strangers_hold_connections(
         with light.crowd(f"{made.host}:{made.port}", [keys.read_site(tmp_path / "keys" / "bonn.site")]):
             wait_until(lambda: made.round() >= 1, "no new connection gets through")
         assert (tmp_path / "link" / "link.log").stat().st_size < LOG
+
+
+@pytest.mark.slow
+def test_a_site_gets_in_while_strangers_at_its_address_connect_again_and_again(tmp_path: Path) -> None:
+    """Hundreds a second, so that no connection without a key is left open for long."""
+    with scene(tmp_path) as made:
+        over = threading.Event()
+
+        def knock() -> None:
+            held = deque[socket.socket]()
+            while not over.wait(0.001):
+                with suppress(OSError):
+                    held.append(socket.create_connection((made.host, made.port), 20))
+                if len(held) > 300:
+                    held.popleft().close()
+            for one in held:
+                one.close()
+
+        knocking = threading.Thread(target=knock, daemon=True)
+        knocking.start()
+        for _ in range(3):
+            assert made.round() == 3
+        assert made.crowd.lost == []
+        made.crowd.over.set()
+        with light.crowd(f"{made.host}:{made.port}", [keys.read_site(tmp_path / "keys" / "bonn.site")]):
+            wait_until(lambda: made.round() >= 1, "no new connection gets through")
+        over.set()
+        knocking.join(60)
+
+
+def port_process() -> int:
+    """The number of the process with the port."""
+    [pid] = [pid for pid in descendants(os.getpid()) if b"ssfl.deploy.port" in command_of(pid)]
+    return pid
+
+
+@pytest.mark.slow
+def test_sites_are_not_lost_because_heartbeats_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site counts as connected for 20 s after a heartbeat, and here there are none."""
+    monkeypatch.setattr(connection, "_beat", lambda call, node, gone: None)
+    with scene(tmp_path) as made:
+        time.sleep(25)  # they only ask for work
+        assert made.round() == 3
+        # the port's process gets no processor time
+        os.kill(port_process(), signal.SIGSTOP)
+        time.sleep(25)
+        os.kill(port_process(), signal.SIGCONT)
+        assert made.round() == 3
+        assert made.crowd.lost == []
+        assert not any("disconnected" in line for line in made.lines)
+
+
+def test_addresses_of_one_network_count_as_one() -> None:
+    assert network("192.0.2.7") == network("::ffff:192.0.2.7") != network("192.0.2.8")
+    assert network("2001:db8::1") == network("2001:db8:0:0:ffff::2") != network("2001:db8:0:1::1")
 
 
 def stranger(host: str, port: int) -> ssl.SSLSocket:
@@ -242,6 +300,8 @@ def test_a_site_that_is_noisy_or_left_out_fills_no_log(tmp_path: Path) -> None:
         assert made.round() == 2
         assert len(made.refused()) == notes.AT_ONCE
         assert len(made.lines) - before == 1
+        wait_until(lambda: made.crowd.lost, "it goes on trying")
+        assert "excluded" in made.crowd.lost[-1]
         # strangers who ask for what is closed get a line for each kind
         with httpx.Client(verify=False) as anybody:
             for _ in range(20):
@@ -288,8 +348,7 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
 
 def processor_seconds() -> float:
     """What the SuperLink's process has computed."""
-    [pid] = [pid for pid in descendants(os.getpid()) if b"ssfl.deploy.port" in command_of(pid)]
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{port_process()}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -25,6 +25,10 @@ After two intervals without one, the site counts as disconnected and may connect
 GRACE = 30.0
 """Seconds after which a refused key is an error. Before that the refusal may be temporary: a centre that has
 just started knows no keys yet, and a site that was killed still counts as connected for a while."""
+RETRY = 1.0
+"""Seconds until a heartbeat that failed is sent again."""
+RECONNECT = 5.0
+"""Seconds for which a request that finds no connection is tried again, before the site starts anew."""
 IDLE = 60.0
 """Seconds after which an idle connection is closed. The centre would close it later."""
 HALFWAY = 120.0
@@ -72,6 +76,10 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
             try:
                 node = internals.activate(call, private, BEAT, new=key is None)
             except httpx.HTTPStatusError as error:
+                if error.response.status_code == 403:
+                    raise SsflError(
+                        f"{address} has excluded this site: ask the operator of the centre why"
+                    ) from error
                 if error.response.status_code < 500 and time.monotonic() > began + min(patience, GRACE):
                     raise SsflError(_refused(address, error.response.text)) from error
             except httpx.TransportError as error:
@@ -99,6 +107,7 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
                     ) from error
             if node is None:
                 time.sleep(1)
+        call.connecting = RECONNECT
         gone = threading.Event()
         heart = threading.Thread(target=_beat, args=(call, node, gone), daemon=True)
         heart.start()
@@ -106,6 +115,7 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
             yield Connection(call, node, clock)
         finally:
             gone.set()
+            call.connecting = 0.0
             heart.join()
             with suppress(httpx.HTTPError):
                 call("fleet/deactivate-node", node_id=node.node_id)
@@ -116,9 +126,12 @@ def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -
 
     Errors are ignored: if the centre was restarted, the next message shows it.
     """
-    while not gone.wait(BEAT / 2):
+    pause = BEAT / 2
+    while not gone.wait(pause):
+        pause = RETRY
         with suppress(httpx.HTTPError):
             call("fleet/send-node-heartbeat", node=node, heartbeat_interval=BEAT)
+            pause = BEAT / 2
 
 
 def _refused(address: str, reply: str) -> str:

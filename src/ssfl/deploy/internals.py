@@ -140,6 +140,8 @@ class Caller:
         self, http: httpx.Client, base: str, headers: Callable[[], Mapping[str, str]], patience: float = 0.0
     ) -> None:
         self.http, self.base, self.headers, self.patience = http, base, headers, patience
+        self.connecting = 0.0
+        """Seconds for which a request is tried again if there is no connection, so that it was never sent."""
 
     def __call__(self, path: str, **fields: Any) -> Any:
         asked, answer = TYPES[path]
@@ -150,7 +152,7 @@ class Caller:
 
     def post(self, path: str, content: bytes) -> bytes:
         """Sends a request and returns the body of the response; raises httpx's errors."""
-        end, pause = time.monotonic() + self.patience, 0.1
+        began, pause = time.monotonic(), 0.1
         while True:
             try:
                 response = self.http.post(
@@ -161,7 +163,9 @@ class Caller:
                 return response.content
             except httpx.HTTPError as error:
                 refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
-                if refused or time.monotonic() + pause > end:
+                unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                patience = max(self.patience, self.connecting) if unsent else self.patience
+                if refused or time.monotonic() + pause > began + patience:
                     raise
             time.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, 2.0)

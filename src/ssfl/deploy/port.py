@@ -5,7 +5,9 @@ folder that only its user may enter. So the centre always reaches Flower, whatev
 """
 
 import asyncio
+import ipaddress
 import os
+import random
 import signal
 import socket
 import ssl
@@ -36,6 +38,9 @@ HEAD = 65_536
 STRANGERS = 64
 """The connections allowed from one address that have not shown a key. Two more are allowed for each site,
 because many sites may share one address."""
+CHANCE = 1.0
+"""Seconds after which a connection without a key counts as old. If there are too many, an old one is closed,
+or any of them if none is old. So a slow site that shares its address with strangers can still get in."""
 PER_SITE = 8
 """The connections allowed for one site."""
 SPARE = 128
@@ -55,6 +60,7 @@ class Visit:
     host: str
     since: float
     """When it last changed from idle to busy or back."""
+    began: float = field(default_factory=time.monotonic)
     node: int | None = None
     """The site's node, once a request was signed with a known key; None for a stranger."""
     unread: int = 0
@@ -104,6 +110,7 @@ class Port:
             visit.close = task.cancel
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            await asyncio.sleep(0)  # handshakes go on, however many connections wait to be accepted
 
     async def _receive(
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
@@ -127,17 +134,21 @@ class Port:
     def make_room(self, host: str) -> None:
         """Closes a stranger's connection if there are too many.
 
-        It is the oldest one from `host` if that address has too many, otherwise from the address with most.
+        It is one from `host` if that address has too many, otherwise one from the address with most.
         """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:
             if visit.node is None:
-                strangers.setdefault(visit.host, []).append(visit)
+                strangers.setdefault(network(visit.host), []).append(visit)
+        host = network(host)
         if len(strangers.get(host, ())) >= self.most_of_one:
-            self.end(strangers[host][0])
+            crowd = strangers[host]
         elif sum(map(len, strangers.values())) >= self.most_strangers or len(self.visits) >= self.most:
             crowd = max(strangers.values(), key=len, default=list(self.visits))
-            self.end(crowd[0])
+        else:
+            return
+        old = time.monotonic() - crowd[0].began > CHANCE
+        self.end(crowd[0] if old else random.choice(crowd))
 
     def admit(self, visit: Visit, node: int) -> bool:
         """Counts a connection as a site's; returns False if the site has too many and all are busy."""
@@ -157,11 +168,17 @@ class Port:
         visit.close()
 
     async def sweep(self) -> None:
-        """Closes connections that take too long, and shortens the log, every second."""
+        """Closes connections that take too long, and shortens the log, every second.
+
+        Seconds in which this process got no processor time do not count.
+        """
+        before = time.monotonic()
         while True:
             await asyncio.sleep(1)
             current = time.monotonic()
+            stalled, before = current - before - 1, current
             for visit in list(self.visits):
+                visit.since += max(0.0, stalled)
                 patience = ANSWER if visit.busy else HEADERS if visit.node is None or visit.unread else IDLE
                 if visit.shaken and current - visit.since > patience:
                     self.end(visit)
@@ -192,6 +209,16 @@ def watched(stock: Any, port: Port) -> Any:
             super().data_received(data)
 
     return Watched
+
+
+def network(host: str) -> str:
+    """Returns what counts as one address: with IPv6 a whole network (/64), since one machine may own it."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
 
 
 def raised_limit() -> int:
@@ -240,7 +267,7 @@ async def serve(listening: socket.socket, private: socket.socket, environment: d
         flower, environment["SSFL_LINK_SECRET"], int(environment["SSFL_LINK_MODEL"]),
         request_filter.teller(int(environment["SSFL_LINK_TELL"])), keys is not None,
     )  # fmt: skip
-    port = Port(listening, trust, int(environment["SSFL_LINK_SITES"]), filtered.failed, filtered.notes.flush)
+    port = Port(listening, trust, int(environment["SSFL_LINK_SITES"]), filtered.failed, filtered.tick)
     filtered.port = port
     config = uvicorn.Config(
         filtered, access_log=False, loop="asyncio", ws="none", lifespan="on", proxy_headers=False,

@@ -36,10 +36,15 @@ FROM_CENTRE = 1 << 30
 """The largest request of the centre, in bytes."""
 STALLED = 60.0
 """Seconds within which more of a body must arrive."""
-HOLD = 20.0
-"""Seconds that a site's request for work is held open. The site itself would wait for 30 s."""
+HOLD = 15.0
+"""Seconds that a site's request for work is held open. The site itself would wait for 30 s. It is less than a
+site may be silent (20 s), because each request is a sign of life."""
 BEATS = 10.0, 60.0
 """The shortest and the longest heartbeat interval that a site may announce, in seconds."""
+ALIVE = 5.0
+"""Seconds after which a site's next request is noted as a sign of life."""
+STALLED_PORT = 5.0
+"""Seconds without processor time after which this process does not count sites' silence."""
 FAREWELL = 40
 """The requests that a site may still send after it was excluded, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
@@ -110,7 +115,24 @@ class RequestFilter:
         """For each node, the message that it is answering, and the missing parts of its answer."""
         self.excluded: dict[int, int] = {}
         """How many more requests are answered, for each node that is left out."""
+        self.seen: dict[int, float] = {}
+        """When each node last gave a sign of life that was noted."""
+        self.ticked = time.monotonic()
+        """When this process was last known to run."""
         self.notes = Notes(tell)
+
+    def tick(self) -> None:
+        """Does what is due every second."""
+        self.notes.flush()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """After this process did not run for a while, keeps sites whose heartbeats could not be read."""
+        before, self.ticked = self.ticked, time.monotonic()
+        if self.ticked - before > STALLED_PORT:
+            for node, seen in self.seen.items():
+                if before - seen < 2 * BEATS[0]:
+                    self.flower.alive(node, BEATS[0])
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,6 +159,7 @@ class RequestFilter:
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
             await _answer(send, 403, b"only the centre may make this request")
             return
+        self._catch_up()
         if scope["path"] in (WAKE, EXCLUDE):
             nodes = json.loads(await self._read(headers, receive, self.most))
             if scope["path"] == EXCLUDE:
@@ -189,6 +212,8 @@ class RequestFilter:
                 self.notes.count(node, host, "a request although it is excluded")
                 await _answer(send, 403, b"the centre has excluded this site: ask its operator why")
                 return
+        if node is not None:
+            await self._alive(node, path)
         pushing = path.endswith(("/push-object", "/push-messages"))
         try:
             body = await self._read(headers, receive, self.most_at_once if pushing else ROOM)
@@ -288,6 +313,17 @@ class RequestFilter:
             for task in tasks:
                 task.cancel()
         return event.is_set()
+
+    async def _alive(self, node: int, path: str) -> None:
+        """Notes a request as a sign of life, like a heartbeat, so that a site is not lost for a late one."""
+        now = time.monotonic()
+        if path.endswith("/deactivate-node"):
+            self.seen.pop(node, None)
+        elif path.endswith(("/activate-node", "/send-node-heartbeat")):
+            self.seen[node] = now
+        elif now - self.seen.get(node, now) > ALIVE:
+            self.seen[node] = now
+            await anyio.to_thread.run_sync(self.flower.alive, node, BEATS[0])
 
     async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
         """Answers a heartbeat without Flower's slower application; returns False if Flower must answer."""
