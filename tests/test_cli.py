@@ -183,7 +183,7 @@ def mixed_sizes() -> None:
         (["run", "--set", "split.usrs=3"], None, "split.users"),
         (["run", "--set", "split.users=three"], None, "split.users = 'three'"),
         (["run", "--set", "federation.participants=11"], None, "federation.participants = 11"),
-        (["run", "--set", "method.name=grouping", "--set", "federation.groups=11"], None, "federation.groups = 11"),
+        (["run", "--set", "method.name=grouping", "--set", "federation.groups=11"], None, "groups = 11"),
         (["run", "--set", "split.skew=2"], None, "split.skew = 2"),
         (["run", "--set", "method.threshold=2"], None, "method.threshold = 2"),
         (["run", "--set", "split.server_labels=2000"], None, "split.server_labels = 2000"),
