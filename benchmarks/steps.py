@@ -21,10 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import report
 from benchmarks.jobs import Job, draw_images
 from ssfl.config.loading import load_config
+from ssfl.models.building import network_of
 from ssfl.runs import assemble
 from ssfl.runs.result import device_name
 from ssfl.runs.surroundings import reproducible
-from ssfl.simulate.simulation import Simulation, network_of
+from ssfl.simulate.simulation import Simulation
 
 
 @dataclass(frozen=True)

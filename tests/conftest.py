@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -18,6 +19,8 @@ from waiting import ended
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("no deadline")
 Call = Callable[..., tuple[int, str, str]]
 FEDERATIONS = {"test_backbones", "test_own_federation", "test_port", "test_signals"}
 """Modules with real federations, besides all of test_deploy_*. Their slow tests need the whole machine."""

@@ -197,7 +197,7 @@ def test_autocontrast_is_pillows_for_every_range() -> None:
         assert torch.equal(out, from_pillow(ImageOps.autocontrast(to_pillow(image))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(OPERATIONS),
     st.sampled_from([1, 3]),

@@ -64,7 +64,7 @@ def test_hands_are_filtered_renamed_and_gathered_owner_by_owner(
     assert [o.tolist() for o in again] == [sorted(o) for o in lists]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(20, 60), min_size=2, max_size=6),
     users=st.integers(6, 70),

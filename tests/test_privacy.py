@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import integrate, optimize, stats
@@ -28,7 +28,6 @@ Make = Callable[..., Config]
 ON = ["privacy.clip=0.5", "privacy.noise=0.1"]
 
 
-@settings(deadline=None)
 @given(st.floats(1e-3, 1e3), st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20))
 def test_an_update_is_cut_to_its_length_and_keeps_its_direction(clip: float, numbers: list[float]) -> None:
     update = torch.tensor([numbers], dtype=torch.float64)

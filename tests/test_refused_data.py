@@ -98,7 +98,7 @@ def nan(shape: tuple[int, ...]) -> np.ndarray:
             {f"x_{p}": np.zeros((n, 4, 1025), np.uint8) for p, n in (("train", 6), ("test", 3))},
             ("1025x4", "between 4 and 1024"),
         ),
-        ({"y_train": np.zeros(6, int), "y_test": np.zeros(3, int)}, ("one class only", "two")),
+        ({"y_train": np.zeros(6, int), "y_test": np.zeros(3, int)}, ("class (0)", "two")),
         ({"y_test": [0, 1, 7]}, ("label 7", "y_test", "unknown in y_train")),
         ({"y_test": ["0", "1", "2"]}, ("y_train and y_test", "strings")),
         ({"y_train": np.zeros(6)}, ("y_train", "float64", "whole numbers")),
@@ -146,7 +146,7 @@ def test_cifar10_refused(tmp_path: Path) -> None:
     refused({"batches.meta.txt": b"\xff\xfe"}, folder / "batches.meta.txt", "fresh copy")
     refused({"test_batch.bin": b"\x09" + bytes(3072)}, "class 9", "no labelled training images")
     only = {name: bytes(3073) for name in files if name != "batches.meta.txt"}
-    refused(only, "one class only")
+    refused(only, "(class 0)")
     (folder / "data_batch_4.bin").unlink()
     refusal(lambda: load("cifar10", root=tmp_path), folder, "data_batch_4.bin is missing", "http")
 
@@ -173,7 +173,7 @@ def test_emnist_refused(tmp_path: Path) -> None:
         refusal(lambda: load("emnist", root=tmp_path), *words)
 
     refused({images: b"\0\0\x08\x01" + files[images][4:]}, tmp_path / images, "idx3")
-    refused({images: files[images] + b"x"}, tmp_path / images, "header promises")
+    refused({images: files[images] + b"x"}, tmp_path / images, "3137", "3136")
     refused({images: b""}, tmp_path / images, "idx3")
     refused({labels: files[labels][:-1] + b"\x2f"}, tmp_path / labels, "label", "47 classes")
     refused({labels: files[list(files)[3]]}, "4 training images but 2 labels")
@@ -203,7 +203,7 @@ def test_folder_refused(tmp_path: Path) -> None:
     two = ("a/1.png", "a/2.png", "b/1.png", "b/2.png")
     split = tuple(f"{part}/{file}" for part in ("train", "test") for file in two)
     refused("loose", ("1.png", "2.png"), tmp_path / "loose", "no folders", "each class")
-    refused("one", ("a/1.png", "a/2.png"), tmp_path / "one", "one class only (a)")
+    refused("one", ("a/1.png", "a/2.png"), tmp_path / "one", "class (a)")
     refused("single", (*two, "c/1.png"), tmp_path / "single" / "c", "one image only")
     refused("val", (*split, "val/a/1.png"), tmp_path / "val" / "val", "rename")
     refused("late", (*split, "test/c/1.png"), "late/test/c", "class c is not in")

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssfl.data import apportion, split
@@ -37,7 +37,6 @@ CASES = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(case=CASES, server=st.integers(0, 20), seed=st.integers(0, 5))
 def test_skewed_follows_the_formula(case: tuple[list[int], int, float], server: int, seed: int) -> None:
     sizes, users, skew = case
@@ -102,7 +101,6 @@ def test_users_come_out_as_equal_as_the_classes_allow(users: int) -> None:
         assert max(sharers) - min(sharers) <= 1
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=3, max_size=6), users=st.integers(2, 3))
 def test_dealt_classes_cannot_be_evened_by_any_swap(sizes: list[int], users: int) -> None:
     mains, _ = apportion.main_classes(np.array(sizes), users)
@@ -131,7 +129,6 @@ def test_no_user_moved_between_classes_brings_sizes_closer(sizes: list[int], use
             assert then >= now - 1e-9
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 6),
     columns=st.integers(1, 6),

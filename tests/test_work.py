@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssfl.core import draws
@@ -36,7 +36,6 @@ def strong_views(work: Work, step: int) -> torch.Tensor:
     return strong
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 70), min_size=1, max_size=5), passes=st.integers(0, 3))
 def test_batches_are_cut_from_fresh_permutations(sizes: list[int], passes: int) -> None:
     users = torch.arange(len(sizes)) + 4

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssfl.data.hands import Hands, Index
-from ssfl.data.own import as_images
+from ssfl.data.npz import as_images
 from ssfl.errors import ConfigError, DataError, one_line
 
 Array = Any

@@ -11,6 +11,8 @@ from ssfl.errors import DataError
 
 WHITE = 65_535
 """The largest value of 16 bits."""
+UNLABELLED = ("unlabelled", "unlabeled")
+"""Both spellings, of folders and after "x_" in .npz files."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ from ssfl.data import formats, pictures
 from ssfl.data.dataset import WHITE, Dataset, checked, statistics
 from ssfl.data.download import OFFICIAL, obtain
 from ssfl.data.formats import LARGEST, SMALLEST, reading
-from ssfl.data.own import load_folder, load_npz
+from ssfl.data.npz import load_npz
+from ssfl.data.own import load_folder
 from ssfl.errors import DataError
 
 DIGITS = tuple("0123456789")

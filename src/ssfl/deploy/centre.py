@@ -43,6 +43,7 @@ from ssfl.runs import (
 )  # fmt: skip
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.result import Result
+from ssfl.simulate import measuring
 from ssfl.simulate.gate import STRIKES
 from ssfl.simulate.protocols import Extra
 from ssfl.simulate.rounds import Round
@@ -75,7 +76,7 @@ class Centre(Simulation):
         strikes = new.strikes.clone()
         for user in answers.refused:
             strikes[user] += 1
-        event = self.round_event(new.round, fed) | dict(answers.traffic)
+        event = measuring.round_event(self.plan, self.message_bytes(), new.round, fed) | dict(answers.traffic)
         if answers.missing:
             event["missing"] = answers.missing
         if answers.again:

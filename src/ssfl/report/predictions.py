@@ -17,10 +17,11 @@ from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
 from ssfl.errors import RunError, SsflError, SsflWarning, one_line
 from ssfl.models import external
+from ssfl.models.building import network_of, plain_network_of
 from ssfl.report.gather import Run, inside, whole
 from ssfl.runs import assemble, checkpoints, folder, resolve, surroundings
 from ssfl.runs.predict import Classifier, load_model
-from ssfl.simulate.simulation import evaluated_row, network_of, plain_network_of
+from ssfl.simulate.simulation import evaluated_row
 
 MOST_TESTED = 10_000
 SIDE = 48

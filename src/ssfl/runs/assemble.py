@@ -22,11 +22,12 @@ from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
 from ssfl.errors import ConfigError
 from ssfl.models import backbones, external
+from ssfl.models.building import plain_network_of
 from ssfl.models.kernels import convolution
 from ssfl.runs import doubts
 from ssfl.runs.resolve import load_data, make_parts, resolve, with_data
 from ssfl.simulate.plan import Owners, Plan
-from ssfl.simulate.simulation import Simulation, plain_network_of
+from ssfl.simulate.simulation import Simulation
 
 CORES = torch.get_num_threads()
 """The threads that torch would use: all cores of the machine, or what the environment says."""

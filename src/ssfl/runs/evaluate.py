@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ssfl.core import statistics
 from ssfl.data import pictures, sources
-from ssfl.data.dataset import WHITE
-from ssfl.data.own import UNLABELLED
+from ssfl.data.dataset import UNLABELLED, WHITE
 from ssfl.errors import DataError, SsflWarning
 from ssfl.models.external import Factory
 from ssfl.runs.predict import Classifier, load_model

@@ -13,10 +13,11 @@ from ssfl.core.events import Event
 from ssfl.core.statistics import wilson
 from ssfl.federation import State
 from ssfl.models import backbones
+from ssfl.models.building import is_saved_whole
 from ssfl.runs import folder, provenance, text
 from ssfl.runs.baseline import Compared
 from ssfl.simulate import privacy
-from ssfl.simulate.simulation import Simulation, is_saved_whole
+from ssfl.simulate.simulation import Simulation
 
 SCORES = (
     "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",

@@ -1,4 +1,4 @@
-"""The contents of a round's events: the users' metrics, and gradient diversity."""
+"""The contents of a round's events: who took part, their metrics, and gradient diversity."""
 
 import math
 from collections.abc import Collection
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssfl.config.settings import Config
 from ssfl.core import diversity, draws
 from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
@@ -14,10 +15,73 @@ from ssfl.engines.contract import Engine
 from ssfl.engines.dist import Dist
 from ssfl.engines.local import made_labels
 from ssfl.engines.work import Work, round_keys
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import METRICS, Method, State
 from ssfl.simulate.plan import Owners, Plan
-from ssfl.simulate.rounds import Log
+from ssfl.simulate.rounds import Log, Round
+
+
+def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
+    """Returns a round's event: who took part, their metrics, and the bytes that were sent if a model has
+    `size` bytes."""
+    cohort, log = fed.cohort, fed.log
+    event: Event = {
+        "event": "round",
+        "round": round,
+        "lr": plan.rates(round - 1)[0],
+        "participants": list(cohort.drawn),
+        "returned": list(cohort.users),
+        "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
+        "bytes_down": size * len(cohort.drawn) + log.sent_bytes,
+        "bytes_up": size * len(cohort.users) + log.reported_bytes,
+    }
+    if plan.config.federation.gate:
+        event["refused"] = {str(cohort.users[place]): reason for place, reason in log.refused.items()}
+    if log.cut:
+        event["cut"] = {str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()}
+    if log.against:
+        event["against"] = {
+            str(cohort.users[place]): float(f"{weight:.3g}") for place, weight in log.against.items()
+        }
+    if log.users is not None:
+        names = list(log.users.metrics)
+        numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
+        # this and the guard of `anchored` are the only waits for the device in a round
+        *metrics, norms = numbers.tolist()
+        measured = dict(zip(names, metrics, strict=True))
+        for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
+            if place not in log.refused:
+                require_finite(plan.config, round, f"user {user}", values)
+        event |= _of_users(measured, norms, log.refused)
+        steps = [len(plan.rates(round - 1))] * len(norms)
+        if "steps" in measured or plan.local_steps is None:  # real sites do not report their steps
+            event["images"] = int(sum(measured.get("steps", steps))) * plan.batch_size("user")
+    if log.server is not None:
+        server_numbers = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
+        event["server_loss"], event["server_update_norm"] = server_numbers
+        event["server_models"] = log.server_steps
+        images = plan.batch_size("server") * len(plan.rates(round - 1, "server"))
+        event["server_images"] = images * log.server_steps
+        require_finite(plan.config, round, "the server", server_numbers)
+    return event | log.metrics
+
+
+def require_finite(config: Config, round: int, whose: str, numbers: list[float]) -> None:
+    """Raises if training diverged: one of these numbers is not finite."""
+    if all(math.isfinite(number) for number in numbers):
+        return
+    federation, rate = config.federation, config.train.lr
+    advice = f"lower train.lr (now {rate}) or add train.warmup steps"
+    key, value = "train.lr", rate
+    if federation.attackers:
+        advice = f"lower federation.attack_scale (now {federation.attack_scale}), {advice}"
+        key, value = "federation.attack_scale", federation.attack_scale
+    raise DivergedError(
+        f"training diverged in round {round}: the loss or update of {whose} is not finite. "
+        f"Start a new run: {advice}",
+        key=key,
+        value=value,
+    )
 
 
 def diversity_event(
@@ -92,7 +156,9 @@ def _in_parts(
     return together if ranks is None else ranks.gather(together, count)
 
 
-def of_users(metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]) -> dict[str, Any]:
+def _of_users(
+    metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
+) -> dict[str, Any]:
     """Returns the users' part of a round's event; means are over the users that the gate did not refuse."""
 
     def total(values: list[float]) -> float:

@@ -3,8 +3,6 @@
 `runs/assemble.py` makes one from a config; `runs/round_loop.py` plays its rounds. Nothing here writes a file.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssfl.config.settings import Config
-from ssfl.core import draws, outside
+from ssfl.core import draws
 from ssfl.core.clock import Phases
 from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
@@ -22,19 +20,18 @@ from ssfl.core.statistics import balanced
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
-from ssfl.engines import choice, local
+from ssfl.engines import choice
 from ssfl.engines.dist import Dist
 from ssfl.engines.memory import peak
-from ssfl.engines.work import Pool, TrainedRows, Work
-from ssfl.errors import DivergedError
-from ssfl.federation import Method, Named, State
-from ssfl.models import backbones, external, networks, weights
+from ssfl.engines.work import Pool, Work
+from ssfl.federation import Method, State
+from ssfl.models import external
+from ssfl.models.building import is_saved_whole, network_of, plain_network_of
 from ssfl.simulate import measuring, scoring
 from ssfl.simulate.gate import ROUNDS, VIEWS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.protocols import Extra
 from ssfl.simulate.rounds import TRUST, USUAL, Round
-from ssfl.simulate.sending import sent_back
+from ssfl.simulate.workers import Simulated
 
 SLOW = "slow"
 """The name of the slow average over rounds in a state's memory."""
@@ -113,7 +110,7 @@ class Simulation:
         strikes = torch.zeros(self.config.split.users if gate else 0, dtype=torch.int64)
         state = State(0, row.repeat(self.plan.streams, 1), row, momentum, strikes)
         nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
-        workers = _Simulated(self, 0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
+        workers = self._workers(0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
         memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
@@ -130,11 +127,11 @@ class Simulation:
         is_last = state.round + 1 == self.rounds
         measures_diversity = bool(every and (state.round % every == 0 or is_last) and cohort.users)
         phases = Phases(self.device)
-        workers = _Simulated(self, state.round, cohort, users_work, server_work, phases)
+        workers = self._workers(state.round, cohort, users_work, server_work, phases)
         fed = Round(self, state, cohort, workers, measures_diversity)
         new = self.played(state, fed)
         self.prepare(new.round)
-        events = [self.round_event(new.round, fed)]
+        events = [measuring.round_event(self.plan, self.message_bytes(), new.round, fed)]
         if measures_diversity:
             with phases.during("diversity"):
                 event = measuring.diversity_event(
@@ -143,6 +140,11 @@ class Simulation:
                 events.append(event)
         events[0]["phases"] = phases.seconds()
         return new, events
+
+    def _workers(
+        self, round: int, cohort: Cohort, users: Work, server: Work | None, phases: Phases
+    ) -> Simulated:
+        return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
 
     def played(self, state: State, fed: Round) -> State:
         """Plays the method's round, and applies the settings that every method has in common."""
@@ -186,7 +188,9 @@ class Simulation:
         if tested and (when == "every" or (when == "last" and state.round == self.rounds)):
             test = self.dataset.test_images.to(self.device), self.dataset.test_labels
             accuracy, loss, per_class = self.score(row, *test)
-            self._require_finite(state.round, "the averaged model on the test images", [loss])
+            measuring.require_finite(
+                self.config, state.round, "the averaged model on the test images", [loss]
+            )
             event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
             event |= {"correct": round(accuracy * tested), "count": tested}
             event["balanced_accuracy"] = balanced(per_class)
@@ -197,7 +201,9 @@ class Simulation:
             indices = torch.from_numpy(self.validation)
             images = self.pool.images[indices.to(self.device)]
             accuracy, loss, _ = self.score(row, images, self.dataset.labels[indices])
-            self._require_finite(state.round, "the averaged model on the validation images", [loss])
+            measuring.require_finite(
+                self.config, state.round, "the averaged model on the validation images", [loss]
+            )
             event["validation_accuracy"] = accuracy
             event |= {"validation_correct": round(accuracy * len(indices)), "validation_count": len(indices)}
         return event
@@ -288,125 +294,7 @@ class Simulation:
         """Returns the size of one model when it is sent."""
         return self.layout.length * self.pool.wide.itemsize
 
-    def round_event(self, round: int, fed: Round) -> Event:
-        """Returns a round's event: who took part, their metrics and the bytes that were sent."""
-        size, cohort, log = self.message_bytes(), fed.cohort, fed.log
-        event: Event = {
-            "event": "round",
-            "round": round,
-            "lr": self.plan.rates(round - 1)[0],
-            "participants": list(cohort.drawn),
-            "returned": list(cohort.users),
-            "groups": [[cohort.users[place] for place in group] for group in cohort.groups],
-            "bytes_down": size * len(cohort.drawn) + log.sent_bytes,
-            "bytes_up": size * len(cohort.users) + log.reported_bytes,
-        }
-        if self.config.federation.gate:
-            event["refused"] = {str(cohort.users[place]): reason for place, reason in log.refused.items()}
-        if log.cut:
-            event["cut"] = {
-                str(cohort.users[place]): float(f"{times:.3g}") for place, times in log.cut.items()
-            }
-        if log.against:
-            event["against"] = {
-                str(cohort.users[place]): float(f"{weight:.3g}") for place, weight in log.against.items()
-            }
-        if log.users is not None:
-            names = list(log.users.metrics)
-            numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
-            # this and the guard of `anchored` are the only waits for the device in a round
-            *metrics, norms = numbers.tolist()
-            measured = dict(zip(names, metrics, strict=True))
-            for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
-                if place not in log.refused:
-                    self._require_finite(round, f"user {user}", values)
-            event |= measuring.of_users(measured, norms, log.refused)
-            steps = [len(self.plan.rates(round - 1))] * len(norms)
-            if "steps" in measured or self.plan.local_steps is None:  # real sites do not report their steps
-                event["images"] = int(sum(measured.get("steps", steps))) * self.plan.batch_size("user")
-        if log.server is not None:
-            server_numbers = torch.stack([log.server.metrics["loss"], log.server.norms]).mean(1).tolist()
-            event["server_loss"], event["server_update_norm"] = server_numbers
-            event["server_models"] = log.server_steps
-            size = self.plan.batch_size("server") * len(self.plan.rates(round - 1, "server"))
-            event["server_images"] = size * log.server_steps
-            self._require_finite(round, "the server", server_numbers)
-        return event | log.metrics
-
-    def _require_finite(self, round: int, whose: str, numbers: list[float]) -> None:
-        if all(math.isfinite(number) for number in numbers):
-            return
-        federation, rate = self.config.federation, self.config.train.lr
-        advice = f"lower train.lr (now {rate}) or add train.warmup steps"
-        key, value = "train.lr", rate
-        if federation.attackers:
-            advice = f"lower federation.attack_scale (now {federation.attack_scale}), {advice}"
-            key, value = "federation.attack_scale", federation.attack_scale
-        raise DivergedError(
-            f"training diverged in round {round}: the loss or update of {whose} is not finite. "
-            f"Start a new run: {advice}",
-            key=key,
-            value=value,
-        )
-
-
-@dataclass(frozen=True)
-class _Simulated:
-    """The `Workers` of a simulation: the engine trains all users and the server in this process."""
-
-    sim: Simulation
-    round: int
-    cohort: Cohort
-    users_work: Work
-    server_work: Work | None
-    phases: Phases
-
-    def send(
-        self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
-    ) -> Cohort:
-        """Sends nothing: dropouts were drawn with the cohort."""
-        return cohort
-
-    def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
-        """Trains some of the cohort's users."""
-        sim, work = self.sim, replace(self.users_work.of(part), sent=tensors)
-        with self.phases.during("users"):
-            result = local.train(sim.engine, sim.method, sim.layout.weights, rows, momentum, work)
-        users = self.cohort.users[part]
-        return result._replace(rows=sent_back(sim.config, sim.layout, self.round, users, rows, result.rows))
-
-    def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the server, one model or several."""
-        assert self.server_work is not None
-        with self.phases.during("server"):
-            return self.sim.engine.train(rows, momentum, self.server_work)
-
 
 def evaluated_row(state: State) -> Tensor:
     """Returns the row that is evaluated and saved: the slow average if there is one."""
     return state.memory.get(SLOW, state.average)
-
-
-def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network that is trained, with its initial weights; `make` is for one passed from Python."""
-    return config.method.network(plain_network_of(config, dataset, make))
-
-
-def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network itself, before a method wraps it."""
-    name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
-    if outside.is_outside(name):
-        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
-    elif name in backbones.NAMES:
-        pretrained = config.model.weights is None
-        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, pretrained)
-    else:
-        network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
-    if config.model.weights is not None:
-        weights.load(external.plain(network), config.model.weights)
-    return network
-
-
-def is_saved_whole(config: Config) -> bool:
-    """Returns whether the saved model includes frozen weights, so that it can be used without other files."""
-    return config.model.name in backbones.NAMES or config.model.weights is not None

@@ -1,0 +1,33 @@
+"""The network that a config asks for: a built-in one, a pretrained one, or a module from outside."""
+
+from torch import nn
+
+from ssfl.config.settings import Config
+from ssfl.core import outside
+from ssfl.data.dataset import Dataset
+from ssfl.models import backbones, external, networks, weights
+
+
+def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """Returns the network that is trained, with its initial weights; `make` is for one passed from Python."""
+    return config.method.network(plain_network_of(config, dataset, make))
+
+
+def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
+    """Returns the network itself, before a method wraps it."""
+    name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
+    if outside.is_outside(name):
+        network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
+    elif name in backbones.NAMES:
+        pretrained = config.model.weights is None
+        network = backbones.build(name, len(dataset.classes), dataset.shape, config.model.train, pretrained)
+    else:
+        network = networks.build(name, len(dataset.classes), dataset.shape, norm, seed)
+    if config.model.weights is not None:
+        weights.load(external.plain(network), config.model.weights)
+    return network
+
+
+def is_saved_whole(config: Config) -> bool:
+    """Returns whether the saved model includes frozen weights, so that it can be used without other files."""
+    return config.model.name in backbones.NAMES or config.model.weights is not None
