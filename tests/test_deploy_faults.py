@@ -29,7 +29,7 @@ from ssfl.report import gather
 from ssfl.runs import folder as runs
 from ssfl.simulate.simulation import evaluated_row
 from stage import NAMES, Stage, arrivals, checkpoint, config_of, free_port, same, sets, simulated, simulation
-from waiting import wait_until
+from waiting import command_of, descendants, wait_until
 
 FAULTS = {
     "quirk-a": ("nan", "large", "twice"),
@@ -412,6 +412,27 @@ def test_a_round_in_which_all_sites_are_late_is_repeated(folders: Path, ring: Pa
     assert any("asked_again" in event for event in runs.read_events(out))
     assert same(checkpoint(out), simulated(config_of(folders, rounds), folders))
     assert "Traceback" not in stage.said("serve") + "".join(map(stage.said, NAMES))
+
+
+@pytest.mark.slow
+def test_if_flowers_process_is_killed_the_centre_stops_at_once_with_a_checkpoint(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    port, out, rounds = free_port(), stage.folder / "run", ["federation.rounds=12"]
+    serve = stage.serve(folders, ring, port, *sets(*rounds))
+    for name in NAMES:
+        stage.join(name, port, folders, ring)
+    stage.until("serve", "round 2/12  accuracy")
+    [flower] = [pid for pid in descendants(serve.pid) if b"ssfl.deploy.port" in command_of(pid)]
+    os.kill(flower, signal.SIGKILL)
+    assert stage.ended(serve) == 2, stage.said("serve")
+    last = stage.said("serve").splitlines()[-1]
+    assert "Flower's process was killed" in last
+    assert f"ssfl serve --resume {out}" in last
+    assert "Traceback" not in stage.said("serve")
+    again = stage.ssfl("again", "serve", "--resume", out, "--keys", ring, "--port", port)
+    assert stage.ended(again) == 0, stage.said("again")  # the sites waited and connected again
+    assert same(checkpoint(out), simulated(config_of(folders, rounds), folders))
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ssfl
 
 SOURCE = Path(ssfl.__file__).parent
@@ -76,6 +78,35 @@ except SsflError as error:
     print(error)
 """
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert "TaskIdentity" in told
+    one_line("TaskIdentity", told)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("flwr.superlink.servicer.fleet.fleet_handlers", "push_object"), ("flwr.superlink.main", "create_app")],
+)
+def test_another_superlink_is_told_in_one_line(module: str, name: str, tmp_path: Path) -> None:
+    """Also what the process with the port only looks for when it starts."""
+    script = f"""
+import os, sys
+os.environ["FLWR_HOME"] = sys.argv[1]
+import {module} as changed
+del changed.{name}
+from ssfl.deploy import internals
+from ssfl.errors import SsflError
+try:
+    internals.superlink(True)
+except SsflError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    one_line(name, told.stdout)
+
+
+def one_line(name: str, told: str) -> None:
+    """What is missing is told in one line, with what to do."""
+    assert name in told
     assert "pip install 'ssfl[flower]'" in told
     assert told.count("\n") == 1

@@ -28,7 +28,7 @@ from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.port import LOG, network
 from ssfl.errors import SsflError
 from stage import free_port
-from waiting import descendants, wait_until
+from waiting import command_of, descendants, wait_until
 
 SITES = ("aachen", "bonn", "calais")
 NUMBERS = 20_000
@@ -111,13 +111,6 @@ def memory() -> int:
     """Bytes that the SuperLink's process holds in memory."""
     status = Path(f"/proc/{port_process()}/status").read_text()
     return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.fixture

@@ -77,6 +77,14 @@ def descendants(parent: int) -> set[int]:
     return found
 
 
+def command_of(pid: int) -> bytes:
+    """How a process was started; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def _wanted(parent: int) -> dict[str, float]:
     """Seconds that each thread of the processes below one has run or has waited for a core."""
     return dict(_tasks(descendants(parent)))

@@ -265,7 +265,10 @@ class Fleet:
         """Waits up to `patience` seconds for a quorum of the sites, or before the `first` round for all."""
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
-            self.look()
+            try:
+                self.look()
+            except post.TROUBLE as error:
+                self.tell(f"changed keys were not applied yet: {post.short(error)}")
             self.listen()
             nodes = self.connected()
             # sites that choose their own names are known one by one as they connect
@@ -425,7 +428,10 @@ class Fleet:
         end = ConfigRecord({"ask": "end", "why": why})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
-        self.exclude(nodes)
+        try:
+            self.exclude(nodes)
+        except post.TROUBLE as error:  # they stay excluded: the centre sends them nothing
+            self.tell(f"the port could not be told to drop excluded sites: {post.short(error)}")
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
         """Tells all sites that the run is over, and sends them the model if they may keep it.

@@ -21,6 +21,8 @@ from flwr.app import Array, Message
 
 from ssfl.errors import SsflError
 
+OTHER_FLOWER = "the installed version of Flower does not work with ssfl"
+INSTALL_FLOWER = "install the right one with `pip install 'ssfl[flower]'`"
 try:
     from flwr.app.message import remove_content_from_message
     from flwr.cli.build import build_fab_from_files
@@ -58,10 +60,7 @@ try:
     )
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:
-    raise SsflError(
-        f"the installed version of Flower does not work with ssfl ({error}): install the right one with "
-        "`pip install 'ssfl[flower]'`"
-    ) from error
+    raise SsflError(f"{OTHER_FLOWER} ({error}): {INSTALL_FLOWER}") from error
 
 CLOCKS_AGREE = 2.0
 """A difference between two clocks of up to this many seconds is ignored."""
@@ -142,6 +141,8 @@ class Caller:
         self.http, self.base, self.headers, self.patience = http, base, headers, patience
         self.connecting = 0.0
         """Seconds for which a request is tried again if there is no connection, so that it was never sent."""
+        self.check: Callable[[], None] = lambda: None
+        """Called after a request that failed; raises if it is useless to try again."""
 
     def __call__(self, path: str, **fields: Any) -> Any:
         asked, answer = TYPES[path]
@@ -162,6 +163,7 @@ class Caller:
                 response.raise_for_status()
                 return response.content
             except httpx.HTTPError as error:
+                self.check()
                 refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
                 unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 patience = max(self.patience, self.connecting) if unsent else self.patience
@@ -363,25 +365,27 @@ def superlink(keys_only: bool) -> SuperLink:
     round's time.
     """
     os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
+    try:
+        return _superlink(keys_only)
+    except (ImportError, AttributeError) as error:
+        raise SsflError(f"{OTHER_FLOWER} ({error}): {INSTALL_FLOWER}") from error
+
+
+def _superlink(keys_only: bool) -> SuperLink:
     from flwr.superlink.main import create_app
     from flwr.superlink.servicer.fleet import fleet_handlers
     from flwr.superlink.servicer.runtime import runtime_handlers
 
     app = create_app()
     app.state.enable_supernode_auth = keys_only
-    state = app.state.linkstate_factory.state
+    state = app.state.linkstate_factory.state()
     direct: dict[str, Callable[..., Any]] = {}
     for name in ("push-messages", "pull-messages", "push-object", "pull-object", "confirm-message-received"):
         of_fleet, of_runtime = (
             getattr(handlers, name.replace("-", "_")) for handlers in (fleet_handlers, runtime_handlers)
         )
         stored = name in ("pull-messages", "confirm-message-received")
-        options: dict[str, Any] = {"store": state().object_store} if stored else {}
-        direct[f"fleet/{name}"] = partial(of_fleet, state=state(), **options)
-        direct[f"runtime/{name}"] = partial(of_runtime, state=state())
-    return SuperLink(
-        app,
-        lambda public: state().get_node_id_by_public_key(public),
-        lambda node, seconds: state().acknowledge_node_heartbeat(node, seconds),
-        direct,
-    )
+        options: dict[str, Any] = {"store": state.object_store} if stored else {}
+        direct[f"fleet/{name}"] = partial(of_fleet, state=state, **options)
+        direct[f"runtime/{name}"] = partial(of_runtime, state=state)
+    return SuperLink(app, state.get_node_id_by_public_key, state.acknowledge_node_heartbeat, direct)

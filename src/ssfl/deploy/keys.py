@@ -22,8 +22,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ssfl.core import plain_files
 from ssfl.errors import SsflError
 
+LARGEST = 1 << 20
+"""The most bytes that a key file may have."""
 YEARS = 5
 """The number of years that certificates are valid."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -157,7 +160,11 @@ class Watch:
         except (SsflError, OSError) as error:  # the folder is probably being changed right now
             self.fleet.tell(f"the changed keys were not applied: {error}")
             return
-        self._seen = seen
+        self._apply(now)
+        self._seen = seen  # if the port could not be reached, the next call tries again
+
+    def _apply(self, now: dict[str, ec.EllipticCurvePublicKey]) -> None:
+        """Applies the differences between the keys that are known and those that are there now."""
         for name in sorted(now.keys() | self.known.keys()):
             key, before = now.get(name), self.known.get(name)
             if key == before:
@@ -169,6 +176,10 @@ class Watch:
                 )
                 continue
             self.renew(name, key)
+            if key is None:
+                self.known.pop(name)
+            else:
+                self.known[name] = key
             if key is None:
                 self.without.add(name)
                 self.fleet.left_out.add(name)
@@ -266,6 +277,6 @@ def _write(file: Path, content: bytes) -> None:
 
 def _read(file: Path, hint: str) -> bytes:
     try:
-        return file.read_bytes()
+        return plain_files.read(file, LARGEST)
     except OSError as error:
         raise SsflError(f"cannot read {file}: {error.strerror}" + (f"; {hint}" if hint else "")) from error

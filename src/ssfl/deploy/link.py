@@ -26,8 +26,8 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
-from ssfl.deploy import internals, request_filter
-from ssfl.errors import SsflError
+from ssfl.deploy import internals, post, request_filter
+from ssfl.errors import RunError, SsflError
 
 STARTING = 300.0
 """Seconds until the SuperLink must answer. On a busy machine its imports alone take a minute."""
@@ -100,10 +100,11 @@ class Link:
 
     def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
         """Replaces a site's key; with None the site can no longer connect."""
-        old = self.numbers.pop(name, None)
+        old = self.numbers.get(name)
         if old is not None:
-            self.call("control/unregister-node", node_id=old)
             self.exclude([old])
+            self.call("control/unregister-node", node_id=old)
+            del self.numbers[name]
         if key is not None:
             self.numbers[name] = internals.register(self.call, name, key)
 
@@ -155,6 +156,7 @@ def running(
                 own_headers = {request_filter.SECRET: secret}
                 call = internals.Caller(http, "http://superlink", lambda: own_headers, RETRYING)
                 _wait(process, call, folder / "link.log")
+                call.check = lambda: _require_running(process, folder / "link.log")
                 numbers = internals.begin(call, sites)
                 with _played(call) as run:
                     yield Link(call, run, deadline, answered, numbers)
@@ -262,7 +264,24 @@ def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    raise SsflError(f"Flower's SuperLink did not start: the end of {log} says why")
+    raise SsflError(f"Flower's SuperLink did not start ({_last_line(log)}): the end of {log} says more")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").split("\n")
+    return next((post.short(line) for line in reversed(lines) if line.strip()), "without a word")
+
+
+def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Raises if the SuperLink's process has ended: then no request can succeed any more."""
+    code = process.poll()
+    if code is None:
+        return
+    if code == -signal.SIGKILL:
+        raise RunError(
+            "Flower's process was killed, perhaps because the machine has too little memory: check that"
+        )
+    raise RunError(f"Flower's process ended with exit code {code} ({_last_line(log)}): see the end of {log}")
 
 
 @contextmanager
@@ -273,7 +292,7 @@ def _played(call: internals.Caller) -> Iterator[int]:
 
     def beat() -> None:
         while not over.wait(BEAT):
-            with suppress(httpx.HTTPError):
+            with suppress(httpx.HTTPError, RunError):  # the next message shows it
                 call("runtime/send-task-heartbeat")
 
     heart = threading.Thread(target=beat, daemon=True)
@@ -283,5 +302,5 @@ def _played(call: internals.Caller) -> Iterator[int]:
     finally:
         over.set()
         call.patience = 0.0
-        with suppress(httpx.HTTPError):
+        with suppress(httpx.HTTPError, RunError):
             call("runtime/push-task-output", sub_status="completed", details="")

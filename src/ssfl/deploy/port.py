@@ -24,6 +24,7 @@ import anyio.to_thread
 import uvicorn
 
 from ssfl.deploy import internals, request_filter
+from ssfl.errors import SsflError
 
 HANDSHAKE = 20.0
 """Seconds for a TLS handshake."""
@@ -309,8 +310,11 @@ def main() -> None:
     listening, private = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for each in (listening, private):
         each.setblocking(False)
-    with suppress(KeyboardInterrupt):
-        asyncio.run(serve(listening, private, environment))
+    try:
+        with suppress(KeyboardInterrupt):
+            asyncio.run(serve(listening, private, environment))
+    except SsflError as error:
+        sys.exit(str(error))  # the centre shows this line
 
 
 if __name__ == "__main__":
