@@ -24,6 +24,8 @@ GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
 """The limits of a view: the logarithm of gamma, a share, and grey levels."""
 AT_ONCE = 1 << 22
 """The number of pixels that are computed at once on a CPU."""
+NARROW = 4096
+"""Coordinates of images with longer sides than this need 64 bits."""
 _ONE = 1 << 16
 _TABLES: dict[torch.device, tuple[Tensor, ...]] = {}
 
@@ -49,36 +51,45 @@ def kind_of(weak: View, strong: View) -> str | None:
 
 def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     """Rotate, zoom, stretch and shift with bilinear interpolation; edges are reflected."""
-    height, width = images.shape[-2:]
+    count, channels, height, width = images.shape
     cosines, sines, zooms, stretches, *_ = _tables(images.device)
     chosen = below(draws, STEPS)
     cosine, sine = cosines[chosen[:, 1]], sines[chosen[:, 1]]
     zoom, stretch = zooms[chosen[:, 2]], stretches[chosen[:, 3]]
     wide = zoom * stretch >> 16
+    # 32 bits are faster on a CPU, and suffice for coordinates of usual images
+    kind = torch.int32 if count * height * width < 1 << 31 and max(height, width) <= NARROW else torch.int64
     turned = torch.stack((cosine * wide, -sine * zoom, sine * wide, cosine * zoom), 1) >> 16
-    xx, xy, yx, yy = turned.view(-1, 4, 1, 1).unbind(1)
+    xx, xy, yx, yy = turned.to(kind).view(-1, 4, 1, 1).unbind(1)
     # twice the distances from the centre are whole numbers
-    row = (2 * torch.arange(height, device=images.device) + 1 - height).view(1, -1, 1)
-    column = (2 * torch.arange(width, device=images.device) + 1 - width).view(1, 1, -1)
+    row = (2 * torch.arange(height, device=images.device, dtype=kind) + 1 - height).view(1, -1, 1)
+    column = (2 * torch.arange(width, device=images.device, dtype=kind) + 1 - width).view(1, 1, -1)
     if flip:
         column = torch.where((below(draws[:, 0], 2) == 1).view(-1, 1, 1), -column, column)
     down, right = (
-        ((chosen[:, place] - STEPS // 2) * int(2 * SHIFT * side * _ONE) // (STEPS // 2)).view(-1, 1, 1)
+        ((chosen[:, place] - STEPS // 2) * int(2 * SHIFT * side * _ONE) // (STEPS // 2) + (side - 1) * _ONE)
+        .to(kind)
+        .view(-1, 1, 1)
         for place, side in ((4, height), (5, width))
     )
-    y = (yx * column + yy * row + down + (height - 1) * _ONE) >> 9  # in 1/256 of a pixel
-    x = (xx * column + xy * row + right + (width - 1) * _ONE) >> 9
-    flat = images.flatten(2).to(torch.int32)
-    blend = torch.zeros_like(flat)
+    y = (yx * column + (yy * row + down)) >> 9  # in 1/256 of a pixel
+    x = (xx * column + (xy * row + right)) >> 9
+    first = torch.arange(count, device=images.device, dtype=kind).view(-1, 1, 1) * (height * width)
+    rows = [_inside((y >> 8) + near, height) * width + first for near in (0, 1)]
+    columns = [_inside((x >> 8) + near, width) for near in (0, 1)]
+    share_y, share_x = (((256 - (part & 255)), part & 255) for part in (y, x))
+    # the channels of a pixel are looked up together, as one number
+    levels = images.to(torch.int32)
+    pixels = sum((levels[:, channel] << 8 * channel for channel in range(1, channels)), levels[:, 0])
+    pixels = pixels.reshape(-1)
+    blend = [levels.new_full((count, height, width), 1 << 15) for _ in range(channels)]
     for dy in (0, 1):
         for dx in (0, 1):
-            source = _inside((y >> 8) + dy, height) * width + _inside((x >> 8) + dx, width)
-            part_y, part_x = (
-                (part & 255) if near else 256 - (part & 255) for part, near in ((y, dy), (x, dx))
-            )
-            share = (part_y * part_x).to(torch.int32).flatten(1).unsqueeze(1)
-            blend += flat.gather(2, source.flatten(1).unsqueeze(1).expand_as(flat)) * share
-    return ((blend + (1 << 15)) >> 16).view(images.shape)
+            near = pixels.index_select(0, (rows[dy] + columns[dx]).view(-1)).view(count, height, width)
+            share = (share_y[dy] * share_x[dx]).to(torch.int32)
+            for channel, total in enumerate(blend):
+                total.addcmul_((near >> 8 * channel) & 255, share)
+    return torch.stack([total >> 16 for total in blend], 1)
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
@@ -90,13 +101,13 @@ def _toned(images: Tensor, draws: Tensor) -> Tensor:
     """Change gamma, contrast around the mean, and brightness of int32 levels; returns uint8."""
     *_, gammas, contrasts = _tables(images.device)
     chosen = below(draws, STEPS)
-    flat = images.flatten(1).long()
-    levels = gammas[chosen[:, 6]].gather(1, flat)
-    mean = levels.sum(1, keepdim=True) // flat.shape[1]
+    levels = images.flatten(1).long()
+    new = gammas[chosen[:, 6]]
+    mean = new.gather(1, levels).sum(1, keepdim=True) // levels.shape[1]
     contrast = contrasts[chosen[:, 7]].unsqueeze(1)
     brighter = ((chosen[:, 8] - STEPS // 2) * BRIGHTNESS // (STEPS // 2)).unsqueeze(1)
-    changed = ((levels - mean) * contrast + (1 << 15) >> 16) + mean + brighter
-    return changed.clamp(0, 255).to(torch.uint8).view(images.shape)
+    new = ((new - mean) * contrast + (1 << 15) >> 16) + mean + brighter
+    return new.clamp(0, 255).to(torch.uint8).gather(1, levels).view(images.shape)
 
 
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
