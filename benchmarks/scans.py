@@ -85,6 +85,7 @@ def regressions(
         features = Features.of(module, VIEWS, *scale, False, *pair, torch.get_num_threads())
         plain = features.plain(pixels, torch.float32).numpy()
         features.prepare(pixels, torch.arange(len(pixels)), strong=False)
+        features.use(VIEWS - 1)
         views = {f"{kind} views": features.views[0].float().numpy()}
         for name, rows in ({"plain": plain[:, None]} | views if kind == "standard" else views).items():
             for strength in (0.01, 0.1, 1.0):

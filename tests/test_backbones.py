@@ -130,7 +130,7 @@ def test_a_run_with_lite0_is_saved_whole_and_resumes_to_the_same_bytes(
     def fail(*_: Any) -> Tensor:
         raise AssertionError("features were computed again")
 
-    monkeypatch.setattr(Features, "_views", fail)
+    monkeypatch.setattr(Features, "_view", fail)
     stepped = ssfl.Federation(config, out=tmp_path / "parts", data=images)
     next(stepped)
     next(stepped)
@@ -166,6 +166,7 @@ def test_features_of_an_image_depend_on_that_image_alone(tmp_path: Path) -> None
         made = Features.of(module, 3, (0.5,), (0.5,), False, augment.WEAK, augment.STRONG, threads)
         made.folder = None
         made.prepare(images, torch.arange(len(images)))
+        made.use(2)
         return torch.stack(made.views, 1)
 
     together = features(2, pixels)
@@ -181,8 +182,8 @@ def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_
     result = ssfl.run(quick(*SMALL), out=tmp_path / "run", model=make, data=data())
     names = set(load_file(result.path / "model.safetensors"))
     assert names == {"tail.weight", "tail.bias"}
-    kept = list((tmp_path / "cache/features").glob("*/*-weak.npy"))
-    assert len(kept) == 18
+    kept = list((tmp_path / "cache/features").glob("*/*-weak-*.npy"))
+    assert len(kept) == 2 * 18
     kept[0].write_bytes(b"broken")  # computed again
     again = ssfl.run(quick(*SMALL), out=tmp_path / "again", model=make, data=data())
     assert torch.equal(checkpoint(result.path).average, checkpoint(again.path).average)

@@ -1,4 +1,5 @@
-"""Progress bars for long preparations before the first round. Only the command line shows them."""
+"""Progress bars for long preparations, most of them before the first round. Only the command line shows
+them."""
 
 import sys
 import time
@@ -11,12 +12,20 @@ PATIENCE = 1.0
 LINE_EVERY = 5.0
 """Seconds between plain lines if there is no terminal."""
 _visible = False
+_display: Callable[[str], None] | None = None
 
 
 def show(visible: bool) -> None:
     """Sets whether progress is shown in this process."""
     global _visible
     _visible = visible
+
+
+def show_in(display: Callable[[str], None] | None) -> None:
+    """Sets a function that shows progress as a text instead of a bar, because there is a bar already. It gets
+    an empty text at the end."""
+    global _display
+    _display = display
 
 
 def say(line: str) -> None:
@@ -38,6 +47,9 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         if not _visible or now - began < PATIENCE:
             return
         if sys.stderr.isatty():
+            if _display is not None:
+                _display(f"{label}: {done:,} of {total:,}")
+                return
             line = line or _rich(label, total)
             line.update(0, completed=done)
         elif now - shown >= LINE_EVERY and done < total:
@@ -50,6 +62,8 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     finally:
         if line is not None:
             line.stop()
+        elif _display is not None:
+            _display("")
 
 
 def _rich(label: str, total: int) -> Any:

@@ -64,6 +64,7 @@ class Centre(Simulation):
         """Plays the next round: sends models, trains at the centre and the sites, averages the answers."""
         phases = Phases(self.device)
         self.leave_out(state)
+        self.make_views(state.round, phases)
         workers = _Sites(self, state.round, phases)
         fed = Round(self, state, self.plan.cohort(state.round), workers, keep=False)
         new, answers = self.played(state, fed), workers.answers

@@ -97,6 +97,7 @@ class Site:
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
         work = replace(work, sent=wire.read_numbers(content, row))
+        sim.pool.use(round)
         weights = sim.layout.weights
         rest = torch.zeros_like(row[:, :weights])
         trained = local.train(sim.engine, sim.method, weights, row, rest, work)

@@ -2,14 +2,19 @@
 
 If the first part of a network (its `trunk`) is frozen, its output for a view never changes. So it is computed
 for V weak and V strong views of every image, and training draws from those and runs only the rest of the
-network (its `tail`). The random draws of a view depend on the image's bytes only, and each image goes through
-the trunk by itself. So an image has the same features in every run, process and federation. They are kept on
-disk for the next command, one file for each image, named by its checksum.
+network (its `tail`). The first view of each kind is computed before round 1, the second before round 2, and
+so on: round r draws from the first r views, at most V. The random draws of a view depend on the image's bytes
+only, and each view goes through the trunk by itself. So an image has the same features in every run, process
+and federation. They are kept on disk for the next command, one file for each view, named by the image's
+checksum.
 """
 
 import hashlib
+import math
+import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,9 +30,12 @@ from ssfl.core import cache, draws, progress
 from ssfl.data import augment, gentle
 from ssfl.models import external
 
-FORMAT = 1
+FORMAT = 2
 STORED = torch.float16
 """Features are stored in half precision: the rounding is smaller than the difference between two views."""
+
+
+KINDS = ("weak", "strong")
 
 
 class Tail(nn.Module):
@@ -77,6 +85,20 @@ class Features:
     views: tuple[Tensor, ...] = ()
     """[N, V, ...] for all images of the pool: weak views and, if they are used, strong views. If both are
     made in the same way, they are the same 2 V views."""
+    seconds: float = 0.0
+    """Seconds that it took to compute `computed` views; views from the disk do not count."""
+    computed: int = 0
+    _available: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), repr=False)
+    """The number of views of an image that may be drawn now, in memory that forked processes share."""
+    _images: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    _names: dict[int, bytes] = field(default_factory=dict, repr=False)
+    """The checksums of the images whose features are computed, by their place in the pool."""
+    _room: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    """[N, V, kinds, ...]: the memory of all views."""
+    _first: float = 0.0
+    """Seconds that the very first view took."""
+    _done: int = 0
+    """How many views of each kind there are already."""
     _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
     """The features of images without augmentation, by their checksum."""
 
@@ -91,7 +113,7 @@ class Features:
         assert isinstance(trunk, nn.Module)
         kind = gentle.kind_of(weak, strong)
         settings: tuple[object, ...] = (
-            FORMAT, count, tuple(mean), tuple(std), flip, external.fingerprint(trunk),
+            FORMAT, tuple(mean), tuple(std), flip, external.fingerprint(trunk),
         )  # fmt: skip
         if kind != "standard":
             settings += (kind,)
@@ -102,20 +124,70 @@ class Features:
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
-        """Computes or reads the features of some of the pool's images [N, C, H, W]."""
+        """Computes or reads the first views of some of the pool's images [N, C, H, W]."""
+        began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
-        chosen, kinds = indices.unique().tolist(), ("weak", "strong") if strong else ("weak",)
-        views = [torch.zeros(len(images), self.count, *shape, dtype=STORED) for _ in kinds]
+        self._first = time.perf_counter() - began
+        self._images, self._done = images, 0
+        chosen = indices.unique().tolist()
+        with ThreadPoolExecutor(self.threads) as workers:
+            names = list(workers.map(lambda place: _checksum(images[place]), chosen))
+        self._names = dict(zip(chosen, names, strict=True))
+        self._room = _shared((len(images), self.count, 2 if strong else 1, *shape), STORED).to(images.device)
+        self._available = _shared((), torch.int64).to(images.device)
+        kinds = tuple(self._room.unbind(2))
+        # of one kind: all serve as weak and as strong views, the first of both first
+        self.views = (self._room.flatten(1, 2),) * 2 if strong and self.weak == self.strong else kinds
+        self.use(0)
 
-        def one(item: tuple[int, int]) -> None:
-            kind, place = item
-            views[kind][place] = self._stored(kinds[kind], images[place], partial(self._views, kind))
+    def serves(self, images: Tensor, indices: Tensor, strong: bool) -> bool:
+        """Returns whether these are features of the images at these indices, too."""
+        known = images is self._images and self._names.keys() >= set(indices.unique().tolist())
+        return known and len(self.views) >= 1 + strong
 
-        self._each(one, [(kind, place) for kind in range(len(kinds)) for place in chosen])
-        if strong and self.weak == self.strong:  # of one kind: all serve as weak and as strong views
-            self.views = (torch.cat(views, 1).to(images.device),) * 2
-        else:
-            self.views = tuple(features.to(images.device) for features in views)
+    def use(self, round: int) -> None:
+        """Computes or reads the views that a round draws from: the first of each kind in round 0, and one
+        more in each round until there are V."""
+        wanted = min(self.count, round + 1)
+        for number in range(self._done, wanted):
+            self._add(number)
+        self._done = max(self._done, wanted)
+        self._available.fill_(wanted * self.views[0].shape[1] // self.count)
+
+    def left(self) -> float:
+        """Returns about how many seconds the views take that are not computed yet."""
+        if self._done == self.count:
+            return 0.0
+        kinds, kept = KINDS[: self._room.shape[2]], self._kept()
+        missing = sum(
+            _file(name, kind, number) not in kept
+            for number in range(self._done, self.count)
+            for name in self._names.values()
+            for kind in kinds
+        )
+        return missing * self._each_takes
+
+    @property
+    def _each_takes(self) -> float:
+        """About how many seconds a view takes."""
+        return self.seconds / self.computed if self.computed else self._first
+
+    def _add(self, number: int) -> None:
+        """Computes or reads one more view of each kind of every image."""
+        room = self._room[:, number]
+        target = room if room.device.type == "cpu" else torch.zeros(room.shape, dtype=STORED)
+        kinds = KINDS[: room.shape[1]]
+
+        def one(item: tuple[int, bytes, int]) -> None:
+            place, name, kind = item
+            image = self._images[place]
+            target[place, kind] = self._stored(name, kinds[kind], number, image, partial(self._view, kind))
+
+        items = [(place, name, kind) for place, name in self._names.items() for kind in range(len(kinds))]
+        what = f", view {number + 1} of {self.count}" if self.count > 1 else ""
+        self._each(one, items, f"features of images{what}")
+        if target is not room:
+            room.copy_(target)
         if self.folder is not None:
             with suppress(OSError):
                 os.utime(self.folder)  # the cache deletes what was not used for longest
@@ -123,8 +195,7 @@ class Features:
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the features of one of each image's views; kind 0 is weak and 1 is strong."""
-        view = draws.below(drawn, self.views[kind].shape[1])
-        return self.views[kind][places, view].to(dtype)
+        return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the features of uint8 images without augmentation."""
@@ -132,23 +203,25 @@ class Features:
             return self._through(images.new_zeros(1, *images.shape[1:]).cpu())[:0].to(images.device, dtype)
         names = [_checksum(image) for image in images]
         new = {name: place for place, name in enumerate(names) if name not in self._plain}
+        if not new:
+            return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
 
         def one(item: tuple[bytes, int]) -> None:
             name, place = item
-            self._plain[name] = self._stored("plain", images[place], self._unchanged, name)
+            self._plain[name] = self._stored(name, "plain", 0, images[place], self._unchanged)
 
-        self._each(one, list(new.items()))
+        self._each(one, list(new.items()), "features of test images")
         return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
 
-    def _unchanged(self, image: Tensor, name: bytes) -> Tensor:
+    def _unchanged(self, image: Tensor, name: bytes, number: int) -> Tensor:
         return self._through(image[None])[0]
 
-    def _views(self, kind: int, image: Tensor, name: bytes) -> Tensor:
-        """Returns the features [V, ...] of an image's weak or strong views, computed in one pass."""
+    def _view(self, kind: int, image: Tensor, name: bytes, number: int) -> Tensor:
+        """Returns the features of one of an image's weak or strong views."""
         view = (self.weak, self.strong)[kind]
         key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
-        drawn = draws.bits(draws.fold(key, torch.arange(self.count)), view.draws)
-        return self._through(view.make(image.expand(self.count, *image.shape), drawn, self.flip))
+        drawn = draws.bits(draws.fold(key, torch.tensor([number])), view.draws)
+        return self._through(view.make(image[None], drawn, self.flip))[0]
 
     def _through(self, images: Tensor) -> Tensor:
         device = next(self.trunk.parameters()).device
@@ -157,29 +230,35 @@ class Features:
             return self.trunk(x.contiguous(memory_format=torch.channels_last)).to("cpu", STORED)  # type: ignore[no-any-return]
 
     def _stored(
-        self, kind: str, image: Tensor, make: Callable[[Tensor, bytes], Tensor], name: bytes | None = None
+        self, name: bytes, kind: str, number: int, image: Tensor, make: Callable[[Tensor, bytes, int], Tensor]
     ) -> Tensor:
         """Returns features from the disk, or computes them and writes them there."""
-        image = image.cpu().contiguous()
-        name = name or _checksum(image)
-        file = None if self.folder is None else self.folder / f"{name.hex()}-{kind}.npy"
+        file = None if self.folder is None else self.folder / _file(name, kind, number)
         if file is not None:
             with suppress(OSError, ValueError, EOFError):
                 read = torch.from_numpy(np.load(file, allow_pickle=False))
                 if read.dtype == STORED:
                     return read
-        features = make(image, name).contiguous()
+        self.computed += 1
+        features = make(image.cpu().contiguous(), name, number).contiguous()
         if file is not None:
             _write(file, features.numpy())
         return features
 
-    def _each(self, work: Callable[..., None], items: Sequence[object]) -> None:
-        """Does the work for each item on several threads. Each image is computed by one thread, so that its
-        features do not depend on the number of threads."""
-        before = torch.get_num_threads()
+    def _kept(self) -> set[str]:
+        """Returns the names of the files that are on the disk."""
+        try:
+            return set() if self.folder is None else set(os.listdir(self.folder))
+        except OSError:
+            return set()
+
+    def _each(self, work: Callable[..., None], items: Sequence[object], label: str) -> None:
+        """Does the work for each item on several threads, and measures the time. Each image is computed by
+        one thread, so that its features do not depend on the number of threads."""
+        before, began, computed = torch.get_num_threads(), time.perf_counter(), self.computed
         with (
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as workers,
-            progress.bar("features of images", len(items)) as advance,
+            progress.bar(label, len(items)) as advance,
         ):
             try:
                 for _ in workers.map(work, items):
@@ -189,6 +268,21 @@ class Features:
                 raise
             finally:
                 torch.set_num_threads(before)
+        if self.computed > computed:
+            self.seconds += time.perf_counter() - began
+
+
+def _file(name: bytes, kind: str, number: int) -> str:
+    return f"{name.hex()}-{kind}-{number}.npy"
+
+
+def _shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns zeros in memory that forked processes share. Torch's own shared memory would be in /dev/shm,
+    which is small in containers."""
+    count = math.prod(shape)
+    if not count:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _checksum(image: Tensor) -> bytes:

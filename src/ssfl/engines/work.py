@@ -62,6 +62,11 @@ class Pool:
             return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
+    def use(self, round: int) -> None:
+        """Makes ready the views that a round draws from, if features are stored."""
+        if self.features is not None:
+            self.features.use(round)
+
     def source(self, indices: Tensor) -> Tensor:
         """Returns what `views` needs: the images at these indices, or the indices if features are stored."""
         return self.images[indices] if self.features is None else indices

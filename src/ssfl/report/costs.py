@@ -9,6 +9,7 @@ from ssfl.runs.text import duration
 PHASES = {
     "users": "users train",
     "server": "server trains",
+    "features": "features of new views",
     "diversity": "gradient diversity",
     "other": "rest of the rounds",
     "evaluation": "evaluations",
@@ -50,7 +51,8 @@ def phases(run: Run) -> dict[str, float]:
     for event in run.rounds:
         for name in PHASES:
             seconds[name] += finite(inside(event.get("phases"), name)) or 0.0
-    seconds["other"] = _sum(run, "seconds") - seconds["users"] - seconds["server"] - seconds["diversity"]
+    inside_rounds = sum(seconds[name] for name in ("users", "server", "features", "diversity"))
+    seconds["other"] = _sum(run, "seconds") - inside_rounds
     seconds["evaluation"] = _sum(run, "seconds", "eval")
     return {name: value for name, value in seconds.items() if value > 0}
 

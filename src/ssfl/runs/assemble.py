@@ -118,8 +118,10 @@ def build(
     validation: Index,
     device: torch.device,
     make: external.Factory | None = None,
+    features: Features | None = None,
 ) -> Simulation:
-    """Returns the simulation of a resolved config, with these images and owners."""
+    """Returns the simulation of a resolved config, with these images and owners. `features` are those of
+    another simulation of the same network, to use them again."""
     dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(validation):
         raise ConfigError(
@@ -144,7 +146,7 @@ def build(
     whole = plain_network_of(config, dataset, make)
     identities = brought(config, whole)
     if config.model.cached_views:
-        whole, features = _with_features(config, dataset, whole, parts, device)
+        whole, features = _with_features(config, dataset, whole, parts, device, features)
         pool = replace(pool, features=features)
     model = config.method.network(whole).to(device, pool.wide)
     external.check_precision(model, pool.normalised(pool.images[:2]))
@@ -190,10 +192,11 @@ def build(
 
 
 def _with_features(
-    config: Config, dataset: Dataset, whole: nn.Module, parts: split.Parts, device: torch.device
-) -> tuple[nn.Module, Features]:
+    config: Config, dataset: Dataset, whole: nn.Module, parts: split.Parts, device: torch.device,
+    known: Features | None,
+) -> tuple[nn.Module, Features]:  # fmt: skip
     """Returns the part of a network that is trained, and the features that its frozen part computes from the
-    training images."""
+    training images. `known` are used again if they suffice."""
     module, count = external.plain(whole), config.model.cached_views or 0
     if not is_divided(module):
         raise ConfigError(
@@ -203,16 +206,20 @@ def _with_features(
             value=count,
             fix="model.cached_views=0",
         )
-    features = Features.of(
-        module.to(device), count, dataset.mean, dataset.std, bool(config.data.flip), dataset.weak,
-        dataset.strong, config.run.threads or CORES,
-    )  # fmt: skip
     owners = [torch.from_numpy(parts.server)]
     if config.method.trains_users:
         owners.append(torch.from_numpy(Hands.of(parts.users).flat))
     strong = "strong" in config.method.uses() or config.train.server_views == "both"
-    features.prepare(dataset.images.to(device), torch.cat(owners), strong)
-    return external.External(tail_of(module)).train(), features
+    images, indices = dataset.images.to(device), torch.cat(owners)
+    tail = external.External(tail_of(module)).train()
+    if known is not None and known.count == count and known.serves(images, indices, strong):
+        return tail, known
+    features = Features.of(
+        module.to(device), count, dataset.mean, dataset.std, bool(config.data.flip), dataset.weak,
+        dataset.strong, config.run.threads or CORES,
+    )  # fmt: skip
+    features.prepare(images, indices, strong)
+    return tail, features
 
 
 def _make_engine(

@@ -114,7 +114,9 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    inner = assemble.build(config, sim.dataset, parts, validation, sim.device, sim.make)
+    inner = assemble.build(
+        config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
+    )  # fmt: skip
     with closing(inner.engine):
         return inner, play(inner, path, what)
 

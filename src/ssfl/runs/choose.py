@@ -213,8 +213,13 @@ def _pretrained(
     fitting = [pair for pair in VIEWS if pair[0] == (pixels or pair[0])] or [(pixels or 224, 4)]
     size, views = next((pair for pair in fitting if seconds(*pair) <= BUDGET), fitting[-1])
     settings["data"]["size"] = size
-    if "cached_views" not in overrides.get("model", {}):
-        settings["model"]["cached_views"] = views
+    views = settings["model"]["cached_views"] = overrides.get("model", {}).get("cached_views", views)
+    cached = (
+        f". Its features are computed once, in about {duration(seconds(size, views))}, before and during the "
+        f"first {views} rounds, and cached for later runs"
+        if views
+        else ""
+    )
     why = (
         "the size that the network was pretrained with"
         if size == 224
@@ -234,8 +239,7 @@ def _pretrained(
             "for testing (--folds 0 holds some out)"
         ]
     return [
-        f"network lite0, pretrained on ImageNet: best for {facts.images:,} images. Its features are computed "
-        f"once, in about {duration(seconds(size, views))}, and cached for later runs",
+        f"network lite0, pretrained on ImageNet: best for {facts.images:,} images{cached}",
         f"images of {size}x{size} pixels ({_sizes_in_words(facts)}): {_asked(pixels) or why}",
         *folded,
     ]

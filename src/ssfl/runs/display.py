@@ -6,9 +6,10 @@ from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
-from ssfl.core import statistics
+from ssfl.core import progress, statistics
 from ssfl.core.events import Event
 from ssfl.runs.text import duration, percent
 from ssfl.simulate import privacy
@@ -35,6 +36,17 @@ def accuracy(event: Event) -> str:
     return ""
 
 
+class _Left(ProgressColumn):
+    """The remaining time, which runs down between events, as on the board."""
+
+    def __init__(self, left: Callable[[], str]) -> None:
+        super().__init__()
+        self.left = left
+
+    def render(self, task: Task) -> Text:
+        return Text(self.left())
+
+
 class Reporter:
     """Shows events as they come; a context manager."""
 
@@ -43,13 +55,13 @@ class Reporter:
         self.shown = time.monotonic()
         self.rounds = 0
         self.metrics, self.accuracy, self.what = "starting", "", ""
-        self.left: float | None = None
         self.whole: float | None = None  # when everything will be done
+        self.inner: float | None = None  # when the run inside this one will be done
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"),
-            TextColumn("{task.fields[left]}"), console=self.console, disable=not self.console.is_terminal,
+            _Left(self.left), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=None, metrics=self.metrics, left="")
+        self.task = self.bar.add_task("", total=None, metrics=self.metrics)
 
     def __enter__(self) -> "Reporter":
         return self
@@ -60,14 +72,24 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        progress.show_in(None)
         self.bar.stop()
+
+    def left(self) -> str:
+        """Returns the remaining time in words; "" if it is not known yet."""
+        known = [end for end in (self.whole, self.inner) if end is not None]
+        return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
         """Update the seconds that are left in total; a run inside another knows only its own."""
-        now = time.monotonic()
+        end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
-            self.whole = None if left is None else now + left
-        self.left = left if self.whole is None else max(self.whole - now, left or 0.0)
+            self.whole = end
+        self.inner = end if self.what else None
+
+    def _prepare(self, text: str) -> None:
+        """Shows the progress of a preparation during the rounds."""
+        self.bar.update(self.task, metrics=text or self.metrics)
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "privacy":
@@ -81,6 +103,8 @@ class Reporter:
             return
         if event["event"] == "start":
             self.bar.start()  # not earlier, because loading the data has its own progress bars
+            if self.console.is_terminal:
+                progress.show_in(self._prepare)
             self.rounds, self.what = event["rounds"], event.get("what", "")
             self.accuracy, self.metrics = "", "starting"
             self.bar.update(self.task, total=self.rounds, completed=event["round"])
@@ -92,12 +116,11 @@ class Reporter:
         elif event["event"] == "eval":
             self.accuracy = f"{accuracy(event)}  ".lstrip()
         what = f"{self.what}: " if self.what else ""
-        left = "" if self.left is None else f"{duration(max(self.left, 1.0))} left"
         metrics = what + self.accuracy + self.metrics
-        self.bar.update(self.task, completed=event["round"], metrics=metrics, left=left)
+        self.bar.update(self.task, completed=event["round"], metrics=metrics)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):
             self.shown = time.monotonic()
             metrics = (self.accuracy if event["event"] == "eval" else "") + self.metrics
-            line = f"{what}round {event['round']}/{self.rounds}  {metrics}  {left}"
+            line = f"{what}round {event['round']}/{self.rounds}  {metrics}  {self.left()}"
             self.console.print(line, soft_wrap=True, highlight=False)

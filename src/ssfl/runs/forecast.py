@@ -38,12 +38,15 @@ class Forecast:
     """Seconds per evaluation."""
     compared: float
     """Seconds for the models that the run is compared with."""
+    features: float
+    """Seconds for views of images whose features are computed during training."""
     memory: int
     """Bytes used by all processes of the run."""
 
     @property
     def seconds(self) -> float:
-        return self.rounds * self.round + self.evaluations * self.evaluation + self.compared
+        rounds = self.rounds * self.round + self.evaluations * self.evaluation
+        return rounds + self.compared + self.features
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
@@ -62,7 +65,9 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
     evaluations = -(-last // every) - state.round // every
     rounds = last - state.round
     comparison = baseline.expected(sim.config, users + server, server)
-    return Forecast(rounds, users + server, evaluations, _evaluation(sim, state), comparison, memory[0])
+    evaluation = _evaluation(sim, state)
+    features = 0.0 if sim.pool.features is None else sim.pool.features.left()
+    return Forecast(rounds, users + server, evaluations, evaluation, comparison, features, memory[0])
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:

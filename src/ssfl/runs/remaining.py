@@ -4,23 +4,28 @@ import time
 
 from ssfl.config.settings import Config
 from ssfl.core.events import Event
+from ssfl.engines.features import Features
 from ssfl.runs import baseline
 
 
 class Clock:
-    """Measures the seconds per round, including everything between rounds."""
+    """Measures the seconds per round, including everything between rounds. Views that are computed in the
+    first rounds are counted apart."""
 
-    def __init__(self, config: Config, first: int) -> None:
-        self.config, self.first = config, first
+    def __init__(self, config: Config, first: int, features: Features | None = None) -> None:
+        self.config, self.first, self.features = config, first, features
         self.began = time.monotonic()
-        self.server = 0.0
+        self.server = self.views = 0.0
         self.rounds = config.federation.rounds or 0
 
     def left(self, event: Event) -> float:
         """Returns the seconds left after a round, for the rounds and for the models of the comparison."""
         played: int = event["round"] - self.first
-        self.server += float(event.get("phases", {}).get("server", 0.0))
-        pace = (time.monotonic() - self.began) / played
+        phases = event.get("phases", {})
+        self.server += float(phases.get("server", 0.0))
+        self.views += float(phases.get("features", 0.0))
+        pace = (time.monotonic() - self.began - self.views) / played
         rounds = self.rounds - self.first - played
         comparison = baseline.expected(self.config, pace, self.server / played)
-        return round(rounds * pace + comparison, 1)
+        views = 0.0 if self.features is None or not rounds else self.features.left()
+        return round(rounds * pace + comparison + views, 1)

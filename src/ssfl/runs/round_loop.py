@@ -133,7 +133,7 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
     stop = 0  # the signal that asks the run to stop
     if report is not None:
         report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": rest.what})
-    clock = Clock(sim.config, state.round)
+    clock = Clock(sim.config, state.round, sim.pool.features)
 
     def tell(event: Event) -> None:
         if leads:

@@ -127,6 +127,7 @@ class Simulation:
         is_last = state.round + 1 == self.rounds
         measures_diversity = bool(every and (state.round % every == 0 or is_last) and cohort.users)
         phases = Phases(self.device)
+        self.make_views(state.round, phases)
         workers = self._workers(state.round, cohort, users_work, server_work, phases)
         fed = Round(self, state, cohort, workers, measures_diversity)
         new = self.played(state, fed)
@@ -145,6 +146,12 @@ class Simulation:
         self, round: int, cohort: Cohort, users: Work, server: Work | None, phases: Phases
     ) -> Simulated:
         return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
+
+    def make_views(self, round: int, phases: Phases) -> None:
+        """Computes the features that are new in a round, if the network has a frozen part."""
+        if self.pool.features is not None:
+            with phases.during("features"):
+                self.pool.use(round)
 
     def played(self, state: State, fed: Round) -> State:
         """Plays the method's round, and applies the settings that every method has in common."""
