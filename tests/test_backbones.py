@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import ssfl
 from ssfl.config.settings import Config
+from ssfl.core import draws
 from ssfl.core.rows import layout_of
 from ssfl.data import augment
 from ssfl.engines.features import Features
 from ssfl.errors import ConfigError
 from ssfl.models import backbones, external, weights
-from ssfl.runs import assemble, folder
+from ssfl.runs import assemble, baseline, folder
 from stage import Stage, checkpoint, free_port
 
 Make = Callable[..., Config]
@@ -173,6 +174,59 @@ def test_features_of_an_image_depend_on_that_image_alone(tmp_path: Path) -> None
     assert together.shape == (6, 2, 3, 54)
     assert torch.equal(together[4:], features(1, pixels[4:]))
     assert not torch.equal(together[0, 0, 0], together[0, 0, 1])
+
+
+def test_a_round_draws_from_as_many_views_as_its_number_and_no_more_are_computed(tmp_path: Path) -> None:
+    module, pixels = Divided(), torch.from_numpy(shapes(6, 3)[0])[:, None]
+
+    def made(count: int) -> Features:
+        views = augment.WEAK, augment.STRONG
+        features = Features.of(module, count, (0.5,), (0.5,), False, *views, 1)
+        features.prepare(pixels, torch.arange(6))
+        return features
+
+    def drawn(features: Features) -> set[bytes]:
+        keys = draws.bits(torch.arange(60), 1)[:, 0]
+        return {row.numpy().tobytes() for row in features.at(1, torch.zeros(60).long(), keys, torch.float32)}
+
+    few = made(2)
+    stored = list((tmp_path / "cache/features").glob("*/*.npy"))
+    assert (few.computed, len(stored)) == (12, 12)
+    assert len(drawn(few)) == 1
+    assert few.left() > 0
+    few.use(1)
+    assert (few.computed, len(drawn(few)), few.left()) == (24, 2, 0)
+    few.use(0)  # a run for comparison starts again
+    assert len(drawn(few)) == 1
+    more = made(4)  # with other views, those that are known are used again
+    more.use(9)
+    assert (more.computed, len(drawn(more))) == (24, 4)
+    assert torch.equal(more.views[0][:, :2], few.views[0])
+
+
+def test_processes_that_train_users_see_views_that_are_computed_later(quick: Make, tmp_path: Path) -> None:
+    wanted = [*SMALL, "model.cached_views=3", "federation.rounds=4", "run.engine=loop"]
+    rows = []
+    for threads in (1, 2):
+        config = quick(*wanted, f"run.threads={threads}")
+        ssfl.run(config, out=tmp_path / f"{threads}", model=divided, data=data())
+        rows.append(checkpoint(tmp_path / f"{threads}").average)
+        shutil.rmtree(tmp_path / "cache")
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-6, atol=1e-7)
+
+
+def divided() -> Divided:
+    torch.manual_seed(0)
+    return Divided()
+
+
+def test_runs_for_comparison_use_the_same_features(quick: Make) -> None:
+    sim = assemble.make(quick(*SMALL), divided, data())
+    alone = baseline.server_only(sim.config)
+    again = assemble.build(
+        alone, sim.dataset, sim.parts, sim.validation, sim.device, sim.make, sim.pool.features
+    )
+    assert again.pool.features is sim.pool.features
 
 
 def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_path: Path) -> None:
