@@ -101,6 +101,10 @@ class Features:
     """How many views of each kind there are already."""
     _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
     """The features of images without augmentation, by their checksum."""
+    _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    """Images that are evaluated again and again, by the address of their memory."""
+    _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
+    """The checksums of lasting images, by their place in memory."""
 
     @classmethod
     def of(
@@ -201,7 +205,7 @@ class Features:
         """Returns the features of uint8 images without augmentation."""
         if not len(images):  # with run.folds there are no test images
             return self._through(images.new_zeros(1, *images.shape[1:]).cpu())[:0].to(images.device, dtype)
-        names = [_checksum(image) for image in images]
+        names = self._checksums_of(images)
         new = {name: place for place, name in enumerate(names) if name not in self._plain}
         if not new:
             return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
@@ -212,6 +216,19 @@ class Features:
 
         self._each(one, list(new.items()), "features of test images")
         return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
+
+    def remember(self, images: Tensor) -> None:
+        """Keeps the checksums of these images, and of parts of them, since they will be evaluated often."""
+        self._lasting[images.untyped_storage().data_ptr()] = images
+
+    def _checksums_of(self, images: Tensor) -> list[bytes]:
+        memory = images.untyped_storage().data_ptr()
+        if memory not in self._lasting:
+            return [_checksum(image) for image in images]
+        place = memory, images.storage_offset(), images.shape, images.stride()
+        if place not in self._checksums:
+            self._checksums[place] = [_checksum(image) for image in images]
+        return self._checksums[place]
 
     def _unchanged(self, image: Tensor, name: bytes, number: int) -> Tensor:
         return self._through(image[None])[0]

@@ -10,6 +10,7 @@ The rest is frozen: it exists once, is never sent, and its output can be compute
 import hashlib
 import importlib.util
 from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -153,13 +154,27 @@ def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
     ImageNet's 1,000 classes. So training starts from the same weights whatever the seed."""
     network = Lite0(classes, train)
     if pretrained:
-        load(network, read_weights(weights_file()))
+        file = weights_file()
+        tensors = _folded(file, file.stat().st_mtime_ns if file.is_file() else 0)
+        mine = network.state_dict()
+        network.load_state_dict(
+            {name: t if t.shape == mine[name].shape else mine[name] for name, t in tensors.items()}
+        )
     if classes != 1000 or not pretrained:
         last = network.get_submodule("fc")
         assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
     return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _folded(file: Path, changed: int) -> dict[str, Tensor]:
+    """Returns the pretrained network's tensors, from a file that was changed at this time. A run makes the
+    network dozens of times (for folds and checkpoints), and reading the file takes a third of a second."""
+    network = Lite0(1000)
+    load(network, read_weights(file))
+    return network.state_dict()
 
 
 def weights_file() -> Path:

@@ -147,6 +147,8 @@ def build(
     identities = brought(config, whole)
     if config.model.cached_views:
         whole, features = _with_features(config, dataset, whole, parts, device, features)
+        if len(dataset.test_images):
+            features.remember(dataset.test_images)
         pool = replace(pool, features=features)
     model = config.method.network(whole).to(device, pool.wide)
     external.check_precision(model, pool.normalised(pool.images[:2]))

@@ -1,4 +1,5 @@
-"""The expected time and memory of a run, measured with one step before its first round."""
+"""The expected time and memory of a run, measured before its first round with one step, or with one round if
+rounds are short."""
 
 import os
 import threading
@@ -58,16 +59,19 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
         with _watched(sim.device) as memory:
             users = _users(sim, state)
             server = _server(sim, state)
+            each = users + server
+            if each < LONG:  # a whole round can be tried, with all that a method does besides its steps
+                each = _timed(sim, lambda: sim.play(state))
     except Exception:  # a method may need something that only a round has
         return None
     every = sim.config.run.eval_every or 1
     last = sim.rounds
     evaluations = -(-last // every) - state.round // every
     rounds = last - state.round
-    comparison = baseline.expected(sim.config, users + server, server)
+    comparison = baseline.expected(sim.config, each, server)
     evaluation = _evaluation(sim, state)
     features = 0.0 if sim.pool.features is None else sim.pool.features.left()
-    return Forecast(rounds, users + server, evaluations, evaluation, comparison, features, memory[0])
+    return Forecast(rounds, each, evaluations, evaluation, comparison, features, memory[0])
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
@@ -92,9 +96,10 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
         f"{sim.rounds:,} rounds of {steps}, batch size {train.batch_size}",
     ]
     if expected is not None:
+        measured = "round" if expected.round < LONG else "step"
         shown[1] += (
             f": about {duration(expected.seconds)} ({duration(expected.round)} per round) and "
-            f"{expected.memory / 1e9:.1f} GB of memory, estimated from one step"
+            f"{expected.memory / 1e9:.1f} GB of memory, estimated from one {measured}"
         )
     if sim.dataset.grey is not None and not sim.config.data.flip:
         total = len(sim.dataset.images) + len(sim.dataset.test_images)

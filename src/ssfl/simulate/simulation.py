@@ -268,8 +268,13 @@ class Simulation:
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
         """Returns images to evaluate models on, about `most`, some of every class, and their labels. They are
         the server's labelled images, or with train.server_held_out only those that it does not train on."""
-        images, labels = self._server_places(most)
-        return self.pool.images[images], labels
+        places, labels = self._server_places(most)
+        if self.pool.features is None:
+            return self.pool.images[places], labels
+        if most not in self._server_pixels:
+            self._server_pixels[most] = self.pool.images[places]
+            self.pool.features.remember(self._server_pixels[most])
+        return self._server_pixels[most], labels
 
     def _server_places(self, most: int | None) -> tuple[Tensor, Tensor]:
         """Where those images are in the pool, and their labels on the CPU."""
@@ -295,6 +300,11 @@ class Simulation:
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
         """What `server_images` has returned before, by `most`."""
+        return {}
+
+    @cached_property
+    def _server_pixels(self) -> dict[int | None, Tensor]:
+        """The same images, kept if their features are: then they are evaluated without being read again."""
         return {}
 
     def message_bytes(self) -> int:
