@@ -12,7 +12,6 @@ which is the limit of many views, and runs the whole network in every step.
 import argparse
 import os
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -121,4 +120,4 @@ def seconds() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
