@@ -47,8 +47,8 @@ def main() -> None:
     for views in options.views:
         each = [row for row in rows if row["views"] == views]
         print(
-            f"V = {views}: {np.mean([row['right'] for row in each]):.1f} of {each[0]['count']} with the "
-            f"unlabelled images, {np.mean([row['right_without'] for row in each]):.1f} without"
+            f"V = {views}: {np.mean([row['correct'] for row in each]):.1f} of {each[0]['count']} with the "
+            f"unlabelled images, {np.mean([row['correct_without'] for row in each]):.1f} without"
         )
 
 
@@ -67,7 +67,7 @@ def measure(folder: str, views: int, partition: int, sets: list[str]) -> dict[st
     return {
         "views": views,
         "partition": partition,
-        **{key: comparison[key] for key in ("on", "count", "right", "right_without")},
+        **{key: comparison[key] for key in ("on", "count", "correct", "correct_without")},
         "balanced_accuracy": comparison["balanced_accuracy"],
         "balanced_accuracy_without": comparison["balanced_accuracy_without"],
         "new_views": stored() - before,
