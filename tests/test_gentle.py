@@ -167,3 +167,28 @@ def test_views_of_one_kind_are_one_set(tmp_path: Path, monkeypatch: pytest.Monke
         features.use(round)
         chosen = features.at(0, torch.ones(40).long(), draws.bits(torch.arange(40), 1)[:, 0], torch.float32)
         assert set(chosen.flatten().tolist()) == drawn
+
+
+OWN = """
+import numpy as np
+import ssfl
+from ssfl.data import gentle
+
+def views(images, rows):
+    return gentle.gentle_views(images, rows[:, : gentle.GENTLE_DRAWS], False)
+
+def load():
+    images, labels = np.zeros((8, 8, 8), np.uint8), np.arange(8) % 2
+    return ssfl.Data(images, labels, images, labels, weak=views, strong=views)
+"""
+
+
+@pytest.mark.parametrize("kind", list(gentle.KINDS))
+def test_sites_are_never_told_other_views_than_the_centre_has(kind: str, tmp_path: Path) -> None:
+    """Own augmentations cannot be sent, whatever data.views says; also not if they are a copy of ours."""
+    centre = pytest.importorskip("ssfl.deploy.centre", reason="needs Flower")
+    (tmp_path / "own.py").write_text(OWN)
+    sets = [f"data.name={tmp_path / 'own.py'}:load", f"data.views={kind}", "split.users=1"]
+    with pytest.raises(ConfigError) as error:
+        centre.prepare(ssfl.load_config("own", sets))
+    assert error.value.key == "data.name"

@@ -111,7 +111,7 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
     weight, bias = random(models, channels, seed=2), random(models, channels, seed=3)
     add = random(*x.shape, seed=4) if added else None
     given = [each.requires_grad_() for each in (x, weight, bias, add) if each is not None]
-    assert normalisation.suit_batch(x)
+    assert normalisation.suit_batch(x, models)
     found, mean, var = normalisation.batch_norm(x, weight, bias, add, 1e-5, slope)
     exact = [each.detach().float().requires_grad_() for each in given]
     parts = zip(exact[0].chunk(models), exact[1].unbind(), exact[2].unbind(), strict=True)

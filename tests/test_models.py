@@ -7,6 +7,7 @@ from torch import nn
 from ssfl.core import draws, rows
 from ssfl.errors import ConfigError
 from ssfl.models import layers, networks
+from ssfl.models.kernels import normalisation
 
 CIFAR, EMNIST, STL, DIGITS = (3, 32, 32), (1, 28, 28), (3, 96, 96), (1, 8, 8)
 
@@ -57,6 +58,14 @@ def test_batch_norm_is_torchs_own(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(ours.running_var, theirs.running_var)
     ours.eval(), theirs.eval()
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_a_batch_too_large_for_the_kernels_is_normalised_without_them() -> None:
+    """They compute offsets within one model's images in 31 bits."""
+    x = torch.empty(2 * 512, 256, 128, 128, device="meta")  # 2 models, 2^31 values each
+    assert not normalisation.offsets_fit(x, 2)
+    assert normalisation.offsets_fit(x[:-2], 2)
+    assert normalisation.offsets_fit(x, 4)
 
 
 def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone() -> None:

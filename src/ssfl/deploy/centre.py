@@ -156,10 +156,12 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
-    if gentle.kind_of(dataset.weak, dataset.strong) is None:
+    if gentle.kind_of(dataset.weak, dataset.strong) != config.data.views:
         raise ConfigError(
             f"{config.data.name} has its own augmentations, which cannot be sent to sites: remove weak and "
-            "strong from its ssfl.Data"
+            "strong from its ssfl.Data",
+            key="data.name",
+            value=config.data.name,
         )
     labels = dataset.labels.numpy()
     held, kept = resolve.set_aside(config, dataset)

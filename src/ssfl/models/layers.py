@@ -97,7 +97,7 @@ class BatchNorm(nn.Module):
 
     def suits(self, x: Tensor) -> bool:
         """Returns whether the GPU kernels can be used."""
-        return self.training and self.weight.dim() == 2 and fused.suit_batch(x)
+        return self.training and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
         """Normalises with the GPU kernels, with a sum and an activation in the same pass."""

@@ -89,10 +89,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 group_norm.register_autograd(_backward, setup_context=_remember)
 
 
-def suit_batch(x: Tensor) -> bool:
-    """Returns whether to use the kernels: bfloat16 on a GPU, channels in multiples of 16."""
+def suit_batch(x: Tensor, models: int) -> bool:
+    """Returns whether to use the kernels for the images of n models: bfloat16 on a GPU, channels in multiples
+    of 16, and few enough values."""
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0
-    return fits and usable()
+    return fits and offsets_fit(x, models) and usable()
+
+
+def offsets_fit(x: Tensor, models: int) -> bool:
+    """Returns whether the offsets within one model's images fit into 31 bits, in which the kernels compute
+    them. Larger batches are normalised without the kernels."""
+    return x.numel() // models < 2**31
 
 
 @torch.library.custom_op("ssfl::batch_norm", mutates_args=())
