@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from sklearn.datasets import load_digits
 
 from ssfl.cli import main
 from ssfl.deploy import connection, keys
+from ssfl.deploy.port import LOG
 from ssfl.errors import DataError, SsflError
 from ssfl.report import gather
 from ssfl.runs import folder as runs
@@ -205,6 +208,47 @@ def test_strangers_are_kept_out_and_the_federation_does_not_notice(
     assert same(checkpoint(stage.folder / "run"), simulated(config_of(folders, []), folders))
     assert "Traceback" not in stage.said("serve") + stage.said("other") + stage.said("forged")
     assert closed(port)
+
+
+@pytest.mark.slow
+def test_a_federation_ends_as_if_1200_strangers_held_no_connections(
+    folders: Path, ring: Path, stage: Stage
+) -> None:
+    """The centre may open 1,024 files, as is common, and the sites share the strangers' address."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"needs 2,048 open files for the strangers, and {hard} are allowed")
+    port, rounds, strangers = free_port(), ["federation.rounds=6"], list[socket.socket]()
+    place = ["--data", folders / "labelled", "--keys", ring, "--port", port, "--out", stage.folder / "run"]
+    few = ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", sys.executable, "-m", "ssfl", "serve"]
+    serve = stage.start("serve", *few, *place, *sets(*rounds))
+    stage.until("serve", "listening")
+
+    def knock(many: int, said: bytes) -> None:
+        for _ in range(many):
+            strangers.append(socket.socket())
+            strangers[-1].settimeout(30)
+            with suppress(OSError):
+                strangers[-1].connect(("127.0.0.1", port))
+                strangers[-1].sendall(said)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        knock(600, b"")
+        for name in NAMES:
+            stage.join(name, port, folders, ring)
+        stage.until("serve", "round 1/6")
+        knock(600, bytes.fromhex("160301020001"))  # the first bytes of a ClientHello
+        assert stage.ended(serve) == 0, stage.said("serve")
+    finally:
+        for one in strangers:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not any("asked_again" in event for event in runs.read_events(stage.folder / "run"))
+    assert same(checkpoint(stage.folder / "run"), simulated(config_of(folders, rounds), folders))
+    assert "Traceback" not in stage.said("serve") + "".join(map(stage.said, NAMES))
+    assert len(stage.said("serve").splitlines()) < 100
+    assert (stage.folder / "run" / "flower" / "link.log").stat().st_size < LOG
 
 
 @pytest.fixture

@@ -255,6 +255,43 @@ def test_bodies_of_strangers_are_not_kept(tmp_path: Path, few_files: None) -> No
         assert made.round() == 3
 
 
+HURRIED = """
+import sys
+from ssfl.deploy import port, request_filter
+port.HANDSHAKE = port.HEADERS = request_filter.STALLED = 2.0
+sys.argv = sys.argv[1:]
+port.main()
+"""
+
+
+@pytest.mark.slow
+def test_who_connects_and_does_not_go_on_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handshakes, headers and bodies have limits, which are short here."""
+    monkeypatch.setattr(link, "COMMAND", [sys.executable, "-c", HURRIED, "ssfl.deploy.port"])
+    with scene(tmp_path) as made:
+        key = keys.read_site(tmp_path / "keys" / "bonn.site")
+        headers = internals.signed(key.private, internals.now()) | {"host": "x", "content-length": "1000"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        request = f"POST /v1/fleet/push-object HTTP/1.1\r\n{lines}\r\n".encode()
+        with ExitStack() as held:
+            silent = held.enter_context(socket.create_connection((made.host, made.port), 60))
+            waits, half, stalls = (held.enter_context(stranger(made.host, made.port)) for _ in range(3))
+            half.sendall(request[:100])
+            stalls.sendall(request + b"x" * 500)
+            assert stalls.recv(100).startswith(b"HTTP/1.1 400")
+            for one in (silent, waits, half):
+                with suppress(ConnectionError):
+                    assert one.recv(1) == b""
+
+        def told() -> bool:
+            made.fleet.listen()
+            return any("500 of 1000 bytes" in line for line in made.lines)
+
+        wait_until(told, "the body that broke off was not told")
+        assert made.round() == 3
+        assert made.crowd.lost == []
+
+
 def signed(made: Scene, name: str) -> internals.Caller:
     """Requests that a site's key signs, whatever they are."""
     key = keys.read_site(made.folder / "keys" / f"{name}.site")

@@ -9,7 +9,7 @@ AT_ONCE = 5
 """The refusals of one sender that are reported at once in a period. For strangers, only one of each kind."""
 PERIOD = 60.0
 """Seconds between two summaries."""
-SENDERS = 100
+SENDERS = 20
 """The strangers that are counted separately in a period. All others are counted together."""
 OTHERS = "other addresses"
 
