@@ -270,7 +270,7 @@ def test_who_connects_and_does_not_go_on_is_cut_off(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(link, "COMMAND", [sys.executable, "-c", HURRIED, "ssfl.deploy.port"])
     with scene(tmp_path) as made:
         key = keys.read_site(tmp_path / "keys" / "bonn.site")
-        headers = internals.signed(key.private, internals.now()) | {"host": "x", "content-length": "1000"}
+        headers = internals.signed(key.private, datetime.now(UTC)) | {"host": "x", "content-length": "1000"}
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         request = f"POST /v1/fleet/push-object HTTP/1.1\r\n{lines}\r\n".encode()
         with ExitStack() as held:
