@@ -80,6 +80,20 @@ def test_pixels_are_mapped_and_cannot_be_changed_by_who_reads(tmp_path: Path) ->
         assert "/images/" in maps.read()
 
 
+def test_more_images_than_memory_can_be_mapped(tmp_path: Path) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count, file = 4 * memory // (1 << 20), tmp_path / "pixels"
+    with file.open("wb") as opened:
+        opened.truncate(count << 20)  # takes no room on the disk
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"7")
+    pixels = torch.from_numpy(decoding.map_pixels(file, (count, 1, 1024, 1024)))
+    assert (int(pixels[0, 0, 0, 0]), int(pixels[-1, -1, -1, -1])) == (0, ord("7"))
+    pixels[0] = 1  # a copy of this process
+    with file.open("rb") as opened:
+        assert opened.read(1) == b"\0"
+
+
 def test_broken_files_leave_no_gap(tmp_path: Path) -> None:
     files = [draw(tmp_path / f"{i}.png", i, kind="deep" if i % 3 == 0 else "L") for i in range(9)]
     whole = decoding.decoded(files, (8, 8), white=4095).images

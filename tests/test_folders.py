@@ -237,3 +237,16 @@ def test_an_export_works_in_plain_pytorch_and_its_card_says_how_files_are_read(
     shares = model(pixels).softmax(-1)[0]
     assert card["classes"][int(shares.argmax())] == known["class"]
     assert float(shares.max()) == pytest.approx(known["confidence"], abs=1e-5)
+
+
+def test_a_run_says_which_value_of_deep_images_becomes_white(tmp_path: Path) -> None:
+    from ssfl.runs import assemble
+
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        pixels = generator.integers(0, 4000, (12, 12), dtype=np.uint16)
+        file = tmp_path / "deep" / ("a", "b")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    config = choose.load_config(tmp_path / "deep", ["model.name=small", "split.users=1"])
+    assert any("4,095" in line for line in forecast.lines(assemble.make(config), None))

@@ -8,8 +8,11 @@ batch needs them, so that there may be more images than fit into memory.
 import errno
 import hashlib
 import json
+import math
+import mmap
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +33,8 @@ from ssfl.errors import DataError
 FORMAT = 1
 SPOKEN = 2.0
 """If decoding takes longer than this many seconds, a line says where the result is cached."""
+MAP_NORESERVE = 0x4000
+"""Of mmap on Linux; Python knows its name since 3.13."""
 NAMED = 20
 """The most broken files that an error names."""
 Read = TypeVar("Read")
@@ -73,9 +78,7 @@ def decoded(
         )
         info = json.loads((entry / "index.json").read_text("utf-8"))
         shape = tuple(info.pop("shape"))
-        mapped = (
-            np.memmap(entry / "pixels", np.uint8, "c", shape=shape) if shape[0] else np.empty(shape, "u1")
-        )
+        mapped = map_pixels(entry / "pixels", shape)
     except (OSError, ValueError) as error:  # the disk is full, or the cache is not writable
         reason = getattr(error, "strerror", None) or str(error)
         progress.say(f"cannot use the cache {cache.root()} ({reason}): images are decoded into memory")
@@ -89,6 +92,22 @@ def decoded(
     broken = {int(number): why for number, why in info.pop("broken")}
     del info["seconds"]
     return Decoded(torch.from_numpy(mapped), broken, **info)
+
+
+def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the bytes of a file as an array that may be larger than the memory. Writing to it changes only
+    this process's copy."""
+    if not math.prod(shape):
+        return np.empty(shape, np.uint8)
+    with file.open("rb") as opened:
+        if sys.platform != "linux":
+            return np.memmap(opened, np.uint8, "c", shape=shape)
+        # without this flag, Linux refuses more than there is memory, because all of it could be written to
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        pages = mmap.mmap(
+            opened.fileno(), math.prod(shape), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    return np.frombuffer(pages, np.uint8).reshape(shape)
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:

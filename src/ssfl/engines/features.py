@@ -257,7 +257,8 @@ class Features:
                 if read.dtype == STORED:
                     return read
         self.computed += 1
-        features = make(image.cpu().contiguous(), name, number).contiguous()
+        copy = torch.empty(image.shape, dtype=image.dtype).copy_(image)  # a view of one's own may write to it
+        features = make(copy, name, number).contiguous()
         if file is not None:
             _write(file, features.numpy())
         return features

@@ -108,6 +108,8 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
                 f"images are not mirrored, because {sim.dataset.grey:,} of {total:,} are grey "
                 "(--set data.flip=true mirrors them)"
             )
+    if sim.dataset.deep:
+        shown.append(f"images of more than 8 bits become 8: the value {sim.dataset.white:,} becomes white")
     return shown
 
 
