@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, plots, robustness
+from benchmarks import peers, plots, robustness, turns
 from ssfl.models import networks
 from waiting import descendants
 
@@ -168,3 +168,27 @@ def worker(pid: int) -> bool:
 def test_a_run_that_is_refused_does_not_end_the_comparison() -> None:
     case = robustness.Case("1 of 4", "none", "no defence", 1, 1.0, ("train.lr=-1",), False)
     assert "train.lr" in robustness.play(case).error
+
+
+def test_two_versions_are_timed_in_turns_each_with_its_own_code(tmp_path: Path) -> None:
+    """The other version is a checkout whose benchmarks/steps.py answers at once."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "steps.py").write_text(
+        "import json, sys\n"
+        "row = {'name': sys.argv[2], 'step_ms': 2.0, 'server_step_ms': 1.0, 'round_ms': 40.0}\n"
+        "open(sys.argv[-1], 'w').write(json.dumps({'rows': [row]}))\n"
+    )
+    rows = turns.measured(tmp_path, ["--only", "cnn-47"])
+    assert [row["name"] for row in rows] == ["cnn-47"]
+    now = [row | {"version": "now", "step_ms": ms} for row in rows for ms in (1.0, 1.5, 9.0)]
+    compared = turns.compared([row | {"version": "before"} for row in rows] + now)
+    assert compared[0]["step_ms"] == {"before": 2.0, "now": 1.5, "ratio": 0.75}
+    assert compared[0]["round_ms"]["ratio"] == 1.0
+
+
+def test_a_folder_without_the_benchmark_is_no_version(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.turns", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
