@@ -480,6 +480,16 @@ def test_if_flowers_process_is_killed_the_centre_stops_at_once_with_a_checkpoint
 
 
 @pytest.mark.slow
+def test_a_centre_to_which_nobody_comes_says_so(folders: Path, stage: Stage) -> None:
+    place = ["--data", folders / "labelled", "--insecure", "--sites", 2, "--port", free_port()]
+    serve = stage.ssfl("serve", "serve", *place, "--out", stage.folder / "run", "--patience", 1, *sets())
+    assert stage.ended(serve) == 2, stage.said("serve")
+    assert "0 of 2 sites" in stage.said("serve").splitlines()[-1]
+    assert f"ssfl serve --resume {stage.folder / 'run'}" in stage.said("serve").splitlines()[-1]
+    assert "Traceback" not in stage.said("serve")
+
+
+@pytest.mark.slow
 def test_too_few_sites_stop_the_centre_with_a_checkpoint(folders: Path, ring: Path, stage: Stage) -> None:
     port, out, place = free_port(), stage.folder / "run", ["--keys", ring]
     serve = stage.serve(folders, ring, port, "--deadline", 5, "--patience", 5, *sets("federation.rounds=40"))

@@ -344,5 +344,5 @@ def _shares(fleet: Fleet) -> dict[str, Any]:
     return {
         "sites": fleet.names,
         "sizes": sizes,
-        "size_quartiles": np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        "size_quartiles": np.quantile(sizes or [0], [0, 0.25, 0.5, 0.75, 1]).tolist(),
     }
