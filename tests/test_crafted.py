@@ -232,7 +232,10 @@ def test_a_fifo_instead_of_a_file_does_not_block(
     """In a process of its own: what blocks would block the test as well."""
     (tmp_path / "pictures").mkdir()
     os.mkfifo(tmp_path / "pictures" / "scan.png")
-    asked = {"predict": ["predict", str(run), str(tmp_path / "pictures")]}
+    asked = {
+        "predict": ["predict", str(run), str(tmp_path / "pictures")],
+        "weights": ["run", "--set", f"model.weights={tmp_path / 'pictures' / 'scan.png'}"],
+    }
     for file in ("events.jsonl", "summary.json", "split.json"):
         other = Path(shutil.copytree(good, tmp_path / file.replace(".", "-")))
         (other / file).unlink()
@@ -240,7 +243,7 @@ def test_a_fifo_instead_of_a_file_does_not_block(
         asked[file] = ["compare", str(good), str(other)] if file == "events.jsonl" else ["resume", str(other)]
     said = dict(zip(asked, carried_out(list(asked.values())), strict=True))
     assert not any("Traceback" in err for _, err in said.values()), said
-    for name, file in (("predict", "scan.png"), ("events.jsonl", "events.jsonl")):
+    for name, file in (("predict", "scan.png"), ("weights", "scan.png"), ("events.jsonl", "events.jsonl")):
         assert file in one_line(*said[name])
         assert "it is not a regular file" in said[name][1]
     assert said["split.json"][0] == 0  # it is finished, and its split is not needed

@@ -1,10 +1,12 @@
 """Weights from a file: `model.weights=FILE.safetensors`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ssfl.core import plain_files
 from ssfl.errors import ConfigError, one_line
 
 LISTED = 4
@@ -38,6 +40,7 @@ def load(network: nn.Module, file: str) -> None:
 
 def _read(file: str) -> dict[str, Tensor]:
     try:
+        plain_files.require_plain(Path(file))
         with safe_open(file, "pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except FileNotFoundError:
