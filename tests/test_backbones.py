@@ -21,6 +21,7 @@ from ssfl.data import augment
 from ssfl.engines.features import Features
 from ssfl.errors import ConfigError
 from ssfl.models import backbones, external, weights
+from ssfl.report import gather, predictions
 from ssfl.runs import assemble, baseline, folder
 from stage import Stage, checkpoint, free_port
 
@@ -286,6 +287,23 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     for name in (file, tmp_path / "nothing.safetensors"):
         with pytest.raises(ConfigError):
             weights.load(network, str(name))
+
+
+@pretrained
+def test_the_report_of_a_run_on_pictures_has_its_confusion_matrix(tmp_path: Path) -> None:
+    for number, (image, label) in enumerate(zip(*shapes(30, 0), strict=True)):
+        place = tmp_path / "mine" / ("abc"[label] if number < 24 else "unlabelled")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{number}.png")
+    wanted = ["model.name=lite0", "data.size=32", "model.cached_views=1", "federation.rounds=1",
+              "split.users=1"]  # fmt: skip
+    for name, folds in (("folds", 2), ("tested", 0)):
+        config = ssfl.load_config(tmp_path / "mine", [*wanted, f"run.folds={folds}"])
+        ssfl.run(config, out=tmp_path / name)
+        run = gather.read(tmp_path / name, name)
+        seen = predictions.look(run, predictions.Loader())
+        assert isinstance(seen, predictions.Seen), seen
+        assert sum(map(sum, seen.confusion)) == (24 if folds else run.summary["count"])
 
 
 @pytest.mark.slow

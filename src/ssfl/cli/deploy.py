@@ -128,13 +128,14 @@ def serve(
 
     Example: ssfl serve --data labelled --keys keys"""
     require_flower()
-    from ssfl.core import outside
+    from ssfl.core import outside, progress
     from ssfl.deploy import centre
     from ssfl.deploy.view import FederationView
     from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
 
     outside.supply(code or [])
+    progress.show(True)
     if insecure == (keys is not None):
         raise ConfigError(
             "give either --keys FOLDER (see `ssfl keys init`), or --insecure for a test on one machine"
@@ -181,13 +182,14 @@ def join(
 
     Example: ssfl join fl.example.org:8443 --data scans --key a.site"""
     require_flower()
-    from ssfl.core import outside
+    from ssfl.core import outside, progress
     from ssfl.data import sources
     from ssfl.deploy import images, site
     from ssfl.deploy import keys as keyring
     from ssfl.runs.predict import free_files
 
     outside.supply(code or [])
+    progress.show(True)
     if insecure == (key is not None):
         raise ConfigError(
             "give either --key FILE, which the operator of the centre sends you, or --insecure for a test on "

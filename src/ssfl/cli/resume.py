@@ -12,10 +12,11 @@ def resume(run: RunFolder, code: With = None, quiet: Quiet = False, json_only: J
     """Continue a run that was stopped.
 
     Example: ssfl resume runs/quickstart"""
-    from ssfl.core import outside
+    from ssfl.core import outside, progress
     from ssfl.runs import train
 
     outside.supply(code or [])
+    progress.show(not (quiet or json_only))
 
     def warn(message: str) -> None:
         print(f"ssfl: warning: {printable(str(message))}", file=sys.stderr)

@@ -4,7 +4,7 @@ them."""
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 PATIENCE = 1.0
@@ -31,7 +31,8 @@ def show_in(display: Callable[[str], None] | None) -> None:
 def say(line: str) -> None:
     """Prints a line, if progress is shown."""
     if _visible:
-        print(line, file=sys.stderr)
+        with suppress(OSError):  # a full disk loses only this line
+            print(line, file=sys.stderr)
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         elif now - shown >= LINE_EVERY and done < total:
             shown = now
             remaining = (now - began) / done * (total - done)
-            print(f"{label} {done:,} of {total:,}  {remaining:.0f} s left", file=sys.stderr)
+            say(f"{label} {done:,} of {total:,}  {remaining:.0f} s left")
 
     try:
         yield advance

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ssfl.core import progress
 from ssfl.core.events import Event
 from ssfl.runs.display import accuracy
 from ssfl.runs.text import printable
@@ -34,17 +35,24 @@ class FederationView:
         self.inside = False  # whether the centre is training a baseline to compare with
         self.last_losses: dict[str, str] = {}
         self.refusals: dict[str, int] = {}
+        self.preparing = ""
         self.live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
 
     def __enter__(self) -> "FederationView":
         if self.console.is_terminal:
             self.live.start()
+            progress.show_in(self._prepare)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        progress.show_in(None)
         self.live.stop()
+
+    def _prepare(self, text: str) -> None:
+        """Shows the progress of a preparation, such as decoding, below the table."""
+        self.preparing = text
 
     def tell(self, line: str) -> None:
         """Shows a line at once, without control characters that a stranger may have put into it.
@@ -100,7 +108,16 @@ class FederationView:
         title = (
             f"round {self.round} of {self.rounds}  {self.accuracy}" if self.rounds else "waiting for sites"
         )
-        table = Table("site", "images", "now", "last round", "refused", title=title, title_justify="left")
+        table = Table(
+            "site",
+            "images",
+            "now",
+            "last round",
+            "refused",
+            title=title,
+            title_justify="left",
+            caption=self.preparing or None,
+        )
         if self.sites is not None:
             for name in list(self.sites.names):
                 images, doing = (

@@ -70,7 +70,7 @@ class Loader:
         key = config.data, bool(config.run.folds)
         if key not in self._held:
             self._held[key] = resolve.load_data(config)
-        images = self._held[key]
+        images = assemble.scaled_for(config, self._held[key])
         if run.split.get("fingerprint") != inventory.fingerprint(images):
             raise RunError(f"the images of {images.name} have changed since the run")
         return images

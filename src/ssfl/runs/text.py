@@ -118,9 +118,10 @@ def split(config: Config, described: dict[str, Any]) -> str:
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """Returns a line about classes without test images, if there are any."""
+    """Returns a line about classes without test images, if there are any. Without test images, as with folds,
+    no class is left out."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if not missing:
+    if not missing or len(missing) == len(classes):
         return []
     named = printable(_few(missing))
     return [
