@@ -1,5 +1,6 @@
 """The centre's port under attack: a real SuperLink in its own process, TLS, light sites and strangers."""
 
+import asyncio
 import os
 import re
 import resource
@@ -20,10 +21,11 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from flwr.app import Error, Message
 
 import light
-from ssfl.deploy import connection, internals, keys, link, notes, request_filter
+from ssfl.deploy import connection, internals, keys, link, notes, port, request_filter
 from ssfl.deploy import fleet as fleets
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.port import LOG, network
@@ -226,6 +228,57 @@ def stranger(host: str, port: int) -> ssl.SSLSocket:
 
 
 HEAD = b"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\n\r\n"
+
+
+def test_no_body_is_read_before_the_headers_are_judged() -> None:
+    """With uvicorn's own protocol class and real sockets; the application waits before it asks for a body."""
+    asked, seen = threading.Event(), list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        while not asked.is_set():  # the signature is being verified
+            await asyncio.sleep(0.01)
+        seen.append(len(made[0].cycle.body))
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message["body"]), message["more_body"]
+        seen.append(size)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    made: list[Any] = []
+
+    async def serve(listening: socket.socket) -> None:
+        config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False)
+        config.load()
+        server = uvicorn.Server(config)
+        open_port = port.Port(listening, None, 1, lambda host, why: None)
+        protocol = port.watched(config.http_protocol_class, open_port)
+
+        def make(visit: port.Visit) -> asyncio.Protocol:
+            made.append(protocol(config=config, server_state=server.server_state, app_state={}))
+            made[-1].visit = visit
+            return made[-1]  # type: ignore[no-any-return]
+
+        task = asyncio.create_task(open_port.run(make))
+        while len(seen) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        thread = threading.Thread(target=lambda: asyncio.run(serve(listening)), daemon=True)
+        thread.start()
+        with socket.create_connection(listening.getsockname(), 60) as one:
+            one.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\n\r\n")
+            wait_until(lambda: made and made[0].cycle is not None, "the headers did not arrive")
+            one.sendall(b"x" * 50_000)
+            time.sleep(0.2)
+            asked.set()
+            thread.join(60)
+    assert seen == [0, 50_000]
 
 
 @pytest.mark.slow

@@ -208,6 +208,9 @@ def watched(stock: Any, port: Port) -> Any:
                     visit.since = time.monotonic()
             visit.unread += len(data)
             super().data_received(data)
+            if not visit.busy and self.cycle is not None and not self.cycle.response_complete:
+                # the headers are complete: no more is read until the filter asks for the body
+                self.flow.pause_reading()
 
     return Watched
 
