@@ -28,11 +28,19 @@ def test_own_network_data_and_method_in_a_real_federation(tmp_path: Path) -> Non
             port, "--out", tmp_path / "run", *own,
         )  # fmt: skip
         stage.until("serve", "listening")
-        for name in ("a", "b"):
-            stage.ssfl(
-                name, "join", f"127.0.0.1:{port}", "--data", f"{OWN / 'data.py'}:unlabelled", "--insecure",
-                "--name", name, "--device", "cpu", "--threads", 1, *CODE,
-            )  # fmt: skip
+        join = [
+            "join", f"127.0.0.1:{port}", "--data", f"{OWN / 'data.py'}:unlabelled", "--insecure",
+            "--device", "cpu", "--threads", 1,
+        ]  # fmt: skip
+        stage.ssfl("a", *join, "--name", "a", *CODE)
+        other = tmp_path / "other" / "adamatch.py"
+        other.parent.mkdir()
+        other.write_text((OWN / "adamatch.py").read_text() + "# another digest\n")
+        changed = stage.ssfl("changed", *join, "--name", "b", *CODE[:2], "--with", other)
+        assert stage.ended(changed) == 2
+        assert "adamatch.py" in stage.said("changed").splitlines()[-1]
+        stage.until("serve", "adamatch.py:AdaMatch differs")  # the centre knows why there is no model
+        stage.ssfl("b", *join, "--name", "b", *CODE)
         assert stage.ended(centre) == 0, stage.said("serve")
     finally:
         for process in stage.started:

@@ -12,7 +12,10 @@ def compare(first: RunFolder, second: RunFolder) -> None:
     Example: ssfl compare runs/a runs/b"""
     from ssfl.runs import compare as comparison
 
-    for line in comparison.settings(first, second):
+    settings = comparison.settings(first, second)
+    if settings:
+        print(f"runs    {printable(f'{first} | {second}')}"[:LINE])
+    for line in settings:
         print(f"config  {printable(line)}"[:LINE])
     difference = comparison.first_difference(first, second)
     if difference is not None:

@@ -106,7 +106,8 @@ def _devices(broken: list[str]) -> dict[str, Any]:
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = memory.free(torch.device("cpu"))
-    words = f"{torch.get_num_threads()} cores"
+    threads = torch.get_num_threads()
+    words = f"{threads} core{'s' * (threads > 1)}"
     devices = [{"name": "cpu", "words": words, "memory": total, "free": min(free, total)}]
     for place in range(torch.cuda.device_count()):
         name = f"cuda:{place}"
@@ -134,7 +135,7 @@ def _data(root: Path) -> dict[str, str]:
         except DataError:
             size = sum(remote.size for remote in official.remotes) / 1e6
             options = f"--set data.name={name} --set data.download=true"
-            places[name] = f"not in {root}; download {size:,.0f} MB with {options}"
+            places[name] = f"not in the folder {root}; download {size:,.0f} MB with {options}"
     return places | {path.name: f"ssfl run --set data.path={path}" for path in sorted(root.glob("*.npz"))}
 
 

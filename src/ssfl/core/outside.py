@@ -73,7 +73,7 @@ def load(name: str, key: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        public = [name for name in vars(module) if not name.startswith("_")]
+        public = [n for n, what in vars(module).items() if not n.startswith("_") and callable(what)]
         close = difflib.get_close_matches(attribute, public, 1)
         hint = f": did you mean {close[0]}?" if close else ": check the name"
         raise ConfigError(
@@ -88,7 +88,9 @@ def called(name: str, key: str) -> Any:
     """Calls the function that an import path names, without arguments, and returns its result."""
     function, setting = load(name, key), f"{key} = {name!r}"
     if not callable(function):
-        raise ConfigError(f"{setting} is a {type(function).__name__}: name a function", key=key, value=name)
+        raise ConfigError(
+            f"{setting} is of type {type(function).__name__}: name a function", key=key, value=name
+        )
     try:
         return function()
     except SsflError as error:

@@ -258,7 +258,7 @@ def _item(item: Any, what: str) -> tuple[Any, Any]:
     if isinstance(item, tuple | list) and len(item) >= 2:
         return item[0], item[1]
     raise ConfigError(
-        f"{what} is a {type(item).__name__}: it must be a pair (image, label) or a dict", key=what
+        f"{what} is of type {type(item).__name__}: it must be a pair (image, label) or a dict", key=what
     )
 
 

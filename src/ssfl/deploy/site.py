@@ -6,7 +6,8 @@ the app bundle that Flower would install and run. A centre sends numbers and set
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from ssfl.runs.surroundings import reproducible
 from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
+GRACE = 2.0
+"""Seconds for which a site that cannot take part stays connected, so that the centre gets the reason."""
 POLL = 0.5
 """Seconds between two requests for work to the centre."""
 
@@ -54,6 +57,8 @@ class Site:
     """Whether the centre has said that the run is over."""
     not_kept: SsflError | None = None
     """Why the final model could not be written."""
+    unfit: SsflError | None = None
+    """Why this site cannot take part: its code or frozen weights are not those of the centre."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
     """The simulation for the last terms, kept so that images are read only once."""
 
@@ -83,13 +88,24 @@ class Site:
             if config.privacy.clip is not None:
                 self.tell(privacy.describe(privacy.planned(config)))
             self._ready.clear()
-            _require_same(agreed, "model.digest", config.model.name, outside.digest)
-            _require_same(agreed, "method.digest", config.method.name, outside.digest)
+            with self._leaving_if_unfit():
+                _require_same(agreed, "model.digest", config.model.name, outside.digest)
+                _require_same(agreed, "method.digest", config.method.name, outside.digest)
             sim = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
             frozen = sim.brought.get("model", {}).get("frozen", "")
-            _require_same(agreed, "model.frozen", config.model.name, lambda name: str(frozen))
+            with self._leaving_if_unfit():
+                _require_same(agreed, "model.frozen", config.model.name, lambda name: str(frozen))
             self._ready[key] = sim
         return self._ready[key]
+
+    @contextmanager
+    def _leaving_if_unfit(self) -> Iterator[None]:
+        """Ends the site's work if its code differs from the centre's: asking again would not help."""
+        try:
+            yield
+        except SsflError as error:
+            self.unfit, self.done = error, True
+            raise
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
         """Trains one round as a simulated user would: the same images, draws, loss and learning rates."""
@@ -203,8 +219,9 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:
                     site.tell(f"lost the connection to {address} ({error}): connecting again")
-    if site.not_kept is not None:
-        raise site.not_kept
+    for error in (site.unfit, site.not_kept):
+        if error is not None:
+            raise error
 
 
 def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
@@ -215,15 +232,18 @@ def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
             time.sleep(POLL)
             continue
         began = time.perf_counter()
-        reply = _answer(app, message, connection.node.node_id, site.tell)
+        reply = _answer(app, message, connection.node.node_id, site)
         connection.send(reply, time.perf_counter() - began)
+    if site.unfit is not None:
+        time.sleep(GRACE)
 
 
-def _answer(app: ClientApp, message: Message, node: int, tell: Tell) -> Message:
+def _answer(app: ClientApp, message: Message, node: int, site: Site) -> Message:
     """Returns the ClientApp's answer, or an error message."""
     context = Context(message.metadata.run_id, node, {}, RecordDict(), {})
     try:
         return app(message, context)
     except Exception as error:  # tell the centre why it gets no model
-        tell(f"training failed in this round: {error}")
+        if site.unfit is None:  # otherwise the command ends with this line
+            site.tell(f"training failed in this round: {error}")
         return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)

@@ -147,7 +147,7 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
     `setting` is how messages name the factory. Networks that consist of `ssfl.models.layers` need no wrapper.
     """
     if isinstance(make, nn.Module) or not callable(make):
-        kind = "a module" if isinstance(make, nn.Module) else f"a {type(make).__name__}"
+        kind = "a module" if isinstance(make, nn.Module) else f"of type {type(make).__name__}"
         raise _refused(
             f"{setting} is {kind}: give a function without arguments that makes the nn.Module", make
         )
@@ -160,7 +160,9 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
             ) from error
         module = getattr(module, "_orig_mod", module)  # of torch.compile
         if not isinstance(module, nn.Module):
-            raise _refused(f"{setting} returned a {type(module).__name__}: return an nn.Module", module)
+            raise _refused(
+                f"{setting} returned a value of type {type(module).__name__}: return an nn.Module", module
+            )
         _check_logits(module.eval(), setting, classes, shape)
         if not trained(module):
             raise _refused(
@@ -296,7 +298,11 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
             error,
         ) from error
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        kind = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        kind = (
+            f"a tensor of {logits.dtype}"
+            if isinstance(logits, Tensor)
+            else f"a value of type {type(logits).__name__}"
+        )
         raise _refused(
             f"{setting} returned {kind}: its forward must return only logits, a float tensor", kind
         )

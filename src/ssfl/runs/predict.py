@@ -116,6 +116,7 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         config = folder.read_config(path)  # raises if this is not a run folder
         file = path / folder.UNFINISHED
         if not file.is_file():
+            folder.require_resumable(path)  # a run of the first release needs that release
             raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:

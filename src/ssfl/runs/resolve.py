@@ -58,7 +58,7 @@ def _from_outside(name: str) -> Data:
     data = outside.called(name, "data.name")
     if not isinstance(data, Data):
         raise ConfigError(
-            f"data.name = {name!r} returned a {type(data).__name__}: return an ssfl.Data",
+            f"data.name = {name!r} returned a value of type {type(data).__name__}: return an ssfl.Data",
             key="data.name",
             value=name,
         )

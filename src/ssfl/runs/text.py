@@ -80,7 +80,7 @@ def split(config: Config, described: dict[str, Any]) -> str:
     }.get(wanted.scheme, wanted.scheme)
     how = f"by {scheme}"
     if wanted.scheme == "given":
-        how = "as named by the data"
+        how = "given by the data"
     elif described["measured_skew"] is None:
         how = "with equal shares (their images have no labels: split.scheme and split.skew have no effect)"
     elif sum(map(sum, rows)) < sum(sizes):
@@ -104,10 +104,12 @@ def split(config: Config, described: dict[str, Any]) -> str:
     known_only = ""
     if sum(map(sum, rows)) < sum(sizes):
         known_only = f" among the {sum(described['class_totals']):,} images whose class is known"
-    shown_skew = (
-        "unknown, because the users' images have no labels" if skew is None else f"{skew:.4f}{known_only}"
-    )
-    lines.append(f"measured label skew R = {shown_skew} (Definition 2: 0 is iid, 1 is disjoint)")
+    if skew is None:
+        lines.append("the label skew R is unknown, because the users' images have no labels")
+    else:
+        lines.append(
+            f"measured label skew R = {skew:.4f}{known_only} (Definition 2: 0 is iid, 1 is disjoint)"
+        )
     if described["validation"]:
         lines.append(f"{described['validation']} validation images")
     lines += untested(classes, described["test_classes"])
@@ -141,7 +143,7 @@ def _typical(size: int, counts: list[int], classes: list[str]) -> str:
     if not sum(counts):
         return f"user 0 has {size} images without labels"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])
-    shares = [f"{100 * counts[i] / sum(counts):.0f} % {classes[i]}" for i in order[:3] if counts[i]]
+    shares = [f"{100 * counts[i] / sum(counts):.0f} % are {classes[i]}" for i in order[:3] if counts[i]]
     rest = " and so on" if sum(count > 0 for count in counts) > 3 else ""
     known = "" if sum(counts) == size else f", {sum(counts)} of known class"
     return f"for example, user 0 has {size} images{known}: {', '.join(shares)}{rest}"
