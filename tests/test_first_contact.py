@@ -231,7 +231,7 @@ def test_doctor_says_what_is_here_and_what_to_run_first(ssfl: Call) -> None:
     assert code == 0
     assert "GiB memory free" in out
     assert "cifar10  found in data/cifar10/cifar-10-binary.tar.gz" in out
-    assert "svhn     not in data; download 246 MB with --set data.name=svhn --set data.download=true" in out
+    assert "--set data.name=svhn --set data.download=true" in out
     assert "ssfl run --set data.path=data/mine.npz" in out
     assert "run first\n  ssfl run " in out
     assert "delete it with `rm -r " in out
