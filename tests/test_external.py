@@ -305,7 +305,7 @@ MISTAKES: dict[str, tuple[object, object]] = {
     "not a module": (lambda: 3, 3),
     "too few logits": (lambda: linear(7), (2, 7)),
     "too many dimensions": (lambda: Wrong(lambda y: y[:, None]), (2, 1, 10)),
-    "a tuple": (lambda: Wrong(lambda y: (y, y)), "a tuple"),
+    "a tuple": (lambda: Wrong(lambda y: (y, y)), "a value of type tuple"),
     "integers": (lambda: Wrong(lambda y: y.long()), "a tensor of torch.int64"),
     "other images": (lambda: nn.Conv2d(3, 10, 3), RuntimeError),
     "all frozen": (lambda: linear().requires_grad_(False), 0),

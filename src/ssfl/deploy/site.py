@@ -219,9 +219,9 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:
                     site.tell(f"lost the connection to {address} ({error}): connecting again")
-    for error in (site.unfit, site.not_kept):
-        if error is not None:
-            raise error
+    for reason in (site.unfit, site.not_kept):
+        if reason is not None:
+            raise reason
 
 
 def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
