@@ -3,7 +3,7 @@
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.predictions import Seen
-from ssfl.report.words import count
+from ssfl.report.words import count, is_relative
 from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10
@@ -91,10 +91,15 @@ def views(run: Run, seen: Seen) -> list[Block]:
             "other brightness and contrast). Weak and strong views are of the same kind."
         )
     threshold = getattr(method, "threshold", None)
+    relative = ""
+    if threshold is not None and is_relative(method):
+        known = [value for _, value in run.series("labelled_confidence")]
+        relative = f" ({threshold:g} times the mean confidence on the labelled images)"
+        threshold = threshold * known[-1] if known else None
     if threshold is not None and "strong" in method.uses():
         sentence += (
             " The prediction for the first weak view is the pseudo-label of a strong view if its "
-            f"confidence is at least {threshold:g}."
+            f"confidence is at least {threshold:.3g}{relative}."
         )
     items = [
         {**item, "counts": threshold is not None and item["confidence"] >= threshold} for item in seen.views

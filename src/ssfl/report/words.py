@@ -4,6 +4,8 @@ from ssfl.config.settings import Config
 from ssfl.core import outside
 from ssfl.core.outside import IN_MEMORY
 from ssfl.core.schedule import head_start
+from ssfl.federation import Method
+from ssfl.models import backbones
 from ssfl.report.gather import Run, finite, inside
 from ssfl.runs.text import interval, percent
 
@@ -166,7 +168,8 @@ def _method(config: Config) -> list[str]:
     sentences = [f"The method is {method.name}: {' '.join((type(method).__doc__ or '').split())}"]
     threshold = getattr(method, "threshold", None)
     if threshold is not None:
-        sentences.append(f"A pseudo-label is used if its confidence is at least {threshold:g}.")
+        relative = " times the mean confidence on the labelled images" if is_relative(method) else ""
+        sentences.append(f"A pseudo-label is used if its confidence is at least {threshold:g}{relative}.")
     if groups > 1 and method.start == "group":
         sentences.append(
             f"In every round the users are divided at random into {groups} groups. Each group has its own "
@@ -176,6 +179,11 @@ def _method(config: Config) -> list[str]:
     if weight is not None:
         sentences.append(f"In the average, the server's model has the weight {weight}.")
     return sentences
+
+
+def is_relative(method: Method) -> bool:
+    """Whether the threshold for pseudo-labels is relative to the confidence on labelled images."""
+    return bool(getattr(method, "relative", False))
 
 
 def _privacy(run: Run) -> list[str]:
@@ -197,6 +205,8 @@ def _privacy(run: Run) -> list[str]:
 
 
 def _norm(config: Config) -> str:
+    if config.model.name in backbones.NAMES:
+        return "its normalisation folded into the weights"
     return {"group": "group normalisation", "batch": "batch normalisation"}.get(
         config.model.norm, "no normalisation"
     )
