@@ -1,5 +1,6 @@
 """A folder of images as a config: what is chosen, what is said, and what a stopped run can do."""
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 import ssfl as package
 from conftest import Call
@@ -22,7 +24,7 @@ from ssfl.core.events import Event
 from ssfl.core.fields import limits_of
 from ssfl.data.own import Files
 from ssfl.errors import ConfigError, SsflWarning
-from ssfl.runs import choose, forecast, predict, round_loop, train
+from ssfl.runs import choose, display, forecast, predict, remaining, round_loop, train
 from ssfl.runs.choose import Facts
 
 SHORT = ("--set", "federation.rounds=2", "--set", "run.threads=1", "--set", "model.name=small")
@@ -250,3 +252,23 @@ def test_a_run_says_which_value_of_deep_images_becomes_white(tmp_path: Path) -> 
         Image.fromarray(pixels).save(file)
     config = choose.load_config(tmp_path / "deep", ["model.name=small", "split.users=1"])
     assert any("4,095" in line for line in forecast.lines(assemble.make(config), None))
+
+
+def test_views_that_are_computed_in_a_round_do_not_count_for_later_rounds(quick: Any) -> None:
+    config = quick("federation.rounds=100", "run.baseline=false")
+    left = []
+    for phases in ({}, {"features": 1000.0}):
+        clock = remaining.Clock(config, 0)
+        clock.began -= 1000.0  # as if the first round had taken so long
+        left.append(clock.left({"event": "round", "round": 1, "phases": phases}))
+    assert left[0] >= 99_000
+    assert left[1] < left[0] / 10
+
+
+def test_the_terminal_shows_the_remaining_time_of_the_events_which_the_board_shows_too() -> None:
+    shown = io.StringIO()
+    with display.Reporter(Console(file=shown, width=200)) as reporter:
+        reporter({"event": "start", "round": 0, "rounds": 4})
+        reporter({"event": "round", "round": 1, "seconds": 1.0, "left": 36_000.0})
+        reporter({"event": "eval", "round": 1, "accuracy": 0.5, "correct": 1, "count": 2})
+    assert "10 h left" in shown.getvalue()
