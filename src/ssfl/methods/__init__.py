@@ -42,6 +42,8 @@ METHODS = {
 }
 """The built-in methods and where each is written."""
 DEFAULT = "anchored"
+BASELINE = "server-only"
+"""The method that a run is compared with: the same training without users."""
 
 
 def check_name(name: str) -> None:

@@ -1,6 +1,5 @@
 """The recommended method: SemiFL's rounds, with safeguards against collapse."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,7 +35,6 @@ class Anchored(Method):
     pace: str = setting("classes", choices=("full", "classes"))
     """By "classes": lower a user's learning rate, and scale up its update, when its pseudo-labels cover few
     classes. "full": the same learning rate for all users."""
-
     relative: bool = False
     """AdaMatch's relative threshold: τ times the received model's mean confidence on the server's labelled
     images. The users are sent the threshold; in the first round they make no pseudo-labels. With
@@ -95,12 +93,10 @@ class Anchored(Method):
         confidence = fed.confidence(state.average, most=IMAGES)
         fed.record(labelled_confidence=confidence)
         # the initial model has learned nothing, so in the first round no image gets a pseudo-label
-        threshold = self.threshold * confidence if state.round else NEVER
-
-        def send(users: Sequence[int]) -> Named:
-            return {"threshold": state.average.new_full((len(users),), threshold)}
-
-        return fed.train_users(state.streams, send=send)
+        threshold, full = self.threshold * confidence if state.round else NEVER, state.average.new_full
+        return fed.train_users(
+            state.streams, send=lambda users: {"threshold": full((len(users),), threshold)}
+        )
 
 
 def lr_scales(counts: Tensor, images: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def server_only(config: Config) -> Config:
     engine = "loop" if config.run.engine == "sites" else config.run.engine
     run = replace(_inside(config), engine=engine, users_at_once=1)
     return replace(
-        config, method=methods.find("server-only")(), federation=federation, privacy=PrivacySettings(),
+        config, method=methods.find(methods.BASELINE)(), federation=federation, privacy=PrivacySettings(),
         run=run, train=replace(config.train, momentum_policy=policy),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssfl import methods
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.engines.work import make_batch
@@ -48,7 +49,7 @@ class Law(NamedTuple):
     """The measurement and, if the rule fails, the likely cause."""
 
 
-def check(method: Method | str = "anchored", model: Factory | str | None = None) -> list[Law]:
+def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = None) -> list[Law]:
     """Test every rule with a method, given by its name, import path or object, and a network."""
     overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
     config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
