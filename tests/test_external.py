@@ -81,7 +81,20 @@ def frozen_trunk() -> nn.Module:
     return nn.Sequential(trunk.requires_grad_(False), nn.Flatten(), nn.Linear(24 * 64, 10))
 
 
+class Tied(nn.Module):
+    """Two layers that share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fc = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.second(F.relu(self.first(x.flatten(1))))))  # type: ignore[no-any-return]
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "tied weights": Tied,
     "LayerNorm and dropout": Convolutional,
     "BatchNorm2d": BatchNormed,
     "attention": Attentive,

@@ -31,6 +31,12 @@ class Loop:
     ) -> None:
         self.model, self.layout, self.pool, self.optimizer = model, layout, pool, optimizer
         self.method = method
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self.tied = len(named) > len({id(tensor) for _, tensor in named})
+        """Whether a tensor has several names. Only then must `functional_call` look for them."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """Each trainer's T steps of SGD from its own row."""
@@ -146,7 +152,9 @@ class Loop:
         received: Named | None = None,
         rate: float = 0.0,
     ) -> Step:
-        narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}
+        narrow = None
+        if self.pool.dtype != self.pool.wide:
+            narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}
         sees_labels = role == "server" or "labels" in self.method.needs()
 
         def evaluate(
@@ -175,9 +183,10 @@ class Loop:
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
         """Maps the images [1, B, ...] of the one trainer to logits [1, B, classes]."""
-        self.model.train(training)
+        if self.model.training != training:
+            self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
-        logits = functional_call(self.model, state, (images[0], keys[0]))
+        logits = functional_call(self.model, state, (images[0], keys[0]), tie_weights=self.tied)
         # functional_call leaves the statistics that the network replaced in `state`
         return logits[None], {name: state[name][None] for name in buffers}
 
