@@ -93,7 +93,9 @@ def serve(
             help="Your labelled images: a folder with a sub-folder for each class, or FILE.py:FUNCTION."
         ),
     ] = None,
-    keys: Annotated[Path | None, typer.Option(help="The keys folder.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="The folder of `ssfl keys init`. Required, unless --insecure.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="The name of a preset, or a TOML file. Default: own.")
     ] = None,

@@ -30,7 +30,8 @@ def with_new_names(config: Sections) -> Sections:
 
 
 def translated(config: Sections) -> Sections:
-    """Returns the same config with today's settings; settings that its method never used are left out."""
+    """Returns a config of the first release with the settings of this version; settings that its method
+    never used are left out."""
     new = {section: dict(values) for section, values in config.items()}
     method = new["method"] = {"name": config["method"].get("name", methods.DEFAULT)}
     fields = limits_of(methods.find(method["name"]))

@@ -119,8 +119,8 @@ def common() -> dict[tuple[str, str], Any]:
 
 
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
-    """Returns the config with the rounds that give users the same work; rounds in which only the server
-    trains come in addition."""
+    """Returns the config with as many rounds as give users the same work in every method (`equal` says what
+    counts as work), or half of that. Rounds in which only the server trains are added."""
     work, head = passes(config), config.federation.head_start
     divisor = work if equal == "passes" else 1
     if divisor <= 1 and not head and not half:

@@ -133,7 +133,7 @@ def require_private(place: Path) -> None:
     """Raises PermissionError if another user could write to a folder."""
     status = os.lstat(place)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(0, "it is not a folder of this user", str(place))
+        raise PermissionError(0, f"{place} is not a folder that belongs to you", str(place))
     if status.st_mode & 0o022:
         raise PermissionError(0, f"other users can write to {place}", str(place))
 
@@ -199,8 +199,8 @@ def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
 def load(file: Path) -> Copied:
     """Unpacks a file of `save` into the cache. **Only for files that a person trusts: they hold code.**
 
-    Raises SsflError if it is not such a file, or for another version of torch, Python or ssfl. Then nothing
-    is written. Files that are already there are kept.
+    Raises SsflError, and writes nothing, if it is no such file or one for another version of torch, Python or
+    ssfl. Files that are already in the cache are not overwritten.
     """
     try:
         with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:

@@ -221,7 +221,7 @@ class Fleet:
             try:
                 replies = list(self.grid.pull_messages([name]))
             except Exception as error:  # the answer is incomplete, or the site is gone: ask again
-                self.tell(f"site {node} did not send its name: {post.short(error)}")
+                self.tell(f"a site (node {node}) did not send its name: {post.short(error)}; asking again")
                 self._rejected[node] = time.monotonic() + SOON
                 del self._greeted[node]
                 continue

@@ -171,8 +171,8 @@ class Watch:
                 continue
             if name not in self.fleet.names:
                 self.fleet.tell(
-                    f"{name} has a new key: stop the centre and continue with `ssfl serve --resume` to let "
-                    "it join"
+                    f"{name} is a new site: to let it join, stop the centre with Ctrl-C and continue with "
+                    "`ssfl serve --resume RUN --keys FOLDER`"
                 )
                 continue
             self.renew(name, key)

@@ -21,8 +21,9 @@ def consistency(step: Step, threshold: float, views: str = "separate", teacher_m
     """Returns the paper's L_k, equation (4): the confident prediction for the weak view is the label of the
     strong view.
 
-    The views pass through the network in one "joint" batch or in "separate" ones. Separate predictions are
-    made in "eval" or in "train" mode (`teacher_mode`), which matters with BatchNorm or dropout.
+    The views pass through the network in one "joint" batch or in "separate" ones. In separate
+    batches, the weak view is predicted in "eval" or in "train" mode (`teacher_mode`), which matters with
+    BatchNorm or dropout.
     """
     if views == "joint":
         weak, strong = step.forward(torch.cat([step.weak, step.strong], 1)).chunk(2, 1)

@@ -79,7 +79,7 @@ def images(seen: Seen) -> list[Block]:
 
 
 def views(run: Run, seen: Seen) -> list[Block]:
-    """Returns weak and strong views of the same images."""
+    """Returns the section that shows images beside their weak and strong views."""
     method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
     sentence = (
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "

@@ -125,8 +125,8 @@ def build(
     dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(validation):
         raise ConfigError(
-            f"run.test = {config.run.test!r} needs validation images, and data.validation = "
-            f"{config.data.validation} of so few labelled images gives none: raise data.validation",
+            f"run.test = {config.run.test!r} needs validation images, but there are too few labelled images "
+            f"for data.validation = {config.data.validation} to set any aside: raise data.validation",
             key="data.validation",
             value=config.data.validation,
         )

@@ -22,7 +22,7 @@ from ssfl.core import progress
 from ssfl.core.fields import limits_of
 from ssfl.data import decoding, own, pictures
 from ssfl.data.dataset import Dataset, checked
-from ssfl.errors import DataError, SsflError
+from ssfl.errors import DataError, SsflError, one_line
 from ssfl.runs import resolve
 from ssfl.runs.text import duration
 
@@ -163,7 +163,7 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
         ),
         facts.folder,
     )  # fmt: skip
-    named = len(facts.files.users)
+    named, reason = len(facts.files.users), ""
     for users in [named] if named else range(min(USERS, len(train)), 0, -1):
         try:
             values = loading.read("own")
@@ -171,10 +171,11 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
             config = loading.from_dict(values)
             resolve.make_parts(resolve.resolve(config, dataset), dataset)
             return users
-        except SsflError:
-            continue
+        except SsflError as error:
+            reason = one_line(error)
     raise DataError(
-        f"{facts.folder}: {len(train)} training images are too few for a server and one user: add images",
+        f"{facts.folder}: {len(train)} training images cannot be split between a server and "
+        f"{named or 1} user{'s' * (named > 1)} ({reason}): add images",
         value=len(train),
     )
 

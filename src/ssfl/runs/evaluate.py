@@ -161,7 +161,8 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
         ]
     if not answers:
         raise DataError(
-            f"{folder}: none of its {len(broken)} images can be read; the first error: {broken[0]}"
+            f"{folder}: none of its {len(broken)} images can be read; the first error: {broken[0]}. "
+            "Check that the files are complete images"
         )
     return Evaluation(str(run), str(folder), classifier.classes, answers, broken, classifier.white)
 

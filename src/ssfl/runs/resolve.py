@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ssfl import methods
 from ssfl.config.checks import check
 from ssfl.config.settings import Config, ModelSettings, SplitSettings
 from ssfl.core import outside
@@ -136,9 +137,10 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     if "labels" in method.needs() and bool((dataset.labels < 0).any()):
         raise ConfigError(
             f"method.name = {method.name!r} needs a label on every image, and some of {dataset.name} have "
-            "none: choose another method",
+            f"none: choose another method, such as method.name={methods.DEFAULT}",
             key="method.name",
             value=method.name,
+            fix=f"method.name={methods.DEFAULT}",
         )
     flip = dataset.flip if config.data.flip is None else config.data.flip
     path = None if config.data.path is None else _absolute(config.data.path)

@@ -136,7 +136,7 @@ class Federation:
 
     @property
     def config(self) -> Config:
-        """The config, with every choice made."""
+        """The resolved config: settings that depend on the data have their final values."""
         return self._sim.config
 
     @property
