@@ -117,7 +117,7 @@ def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, imag
         ({"mean": [float("nan")]}, "has no mean for each channel"),
         ({"std": []}, "has no std for each channel"),
         ({"model": ["small"]}, "names no network"),
-        ({"model": "nobody's"}, "does not fit the network"),
+        ({"model": "nobody's"}, "cannot be loaded into the network"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -66,7 +66,7 @@ def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
         (["resume"], "missing argument 'RUN'; for example `ssfl resume runs/quickstart`"),
         (["run", "--out"], "option '--out' requires an argument"),
         (["serve", "--port", "x"], "see `ssfl serve --help`"),
-        (["run", "empty"], "empty holds neither ssfl.toml nor images: put the images of each class"),
+        (["run", "empty"], "empty has neither ssfl.toml nor sub-folders"),
         (["run", "runs/two"], "`ssfl resume runs/two`"),
         (["run", "--set", "users=3"], "such as split.users=3"),
         (["resume", "runs/tow"], "there is no folder runs/tow; there are runs/two"),
@@ -81,7 +81,7 @@ def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
         (["new", "mine", "--images", "ssfl.toml"], "ssfl.toml is a file"),
         (["new", ".", "--images", "empty"], "already exists and is not overwritten"),
         (["run", "broken", "--set", "data.broken=stop"], "broken/a/1.png: damaged"),
-        (["new", "mine", "--images", "few"], "too few"),
+        (["new", "mine", "--images", "few"], "2 training images cannot be split"),
         (["new", "ssfl.toml/x", "--images", "good"], "cannot write"),
     ],
 )

@@ -117,7 +117,9 @@ def _devices(broken: list[str]) -> dict[str, Any]:
             left, total = torch.cuda.mem_get_info(place)
         except RuntimeError as error:
             reason = one_line(error, 160)
-            broken.append(f"{name} does not work ({reason}): fix its driver, or use --set run.device=cpu")
+            full = isinstance(error, torch.OutOfMemoryError)
+            fix = "wait until its memory is free" if full else "check its driver"
+            broken.append(f"{name} does not work ({reason}): {fix}, or use --set run.device=cpu")
             continue
         words = torch.cuda.get_device_name(place)
         devices.append({"name": name, "words": words, "memory": total, "free": left})
@@ -135,7 +137,7 @@ def _data(root: Path) -> dict[str, str]:
         except DataError:
             size = sum(remote.size for remote in official.remotes) / 1e6
             options = f"--set data.name={name} --set data.download=true"
-            places[name] = f"not in the folder {root}; download {size:,.0f} MB with {options}"
+            places[name] = f"not in the folder {root}; download {size:,.0f} MB with `ssfl split {options}`"
     return places | {path.name: f"ssfl run --set data.path={path}" for path in sorted(root.glob("*.npz"))}
 
 

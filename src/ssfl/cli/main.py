@@ -27,7 +27,7 @@ from ssfl.cli.run import run
 from ssfl.cli.settings import settings
 from ssfl.cli.split import split
 from ssfl.core.version import VERSION
-from ssfl.errors import SsflError, SsflWarning
+from ssfl.errors import SsflError, SsflWarning, one_line
 from ssfl.runs.text import printable
 
 app = typer.Typer(
@@ -99,10 +99,15 @@ def main() -> None:
         print(f"{who}: {printable(' '.join(str(error).split()))}"[:LINE], file=sys.stderr)
         sys.exit(error.exit_code)
     except RecursionError:
-        print("ssfl: a file is nested too deeply: it was not written by ssfl", file=sys.stderr)
+        print(
+            "ssfl: too many nested calls: a file is nested too deeply, or a function of your own calls "
+            "itself without end",
+            file=sys.stderr,
+        )
         sys.exit(SsflError.exit_code)
     except OSError as error:
-        print(f"ssfl: {printable(f'{error.strerror}: {str(error.filename)[:200]}')}", file=sys.stderr)
+        where = f": {str(error.filename)[:200]}" if error.filename else ""
+        print(f"ssfl: {printable((error.strerror or one_line(error)) + where)}", file=sys.stderr)
         sys.exit(SsflError.exit_code)
     else:
         sys.exit(code if isinstance(code, int) else 0)

@@ -244,8 +244,8 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         )
     if not is_image_folder(folder):
         raise ConfigError(
-            f"{folder} holds neither {PROJECT} nor images: put the images of each class into a sub-folder, "
-            "and unlabelled ones into unlabelled/",
+            f"{folder} has neither {PROJECT} nor sub-folders that can be read: put the images of each class "
+            "into a sub-folder, and unlabelled ones into unlabelled/",
             value=str(folder),
         )
     sections = _read("own")

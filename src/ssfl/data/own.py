@@ -164,7 +164,8 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
             where = files.train[name][0].parent
             raise DataError(f"{where}: none of its images can be read; replace them or remove the folder")
     if any(files.test.values()) and not any(test.values()):
-        raise DataError(f"none of the test images can be read, such as {next(iter(left_out))}; replace them")
+        tests = [file for part in files.test.values() for file in part]
+        raise DataError(f"none of the {len(tests)} test images can be read, such as {tests[0]}; replace them")
     places = [place for place, file in enumerate(files.unlabelled) if file not in left_out]
     return replace(
         files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],

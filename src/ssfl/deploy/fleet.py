@@ -276,8 +276,8 @@ class Fleet:
             most = expected_sites - len(self.left_out)
             if most < 1:
                 raise RunError(
-                    "all sites are excluded because each was refused three times: see the reasons above, "
-                    "and check the sites"
+                    "all sites are excluded, because they were refused three times or have no key any more: "
+                    "see the reasons above, and check the sites and the keys folder"
                 )
             needed = min(self.needed, most)
             quorum = max(1, self.least(needed if first else len(self._joined - self.left_out)))

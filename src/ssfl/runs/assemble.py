@@ -20,7 +20,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
 from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, one_line
 from ssfl.models import backbones, external
 from ssfl.models.building import plain_network_of
 from ssfl.models.kernels import convolution
@@ -42,10 +42,12 @@ def choose_device(name: str) -> torch.device:
         if device.type in ("cpu", "cuda"):
             torch.zeros(1, device=device)
             return device
-    except (RuntimeError, AssertionError):
-        pass
+        reason = "ssfl trains only on CPUs and CUDA GPUs"
+    except (RuntimeError, AssertionError) as error:
+        reason = one_line(error, 160)
     raise ConfigError(
-        f"run.device = {name!r} is not available on this machine: use 'cpu' or 'auto'",
+        f"run.device = {name!r} cannot be used ({reason}): use cpu, cuda, cuda:N or auto; `ssfl doctor` "
+        "lists the devices of this machine",
         key="run.device",
         value=name,
         fix="run.device=auto",
@@ -71,8 +73,8 @@ def make(
     check(config)
     if config.run.engine == "sites":
         raise ConfigError(
-            "run.engine = 'sites' means a federation on several machines: continue it with "
-            "`ssfl serve --resume RUN`",
+            "run.engine = 'sites' means a federation on several machines: start one with `ssfl serve --data "
+            "FOLDER --keys KEYS`, or continue one with `ssfl serve --resume RUN --keys KEYS`",
             key="run.engine",
             value="sites",
         )

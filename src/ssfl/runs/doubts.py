@@ -33,7 +33,7 @@ def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
         return []
     faster = "; smaller images train faster (--set data.size=32)" if min(dataset.shape[1:]) > 32 else ""
     return [
-        f"this machine has no GPU, so the network is {chosen} instead of {usual}; to change it, use "
+        f"this run uses no GPU, so the network is {chosen} instead of {usual}; to change it, use "
         f"--set model.name=NAME{faster}"
     ]
 

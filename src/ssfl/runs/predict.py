@@ -17,7 +17,7 @@ from ssfl.core import outside, rows
 from ssfl.data import sources
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
-from ssfl.errors import DataError, RunError, SsflWarning
+from ssfl.errors import DataError, RunError, SsflWarning, with_class
 from ssfl.models import backbones, external, networks
 from ssfl.runs import folder
 
@@ -134,7 +134,8 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         return classifier(tensors, card, path, None if isinstance(model, str) else model)
     except (KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise RunError(
-            f"{file} does not fit the network that its card names: export or train it again"
+            f"{file} cannot be loaded into the network that its card names ({with_class(error, 200)}): if "
+            "the file is damaged, export or train it again"
         ) from error
 
 

@@ -27,7 +27,13 @@ def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tu
     begun, users = begun_with(path), config.split.users
     others = not set(known) & set(begun) if known and begun else count != max(users, len(begun))
     if others:
-        raise RunError(f"{path} was started with other sites ({', '.join(begun)}): use their keys")
+        sites = max(users, len(begun))
+        if not known:
+            raise RunError(f"{path} was started with {sites} sites, not {count}: use --sites {sites}")
+        raise RunError(
+            f"{path} was started with other sites ({', '.join(begun) or sites}): use the keys folder that "
+            "has their keys"
+        )
     names = [*begun, *(name for name in known if name not in begun)]
     if len(names) > users and config.privacy.clip is not None:
         new = ", ".join(names[len(begun) :])

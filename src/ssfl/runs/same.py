@@ -20,7 +20,7 @@ def require(config: Config, path: Path) -> None:
     if before.method.name != config.method.name:
         raise ConfigError(
             f"{path} was run with method.name = {before.method.name!r}, not {config.method.name!r}: "
-            "remove it, or choose another --out",
+            "choose another --out, or remove that folder",
             key="method.name",
             value=config.method.name,
         )
@@ -33,7 +33,7 @@ def require(config: Config, path: Path) -> None:
             if was[key] != value and not left_open and not users_alone and not owners_named:
                 raise ConfigError(
                     f"{path} was run with {section}.{key} = {was[key]!r}, and now it is {value!r}: "
-                    "remove it, or choose another --out",
+                    "use the old value, choose another --out, or remove that folder",
                     key=f"{section}.{key}",
                     value=value,
                     fix=f"{section}.{key}={was[key]}",

@@ -214,7 +214,7 @@ def _here(config: Config, warn: Warn) -> Config:
         assemble.choose_device(config.run.device)
         return config
     except ConfigError:
-        warn(f"run.device = {config.run.device}: this machine does not have it; run.device=auto is used")
+        warn(f"run.device = {config.run.device} cannot be used on this machine: run.device=auto is used")
         return replace(config, run=replace(config.run, device="auto"))
 
 
