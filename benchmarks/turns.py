@@ -23,8 +23,8 @@ from ssfl.runs import text
 HERE = Path(__file__).resolve().parents[1]
 
 
-def measured(checkout: Path, words: list[str]) -> list[dict[str, Any]]:
-    """Returns the rows of one call of `benchmarks.steps` in a checkout."""
+def measured(checkout: Path, words: list[str]) -> dict[str, Any]:
+    """Returns what one call of `benchmarks.steps` in a checkout writes: its rows, and its commit."""
     path = os.pathsep.join([str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.json"
@@ -34,8 +34,8 @@ def measured(checkout: Path, words: list[str]) -> list[dict[str, Any]]:
         )
         if done.returncode:
             sys.exit(f"benchmarks.steps failed in {checkout} (exit code {done.returncode}): see above")
-        rows: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["rows"]
-        return rows
+        written: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        return written
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,13 +55,6 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return cases
 
 
-def commit_of(checkout: Path) -> str | None:
-    """Returns the commit of a checkout; None if git does not know it."""
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.turns", description="Compare the speed of two versions in turns."
@@ -76,10 +69,12 @@ def main() -> None:
         sys.exit(f"{options.before} has no benchmarks/steps.py: name a checkout of ssfl")
     versions = {"before": options.before.resolve(), "now": HERE}
     words = ["--only", *options.only, "--rounds", str(options.rounds)]
-    rows = []
+    rows, commits = [], {}
     for turn in range(options.turns):
         for version, checkout in versions.items():
-            rows += [{"version": version, "turn": turn} | row for row in measured(checkout, words)]
+            written = measured(checkout, words)
+            commits[version] = written["commit"]
+            rows += [{"version": version, "turn": turn} | row for row in written["rows"]]
     cases = compared(rows)
     table = [["case", "", "before, ms", "now, ms", "now / before"]]
     for case in cases:
@@ -88,7 +83,6 @@ def main() -> None:
             table.append([case["name"], key.removesuffix("_ms"), *numbers])
     print(text.table(table))
     if options.json:
-        commits = {version: commit_of(checkout) for version, checkout in versions.items()}
         around = report.circumstances("benchmarks.turns")
         around["command"] = around["command"].replace(str(options.before), "CHECKOUT")
         report.save(options.json, around | {"commits": commits, "cases": cases, "rows": rows})

@@ -178,7 +178,7 @@ def test_two_versions_are_timed_in_turns_each_with_its_own_code(tmp_path: Path) 
         "row = {'name': sys.argv[2], 'step_ms': 2.0, 'server_step_ms': 1.0, 'round_ms': 40.0}\n"
         "open(sys.argv[-1], 'w').write(json.dumps({'rows': [row]}))\n"
     )
-    rows = turns.measured(tmp_path, ["--only", "cnn-47"])
+    rows = turns.measured(tmp_path, ["--only", "cnn-47"])["rows"]
     assert [row["name"] for row in rows] == ["cnn-47"]
     now = [row | {"version": "now", "step_ms": ms} for row in rows for ms in (1.0, 1.5, 9.0)]
     compared = turns.compared([row | {"version": "before"} for row in rows] + now)

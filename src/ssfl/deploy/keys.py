@@ -184,13 +184,11 @@ class Watch:
             self.renew(name, key)
             if key is None:
                 self.known.pop(name)
-            else:
-                self.known[name] = key
-            if key is None:
                 self.without.add(name)
                 self.fleet.left_out.add(name)
                 self.fleet.tell(f"{name} is excluded from now on: its key was revoked")
             else:
+                self.known[name] = key
                 if name in self.without:
                     self.fleet.left_out.discard(name)
                 self.without.discard(name)
