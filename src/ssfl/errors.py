@@ -1,4 +1,5 @@
-"""Errors that a person's input can cause: a message of one line that says what to do, and an exit code."""
+"""Errors that a person's input can cause. Each has a one-line message that says what to do, and an exit
+code."""
 
 import signal
 from typing import Any
@@ -7,7 +8,8 @@ from ssfl.signals import exit_code
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Returns an error's message as one line of at most `most` characters, or its class if it has none."""
+    """Returns an error's message as one line of at most `most` characters; if it has no message, the name of
+    its class."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
@@ -18,10 +20,10 @@ def with_class(error: BaseException, most: int | None = None) -> str:
 
 
 class SsflError(Exception):
-    """A mistake in the input; the CLI prints only its message, without a traceback.
+    """A mistake in the input. The CLI prints only its message, without a traceback.
 
-    Attributes for programs: `key` is the wrong setting (section.name) or argument, `value` is its value, and
-    `fix` is what to type instead, such as split.users=3, or None if there is no single answer.
+    Programs can read three attributes. `key` is the wrong setting (section.name) or argument, and `value` is
+    its value. `fix` is what to type instead, such as split.users=3, or None if there is no single answer.
     """
 
     exit_code = 2
@@ -34,28 +36,27 @@ class SsflError(Exception):
 
 
 class ConfigError(SsflError):
-    """A key, value or combination of settings that cannot be used."""
+    """A key, a value or a combination of settings cannot be used."""
 
 
 class MethodError(SsflError):
-    """A method that uses something it did not declare, or returns something wrong."""
+    """A method uses something that it did not declare, or returns something wrong."""
 
 
 class DataError(SsflError):
-    """A data file or folder that is missing, broken or unsuitable."""
+    """A data file or folder is missing, broken or unsuitable."""
 
 
 class RunError(SsflError):
-    """A run folder or checkpoint that is missing, broken, or from another config; or a run that cannot go
-    on."""
+    """A run folder or checkpoint is missing, broken or from another config, or a run cannot continue."""
 
 
 class FolderInUse(RunError):
-    """A run folder that another process is writing to."""
+    """Another process is writing to this run folder."""
 
 
 class Stopped(SsflError):
-    """A run stopped by Ctrl-C or SIGTERM after everything was saved; not a failure."""
+    """Ctrl-C or SIGTERM stopped the run after everything was saved. This is not a failure."""
 
     def __init__(self, message: str, by: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -63,10 +64,10 @@ class Stopped(SsflError):
 
 
 class SsflWarning(UserWarning):
-    """A warning: what will be worse or slower than expected, and why."""
+    """A warning that says what will be worse or slower than expected, and why."""
 
 
 class DivergedError(SsflError):
-    """Training produced a loss or an update that is not finite."""
+    """Training diverged: a loss or an update is not finite."""
 
     exit_code = 3

@@ -1,11 +1,11 @@
-"""What a federation is made of, and the paper's round. Start reading here.
+"""The interfaces of a federation (`Method`, `Fed`, `State`), and the paper's round. Start reading here.
 
 A `Method` has a user side and a server side. The user side (`label`, `user_loss`, `gradient`) runs where the
 images are, in a simulation or at a real site, and sees a `Look` or a `Step` (`core/step.py`). The server side
-(`round`) turns one `State` into the next and sees a `Fed`: it never sees a user's image.
+(`round`) turns one `State` into the next and sees a `Fed`. It never sees a user's image.
 
-A model is a row: its P weights, flattened, then its Q running statistics. K is the number of users, C the
-number that take part in a round, and S the number of groups.
+A model is a row: a vector of its P weights, followed by its Q running statistics. K is the number of users, C
+the number that take part in a round, and S the number of groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +64,8 @@ class State:
     ) -> "State":
         """Returns the state after a round.
 
-        `momentum_of` lists the results whose momentum is kept for the next round, if train.momentum_policy
-        keeps any. `memory` replaces tensors of the method's memory.
+        `momentum_of` lists the training results whose momentum is kept for the next round, if
+        train.momentum_policy keeps any. `memory` replaces tensors of the method's memory.
         """
         unknown = memory.keys() - self.memory.keys()
         if unknown:
@@ -94,7 +94,7 @@ Momentum = tuple[tuple[Tensor, Tensor], ...]
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of the server's training."""
+    """The result of the server's training in a round."""
 
     row: Tensor
     """[P + Q]: the trained model; with several replicas, the first."""
@@ -103,10 +103,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Users:
-    """The result of the users' training, after the gate, the robust average and the noise."""
+    """The result of the users' training in a round, after the gate, the robust average and the privacy
+    noise."""
 
     means: Tensor
-    """[S, P + Q]: equation (7), the new model of every group; the model that was sent if no user counted."""
+    """[S, P + Q]: equation (7), the new model of every group. If no user counted, it is the model that was
+    sent."""
     average: Tensor
     """[P + Q]: equation (8), the mean of the groups' models."""
     counted: bool
@@ -143,7 +145,8 @@ class Users:
 
 
 class Fed(Protocol):
-    """Everything that a method's round can see and do; the simulator and the real centre implement it."""
+    """Everything that a method's `round` can see and do. The simulator and the server of a real federation
+    implement it."""
 
     cohort: Cohort
     layout: Layout
@@ -162,7 +165,8 @@ class Fed(Protocol):
         """Whether the server has labelled images to train on."""
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key of random draws for a purpose, for this round or for the whole run."""
+        """Returns the key of random draws for a purpose (see `core/draws.py`), for this round or for the
+        whole run."""
 
     def train_users(
         self,
@@ -173,15 +177,16 @@ class Fed(Protocol):
         replicas: int = 1,
         send: Callable[[Sequence[int]], Named] | None = None,
     ) -> Users:
-        """Sends every user the model of its group, lets it train, and averages the updates that come back.
+        """Sends each participant the model of its group, trains it there, and averages the updates that come
+        back.
 
-        With `server`, the server trains that row at the same time and joins every group's average, with
-        weight `server_weight` (default: that of a user). `send(users)` returns further tensors [n, ...] that
-        these users are sent.
+        With `server`, the server trains that model at the same time and joins the average of every group,
+        with weight `server_weight` (default: that of a user). `send(users)` returns further tensors [n, ...]
+        for these users.
         """
 
     def train_server(self, row: Tensor) -> Trained:
-        """Trains a row on the server's labelled images."""
+        """Returns a model after training on the server's labelled images."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the probabilities [m, B, classes] that models [m, P + Q] predict for uint8 images."""
@@ -200,7 +205,7 @@ class Fed(Protocol):
 def paper_round(
     state: State, fed: Fed, server_weight: float | None = None, server_replicas: bool = False
 ) -> State:
-    """Plays the paper's round, equations (7) and (8).
+    """Returns the state after the paper's round, equations (7) and (8).
 
     Users and server train at the same time. Each group averages its own users with the server.
     """
@@ -212,7 +217,8 @@ def paper_round(
 
 @dataclass(frozen=True)
 class Method:
-    """A method: its fields are its settings, [method] in a config. Subclass it as a frozen dataclass."""
+    """A method of federated learning. Its fields are its settings, [method] in a config. Subclass it as a
+    frozen dataclass."""
 
     called: ClassVar[str] = ""
     """The name or import path that it was loaded by; see `name`."""
@@ -241,30 +247,32 @@ class Method:
         return str(type(self).__dict__.get("called") or "in memory")
 
     def needs(self) -> tuple[str, ...]:
-        """Returns which of `NEEDS` it needs. It decides whether dist, privacy and real sites are possible."""
+        """Returns the entries of `NEEDS` that the method needs. They decide whether it can run with "dist",
+        with privacy and with real sites."""
         return ()
 
     def uses(self) -> tuple[str, ...]:
-        """Returns what users' steps use: "weak" and "strong" views, "received" weights."""
+        """Returns which inputs the users' steps need: "weak" and "strong" views, and the "received"
+        weights."""
         return ("weak", "strong")
 
     def passes(self) -> int:
-        """Returns how many forward and backward passes a user's step makes for each image."""
+        """Returns how many forward and backward passes a user makes for each image in a step."""
         return 1
 
     def check(self, config: Any) -> None:
         """Raises ConfigError if the method cannot be combined with other settings."""
 
     def network(self, network: torch.nn.Module) -> torch.nn.Module:
-        """Returns the network that is trained, if it is not the plain one."""
+        """Returns the network to train: the plain one, or one that the method builds around it."""
         return network
 
     def plain(self, tensors: Named) -> Named:
-        """Returns the tensors of the plain network, from those of `network`."""
+        """Returns the tensors of the plain network, given those of the network that `network` returned."""
         return tensors
 
     def initial(self, state: State, fed: Fed) -> Named:
-        """Returns all memory tensors by name, before round 0."""
+        """Returns all tensors of the method's memory by name, as they are before round 0."""
         return {}
 
     def user_loss(self, step: Step) -> Losses:
@@ -277,9 +285,10 @@ class Method:
         return losses.supervised(step.forward(step.weak), step.labels)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of a step, by weight name, and its metrics. Weights left out do not change."""
+        """Returns the gradient of a step by weight name, and its metrics. Weights without a gradient stay as
+        they are."""
         return step.gradient(loss, wide=False)
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the next state; by default after the paper's round."""
+        """Returns the state after a round. Default: the paper's round."""
         return paper_round(state, fed)

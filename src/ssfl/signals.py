@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the current round is finished and saved, and the exit code shows which signal it was.
+"""Ctrl-C and SIGTERM: the current round is finished and saved, and the exit code tells which signal it was.
 
-SIGTERM is what systemd, Slurm, containers and `timeout` send, often to every process of a group at once.
+systemd, Slurm, containers and `timeout` send SIGTERM, often to every process of a group at once.
 """
 
 import os
@@ -17,7 +17,8 @@ to the whole group."""
 
 
 class Terminated(BaseException):
-    """SIGTERM outside of a round. It is not a KeyboardInterrupt, for which typer would exit with 130."""
+    """SIGTERM arrived outside of a round. This is not a KeyboardInterrupt, for which typer would exit with
+    130."""
 
 
 @dataclass
@@ -37,7 +38,8 @@ def exit_code(by: int) -> int:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM raise Terminated, so that open files are closed; a later SIGTERM ends the process."""
+    """Makes SIGTERM raise Terminated, so that open files are closed. A second SIGTERM ends the process at
+    once."""
     if not _ours(signal.SIGTERM):
         yield
         return
@@ -64,9 +66,10 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
-    """Notes the first Ctrl-C or SIGTERM, so that the round can be finished and saved; a second stops at once.
+    """Yields a `Stop` that records the first Ctrl-C or SIGTERM, so that the round can be finished and saved.
+    A second signal stops at once.
 
-    `supervised` is for the processes of torchrun: it sends them a SIGTERM that they have received already,
+    `supervised` is for processes of torchrun. torchrun sends them a SIGTERM that they have already received,
     and itself ends those that take too long.
     """
     noted = Stop()
@@ -105,7 +108,8 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
 
 
 def _ours(kind: signal.Signals) -> bool:
-    """Returns whether no other code has set a handler: a program that embeds ssfl keeps its own."""
+    """Returns whether no other code has set a handler for this signal. A program that embeds ssfl keeps its
+    own."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(kind)

@@ -1,4 +1,5 @@
-"""Pure functions on rows of weights, draws, losses and averages, and helpers that all packages use.
+"""Pure functions on model vectors, random draws, losses and averages, and small helpers for all packages.
 
-Nothing here depends on a config, a device or a run folder. Open `rows.py` first: a model is a row.
+Nothing here depends on a config, a device or a run folder. Read `rows.py` first: all code treats a model as
+one vector of numbers, called a row.
 """

@@ -1,8 +1,9 @@
-"""How models are averaged: every linear rule is a small mixing matrix times the rows.
+"""Averages of models. Every linear rule is a small matrix that multiplies the models, one model per row.
 
-The model of group i becomes  s_i · w_s + (1 - s_i) · mean of w_k over its users G_i,  where w_s is the
-server's model, w_k that of user k, and s_i the server's share. FedAvg is one group of all C users with s =
-1/(C+1); grouping is S groups with s_i = 1/(|G_i|+1); a server-weighted average is one group with any s.
+The new model of group i is s_i · w_s + (1 - s_i) · mean of w_k over its users G_i. Here w_s is the server's
+model, w_k the model of user k, and s_i the weight of the server. FedAvg is one group of all C users with s =
+1/(C+1). The paper's grouping is S groups with s_i = 1/(|G_i|+1). A server-weighted average is one group with
+any s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,11 @@ from torch import Tensor
 
 
 def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
-    """Returns the matrix [S, 1 + C] that maps the rows (server, users) to the groups' models.
+    """Returns the matrix [S, 1 + C] that turns the models of the server and of C users into S group models.
 
-    Each row sums to one. `groups` lists the users' positions, 0 to C - 1, each in one group. Without a server
-    its column is zero. A group without users gets the server's model, or without a server the mean of all
-    users.
+    Each row of the matrix sums to one. `groups` lists for each group the positions of its users, 0 to C - 1;
+    every user is in one group. If `server` is false, the server's column is zero. A group without users gets
+    the server's model, or the mean of all users if there is no server.
     """
     everybody = sorted(user for group in groups for user in group)
     if everybody != list(range(len(everybody))):
@@ -39,9 +40,12 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns the average of rows by a rule: their "mean", weighted by `weights` [n] if given, or coordinate
-    by coordinate their "median" or "trimmed" mean. The trimmed mean leaves out the smallest and the largest
-    fifth (at least one each). Two rows or fewer are averaged by their mean."""
+    """Returns one average of several rows. The rule is their "mean" (weighted by `weights` [n] if given), or
+    a robust average of each coordinate: the "median" or the "trimmed" mean.
+
+    The trimmed mean leaves out the smallest and the largest fifth of the values, at least one each. With two
+    rows or fewer, every rule is the mean.
+    """
     count = len(rows)
     if weights is not None and rule == "mean":
         return (weights / weights.sum()) @ rows
@@ -52,9 +56,10 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """Returns the aggregate of the rows, or their median if that has a smaller loss.
+    """Returns the median of the rows if its loss is smaller than that of their `aggregate`, else the
+    aggregate.
 
-    For `federation.median_fallback`.
+    This is the setting `federation.median_fallback`.
     """
     return min((aggregate, combined("median", rows)), key=loss)
 
@@ -68,21 +73,24 @@ def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tenso
 
 
 def fedavg(server: Any, users: Any) -> Tensor:
-    """Returns equation (8), (w_s + sum of w_k) / (C + 1); without a server (None) the mean of the users."""
+    """Returns the average of equation (8): (w_s + sum of w_k) / (C + 1). If `server` is None, it is the mean
+    of the users."""
     return grouping(server, users, [range(len(users))])[1]
 
 
 def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
-    """Returns the average of server and users in which the server has the share `server_weight`."""
+    """Returns the average of server and users in which the server has the weight `server_weight`, from 0 to
+    1."""
     rows = as_rows(users)
     everybody = [list(range(len(rows)))]
     return average(as_rows(server), rows, mixing(everybody, True, server_weight))[1]
 
 
 def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Returns equation (7): the average of each group's users with the server, and w_avg, the groups' mean.
+    """Returns the models of equation (7), each the average of a group's users and the server, and their mean
+    w_avg.
 
-    Rows may be tensors, arrays or lists; `groups` lists each group's positions among the users.
+    Models may be tensors, arrays or lists. `groups` lists for each group the positions of its users.
     """
     members = [[int(user) for user in group] for group in groups]
     rows = as_rows(users)
@@ -93,7 +101,7 @@ def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[
 
 
 def as_rows(rows: Any) -> Tensor:
-    """Returns a floating-point tensor from a tensor, an array, or a list of numbers or rows."""
+    """Returns a tensor, an array, or a list of numbers or rows as one floating-point tensor."""
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Tensor):
         rows = torch.stack(list(rows))
     tensor = torch.as_tensor(rows)

@@ -54,8 +54,10 @@ def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, boo
 
 
 def trim(keep: Path | None = None) -> None:
-    """Deletes the entries that were not used for longest until the rest is within the limit. A process that
-    has mapped the files of an entry keeps them until it ends."""
+    """Deletes the entries that were not used for longest until the cache is within its limit.
+
+    An entry that another process has mapped into memory stays usable for that process until it ends.
+    """
     total = 0
     for _, size, entry in sorted(entries(), reverse=True):
         total += size
@@ -65,7 +67,7 @@ def trim(keep: Path | None = None) -> None:
 
 
 def limit() -> float:
-    """Returns the most bytes that the cache may hold."""
+    """Returns how many bytes the cache may hold at most."""
     try:
         return 1e9 * float(os.environ.get(LIMIT, GIGABYTES))
     except ValueError:
@@ -73,7 +75,7 @@ def limit() -> float:
 
 
 def entries() -> list[tuple[float, int, Path]]:
-    """Returns for each entry when it was last used, its bytes and its folder."""
+    """Returns for each entry the time of its last use, its size in bytes and its folder."""
     listed = []
     for entry in root().glob("*/*"):
         with suppress(OSError):
@@ -84,7 +86,7 @@ def entries() -> list[tuple[float, int, Path]]:
 
 
 def _used(entry: Path) -> bool:
-    """Returns whether an entry exists, and marks it as used now."""
+    """Returns whether an entry exists; if it does, also records that it was used now."""
     try:
         os.utime(entry)
     except PermissionError:  # another user's entry, which may still be read

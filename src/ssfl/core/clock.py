@@ -8,8 +8,11 @@ import torch
 
 
 class Phases:
-    """Adds up seconds by phase. A GPU works asynchronously: there, CUDA events are put into its queue, which
-    does not make it wait, and they are read at the end of the round."""
+    """Adds up the seconds that each phase of a round takes.
+
+    A GPU works asynchronously, so the times come from CUDA events in its queue. The GPU does not wait for
+    them; they are read at the end of the round.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -18,7 +21,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Counts the time inside the `with` block for this phase."""
+        """Adds the time spent inside the `with` block to this phase."""
         if self._gpu:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()

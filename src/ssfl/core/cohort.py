@@ -1,4 +1,4 @@
-"""Who takes part in a round, and which group each joins."""
+"""Draws the users that take part in a round, and the group that each of them joins."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ from ssfl.core import draws
 
 @dataclass(frozen=True)
 class Cohort:
-    """Who takes part in a round."""
+    """The users that take part in a round, with their groups."""
 
     drawn: tuple[int, ...]
     """C_t: the users that were sent a model."""
     users: tuple[int, ...]
     """The users that did not drop out, in the order of `drawn`."""
     groups: tuple[tuple[int, ...], ...]
-    """G_1 .. G_S: positions in `users`."""
+    """G_1 .. G_S: the members of each group, as positions in `users`."""
     streams: tuple[int, ...]
-    """The group of each of `users`."""
+    """The number of the group that each of `users` belongs to."""
     slots: tuple[int, ...] = ()
-    """The slot of each of `users` in this round, 0 to C - 1, in random order."""
+    """A number from 0 to C - 1 for each of `users`, in random order. Momentum can be kept for each such
+    slot."""
 
 
 def draw_cohort(
@@ -36,9 +37,11 @@ def draw_cohort(
     filled: bool = False,
     own_streams: bool = False,
 ) -> Cohort:
-    """Draws C of K users at random, divides them at random into S groups, and draws who drops out.
+    """Draws C of the K users at random, divides them at random into S groups, and draws which of them drop
+    out.
 
-    Groups are as even as possible, or `filled` one after another. With `own_streams` every user is a group.
+    The groups are as even as possible. With `filled` each group is filled before the next one gets users.
+    With `own_streams` every user is a group of its own.
     """
 
     def hashes(purpose: str, members: Tensor) -> Tensor:
@@ -68,8 +71,8 @@ def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]
 
 
 def only(cohort: Cohort, sent: Collection[int], returned: Collection[int]) -> Cohort:
-    """Returns the cohort restricted to the users that were `sent` a model, and to those that `returned`
-    one."""
+    """Returns the same cohort without users that were not `sent` a model, and without those that `returned`
+    none."""
     places = [place for place, user in enumerate(cohort.users) if user in returned]
     users, streams, slots = (
         tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)

@@ -1,11 +1,13 @@
-"""The compile cache: what torch and Triton compiled for a GPU, kept for the next run, and copied as one file.
+"""The compile cache: keeps what torch and Triton compiled for a GPU for the next run, and copies it as one
+file.
 
-It lies in the folder `compile` of the cache (see `cache.py`), one entry for each version of torch, Python and
-ssfl's kernels. torch and Triton decide themselves whether a file fits: they compare device, settings and
-code. They do not compare the code of our operators' gradients, so its checksum is part of the entry's name.
+It lies in the folder `compile` of the cache (see `cache.py`), with one entry for each version of torch,
+Python and ssfl's kernels. torch and Triton check for themselves whether a file fits the device, the settings
+and the code. They do not compare the code of the gradients of ssfl's own operators, so a checksum of that
+code is part of the entry's name.
 
-**Its files are code that will be executed.** So it is used only if no other user can write to it, and a
-file is loaded only by a person's command, never by a config.
+**Its files are code that will be executed.** So the cache is used only if no other user can write to it. A
+file is loaded only by a person's command, never because a config names it.
 """
 
 import hashlib
@@ -48,7 +50,7 @@ _chosen: dict[str, str] = {}
 
 
 class Copied(NamedTuple):
-    """How many files were saved or loaded, their bytes, and how many of them were there before."""
+    """What was saved or loaded: the number of files, their bytes, and how many of them existed before."""
 
     files: int
     bytes: int
@@ -63,7 +65,7 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def kernels() -> str:
-    """Returns a checksum of the operators and kernels of ssfl."""
+    """Returns a checksum of the code of ssfl's operators and kernels."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].joinpath("models", "kernels").glob("*.py")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -71,7 +73,7 @@ def kernels() -> str:
 
 
 def folder() -> Path:
-    """Returns the entry of the cache for this torch, Python and ssfl."""
+    """Returns the folder of the cache entry for this version of torch, Python and ssfl."""
     return cache.root().resolve() / "compile" / "-".join(f"{name}-{one}" for name, one in versions().items())
 
 
@@ -81,9 +83,10 @@ def parts() -> dict[str, Path]:
 
 
 def _own(part: str) -> str | None:
-    """Returns the folder that the user chose for a part with an environment variable.
+    """Returns the folder that the user chose for a part by its environment variable; None if there is none.
 
-    torch itself sets the variables to its default, a folder of /tmp, as soon as its compiler is imported.
+    As soon as torch's compiler is imported, torch sets these variables to its default, a folder of /tmp. That
+    does not count as a choice.
     """
     value = os.environ.get(VARIABLES[part])
     if value is None or value == _chosen.get(part):
@@ -114,7 +117,8 @@ def use() -> None:
 
 
 def _make_private() -> None:
-    """Makes the folder of the cache; raises PermissionError if another user could change it."""
+    """Makes the folder of the cache for this user alone; raises PermissionError if another user could change
+    it."""
     cache.root().mkdir(parents=True, exist_ok=True, mode=0o700)
     status = cache.root().stat()
     if cache.PLACE not in os.environ and status.st_uid == os.getuid() and status.st_mode & 0o022:
@@ -164,7 +168,7 @@ def save(file: Path) -> Copied:
 
 
 def _files(place: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the files of a part that are worth keeping: no locks, links and unfinished ones."""
+    """Yields the files of a part that are worth keeping, which excludes locks, links and unfinished files."""
     for base, folders, names in os.walk(place):
         inside = Path(base).relative_to(place)
         folders[:] = sorted(name for name in folders if name != "locks" and _is_kept(name))
@@ -180,14 +184,18 @@ def _is_kept(name: str) -> bool:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """Returns the header of a file in the archive, without time and owner."""
+    """Returns the header of a file in the archive. It has no time and no owner, so equal caches give equal
+    archives."""
     info = zipfile.ZipInfo(name)
     info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o600) << 16
     return info
 
 
 def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
-    """Returns the content of a file; the paths in a list of Triton's are names in `place`, or names alone."""
+    """Returns the content of a file, with the paths in Triton's lists of files replaced.
+
+    With `place` they become paths in that folder (loading); without it, only file names are left (saving).
+    """
     if not GROUP.fullmatch(name):
         return content
     group = plain_files.parse_json(content)
@@ -197,10 +205,11 @@ def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
 
 
 def load(file: Path) -> Copied:
-    """Unpacks a file of `save` into the cache. **Only for files that a person trusts: they hold code.**
+    """Unpacks a file that `save` wrote into the cache. **Only for files that a person trusts: they hold
+    code.**
 
-    Raises SsflError, and writes nothing, if it is no such file or one for another version of torch, Python or
-    ssfl. Files that are already in the cache are not overwritten.
+    Raises SsflError and writes nothing if the file is not such an archive, or if it was made with another
+    version of torch, Python or ssfl. Files that are already in the cache are not overwritten.
     """
     try:
         with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:
@@ -222,7 +231,8 @@ def _made_parts() -> Iterator[Path]:
 
 
 def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) -> None:
-    """Raises if an archive must not be unpacked."""
+    """Raises if an archive must not be unpacked: wrong versions, unsafe names, or too many or too large
+    files."""
     if not members or members[0].filename != HEAD or members[0].file_size > 10_000:
         raise ValueError("it does not begin as one of ours")
     head = plain_files.parse_json(packed.read(members[0]))
@@ -249,7 +259,7 @@ def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) 
 
 
 def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    """Writes one file of an archive. Returns False if it was there before."""
+    """Writes one file of an archive into the cache. Returns False if the file existed before."""
     part, *names = member.filename.split("/")
     path = parts()[part].joinpath(*names)
     if os.path.lexists(path):
@@ -269,7 +279,8 @@ def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
 
 
 def clear() -> list[Path]:
-    """Deletes the cache, of all versions. Returns the folders of the user's own choice, which are kept."""
+    """Deletes the cache entries of all versions. Returns the folders that the user chose; they are not
+    deleted."""
     place = cache.root() / "compile"
     if place.exists():
         shutil.rmtree(place)

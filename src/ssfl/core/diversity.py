@@ -1,7 +1,7 @@
-"""Gradient diversity: Definition 1 and the variants of Appendix D, in two normalisations.
+"""Gradient diversity Δ: the paper's Definition 1 and the variants of its Appendix D, in two normalisations.
 
 Low diversity means that all users and the server move in the same direction. This can be agreement or a
-collapse: compare it with the mask rate and the accuracy.
+collapse. To tell which, compare it with the mask rate and the accuracy.
 """
 
 import math
@@ -16,10 +16,11 @@ from ssfl.core.averaging import as_rows
 
 
 def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns the sum over k of ‖g_k‖^q / ‖sum of g_k‖^q for rows [n, P]; q is 2 (squared) or 1.
+    """Returns Δ = (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q for gradients [n, P]; q is 2, or 1 if not
+    `squared`.
 
-    Definition 1 is `order=2, squared=True`. If the sum of the gradients is zero, the result is inf, or nan if
-    all gradients are zero.
+    `order` is that of the norm. Definition 1 is `order=2, squared=True`. If the gradients sum to zero, the
+    result is inf, or nan if all of them are zero.
     """
     rows = as_rows(gradients).double()
     norms = torch.linalg.vector_norm(rows, order, dim=1)
@@ -29,10 +30,11 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 
 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns what the authors' scripts report: the mean of (‖g_k‖ / ‖mean g‖)^q, that is n^(q-1) · Δ.
+    """Returns the diversity as the authors' scripts compute it: the mean of (‖g_k‖ / ‖mean of g‖)^q, which is
+    n^(q-1) · Δ.
 
-    It is 1 if all gradients are equal, n if they are orthogonal, and more if they oppose each other, so that
-    larger cohorts look more diverse. Definition 1 gives 1/n and 1.
+    It is 1 if all gradients are equal, n if they are orthogonal, and more if they oppose each other. So
+    larger cohorts look more diverse. Definition 1 gives 1/n and 1 instead.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)
@@ -43,11 +45,12 @@ def variants(
     server: dict[str, Tensor | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
-    """Returns all sixteen variants, each in both normalisations, over all users and within groups.
+    """Returns all sixteen variants of gradient diversity, each in both normalisations, over all users and
+    within groups.
 
     `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names "gradient" and
-    "update"; `server` holds the server's, a row each or None. The value within groups is the mean of the
-    groups' values, weighted by their numbers of users; variants with the server include it in every group.
+    "update". `server` holds the same two of the server, one row each or None. The value within groups is the
+    mean over groups, weighted by their numbers of users. Variants with the server include it in every group.
     Undefined values are None.
     """
     table: dict[str, dict[str, float | None]] = {}

@@ -1,8 +1,8 @@
-"""Named randomness: every draw is a hash of its name (seed, purpose, round, user, step, index). No generator
-has a state.
+"""Named randomness: every random number is a hash of its name (seed, purpose, round, user, step, index).
+There is no generator with a state.
 
-The same name gives the same bits on every device, in every engine and in every process, in whatever order
-draws are made. Integer arithmetic in 64 bits, after splitmix64 (Steele et al. 2014).
+So the same name gives the same bits on every device, in every engine and in every process, in whatever order
+draws are made. The hash is splitmix64 (Steele et al. 2014), in 64-bit integer arithmetic.
 """
 
 import torch
@@ -49,7 +49,7 @@ def _mix_int(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Returns the logical shift to the right; torch's own keeps the sign."""
+    """Returns the logical shift to the right; torch's own shift would repeat the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -60,7 +60,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
-    """Returns the key of a named draw, for example `key(seed, "weak", round, user, step)`."""
+    """Returns the key (a hash) from which a named draw is made, for example `key(seed, "weak", round, user,
+    step)`."""
     state = _mix_int((int(seed) + _GAMMA) & _WORD)  # int: numpy's would overflow
     for part in (PURPOSES[purpose], *parts):
         state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)
@@ -68,7 +69,7 @@ def key(seed: int, purpose: str, *parts: int) -> int:
 
 
 def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
-    """Extends keys by one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
+    """Returns keys with one more part in their names: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
     if isinstance(parts, int):
         return _mix(keys + _signed((parts + 1) * _GAMMA))
     # `| 0` keeps a compiler from folding a range of numbers into a narrower product
@@ -76,23 +77,24 @@ def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
 
 
 def bits(keys: Tensor, count: int) -> Tensor:
-    """Returns `count` draws of 64 bits for each key: shape [..., count], int64."""
+    """Returns `count` random 64-bit numbers for each key: shape [..., count], int64."""
     index = torch.arange(count, device=keys.device)
     return fold(keys.unsqueeze(-1), index)
 
 
 def below(draw: Tensor, bound: Tensor | int) -> Tensor:
-    """Maps draws of 64 bits to integers from 0 up to, not including, `bound` (at most 2**31)."""
+    """Maps random 64-bit numbers to integers from 0 to `bound` - 1; `bound` is at most 2**31."""
     return (_shift(draw, 32) * bound) >> 32
 
 
 def uniform(draw: Tensor) -> Tensor:
-    """Maps draws of 64 bits to float32 in [0, 1), in steps of 2**-24, which float32 holds exactly."""
+    """Maps random 64-bit numbers to float32 in [0, 1), in steps of 2**-24, which float32 represents
+    exactly."""
     return _shift(draw, 40).to(torch.float32) * 2.0**-24
 
 
 def normal(draw: Tensor) -> Tensor:
-    """Maps draws of 64 bits [..., 2n] to n independent normal numbers in float64 (Box and Muller 1958).
+    """Maps random 64-bit numbers [..., 2n] to n independent normal ones in float64 (Box and Muller 1958).
 
     Devices may round the last digits differently.
     """

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a setting may hold besides None."""
+    """The values that a setting may have. Whether None is allowed follows from its type."""
 
     least: float | None = None
     """The smallest number allowed."""
@@ -62,7 +62,8 @@ def limits_of(kind: type) -> dict[str, Limits]:
 
 
 def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
-    """Returns the value as the field's type; raises if it is not allowed."""
+    """Returns the value converted to the field's type; raises ConfigError if type or limits do not allow
+    it."""
     if value == "" and isinstance(value, str):
         raise ConfigError(f"{key} is empty: set a value or leave it out", key=key, value=value)
     try:
@@ -75,7 +76,7 @@ def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """Returns the value as a type; raises TypeError or ValueError if it is not one.
+    """Returns the value converted to a type; raises TypeError or ValueError if that is not possible.
 
     A whole number is allowed for a float, and a list for a tuple.
     """
@@ -99,12 +100,12 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _items(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Returns the types of a tuple's items."""
+    """Returns the type of each of a tuple's `count` items."""
     return inner[:1] * count if inner[1:] == (...,) else inner
 
 
 def _in_words(hint: Any) -> str:
-    """Returns a type in words."""
+    """Returns the description of a type for error messages, such as "a whole number"."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_in_words(option) for option in inner if option is not type(None))
@@ -133,6 +134,7 @@ def check_choice(key: str, value: Any, limits: Limits) -> None:
 
 
 def _check_range(key: str, value: Any, limits: Limits) -> None:
+    """Raises ConfigError if a number of the value lies outside the limits, or is nan."""
     least, most = limits.least, limits.most
     for number in _numbers(value):
         too_small = least is not None and not number >= least  # also true of nan
@@ -147,7 +149,7 @@ def _check_range(key: str, value: Any, limits: Limits) -> None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yields the numbers in a value."""
+    """Yields all numbers of a value, which may be a tuple of tuples."""
     if isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
@@ -161,5 +163,5 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def meant(word: str) -> str:
-    """Returns the end of an error message that suggests a word."""
+    """Returns the end of an error message, ": did you mean WORD?", or "" if there is no word to suggest."""
     return f": did you mean {word}?" if word else ""

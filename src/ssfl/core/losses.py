@@ -1,8 +1,8 @@
-"""The losses of the paper's section 3.1 as pure functions of logits, one value per image.
+"""The losses of the paper's section 3.1 as pure functions of logits, with one value per image.
 
-The mean over a batch estimates the paper's mean over D_s, the server's images, or D_k, those of user k.
-Images below the threshold count as zeros in it, as in the paper and in FixMatch. ȳ are the predicted
-probabilities.
+The mean over a batch estimates the paper's mean over D_s (the server's images) or D_k (those of user k). An
+image whose confidence is below the threshold counts as zero in this mean, as in the paper and in FixMatch. ȳ
+are the predicted probabilities and τ is the threshold.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Losses(NamedTuple):
-    """The loss of each image of a batch, [n, B], or of each model, [n]."""
+    """The losses of a batch of n models: one per image, [n, B], or one per model, [n]."""
 
     loss: Tensor
     """The image's loss, zero if it is masked out."""
@@ -25,8 +25,8 @@ class Losses(NamedTuple):
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
-    """Returns the cross-entropy with true labels: the server's L_s (3), and that of the users in equation
-    (6)."""
+    """Returns the cross-entropy with true labels: the server's loss L_s, equation (3), and the loss of
+    labelled users, equation (6)."""
     loss = cross_entropy(logits, labels)
     return Losses(loss, (labels >= 0).to(loss.dtype), labels, {})
 
@@ -38,22 +38,23 @@ def pseudo_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
-    """Returns the users' L_k, equation (4): the teacher's confident prediction for one view of an image is
-    the student's label for another view.
+    """Returns the users' loss L_k, equation (4): the teacher's confident prediction for one view of an image
+    is the label with which the student is trained on another view.
 
-    With the weak view for both it is self-training, equation (5).
+    If teacher and student see the same weak view, this is self-training, equation (5).
     """
     label, mask = pseudo_label(teacher, threshold)
     return labelled(student, label, mask)
 
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
-    """Returns the cross-entropy with pseudo-labels, times their mask."""
+    """Returns the cross-entropy with pseudo-labels, multiplied by the mask: zero for images without one."""
     return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 
 def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
-    """Returns the mixup loss of images that are `share` of one image and the rest of another."""
+    """Returns the mixup loss of mixed images: the part `share` of each comes from an image with label
+    `labels`, and the rest from one with label `others`."""
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(logits, others)
 
 

@@ -60,7 +60,8 @@ def supply(files: Iterable[str | Path]) -> None:
 
 
 def load(name: str, key: str) -> Any:
-    """Returns the object that an import path names; `key` is its setting, for messages."""
+    """Returns the object that an import path names. `key` is the setting that contains the path, for error
+    messages."""
     module_name, attribute = _module(name), _attribute(name)
     if not attribute:
         raise ConfigError(
@@ -120,12 +121,12 @@ def require(name: str, key: str) -> Path:
 
 
 def supplied(name: str) -> str:
-    """Returns what to type after `--with` for a recorded path."""
+    """Returns what a person must type after `--with` to allow a recorded path."""
     return _module(name)
 
 
 def digest(name: str) -> str:
-    """Returns the SHA-256 of a module's text and of the modules that it imports from its own folder or
+    """Returns the SHA-256 of the source code of a module and of those it imports from its own folder or
     package.
 
     Line ends are normalised. Nothing is imported.
@@ -154,7 +155,8 @@ def _attribute(name: str) -> str:
 def _file(module: str) -> Path | None:
     """Returns the file of a module without importing anything; None if there is none.
 
-    A file that a person typed is also used for recorded paths with the same file name in other folders.
+    A recorded path may name a file in another folder. Then a file of the same name that a person typed is
+    used.
     """
     if module.endswith(".py"):
         file = Path(module).resolve()
@@ -186,7 +188,8 @@ def _is_trusted(module: str, file: Path | None) -> bool:
 
 
 def _sources(module: str, file: Path) -> dict[str, Path]:
-    """Returns a module's file and those that it imports from its own folder or package, by module name."""
+    """Returns by module name the files that a module consists of: its own, and those that it imports from its
+    own folder or package."""
     inside = not module.endswith(".py")
     start = module if inside else file.stem
     top = start.partition(".")[0]
@@ -234,7 +237,7 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
-    """Imports a module; a file that has changed since the last time is imported again."""
+    """Imports a module. A file that has changed since it was last imported is imported again."""
     current_digest = digest(module)
     if file in _loaded and _loaded[file][0] == current_digest:
         return _loaded[file][1]
@@ -254,7 +257,7 @@ def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
 
 
 def _from_file(file: Path, siblings: dict[str, Path]) -> ModuleType:
-    """Imports a module from a file; its own imports look into the file's folder first."""
+    """Imports a module from a file. Modules beside the file take precedence when it imports others."""
     for name, source in siblings.items():
         imported_from = getattr(sys.modules.get(name), "__file__", None)
         if name in sys.modules and (

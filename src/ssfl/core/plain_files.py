@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 CONFIG = 16 << 20
 """The most bytes that a config may have."""
 LARGEST = 2 << 30
-"""The most bytes that the events or the split of a run may have, far more than real ones."""
+"""The most bytes that events.jsonl or split.json of a run may have. Real ones are far smaller."""
 
 
 def require_plain(path: Path) -> None:

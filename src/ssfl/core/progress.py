@@ -22,14 +22,16 @@ def show(visible: bool) -> None:
 
 
 def show_in(display: Callable[[str], None] | None) -> None:
-    """Sets a function that shows progress as a text instead of a bar, because there is a bar already. It gets
-    an empty text at the end."""
+    """Sets a function that shows progress as a text, for use while another progress bar is on the screen.
+
+    It gets an empty text at the end.
+    """
     global _display
     _display = display
 
 
 def say(line: str) -> None:
-    """Prints a line, if progress is shown."""
+    """Prints a line to stderr if this process shows progress."""
     if _visible:
         with suppress(OSError):  # a full disk loses only this line
             print(line, file=sys.stderr)
@@ -37,7 +39,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar; yields a function to call with how many more of `total` are done."""
+    """Shows a progress bar. Yields a function that takes the number of items done since the last call."""
     began = shown = time.monotonic()
     done, line = 0, None
 

@@ -1,7 +1,8 @@
-"""A model is a row: its P weights, flattened, then the Q running statistics of its normalisation, if any.
+"""A model as a row: one vector of its P trained weights, followed by its Q running statistics (BatchNorm), if
+any.
 
-Layer shapes appear only here and inside the networks. Everything else (averaging, momentum,
-diversity, checkpoints, messages) works on rows.
+Only this file and the networks know the shapes of layers. All other code (averaging, momentum, diversity,
+checkpoints, messages) works on rows.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Layout:
-    """The order and shapes of a network's tensors in its row."""
+    """The names, shapes and order of a network's tensors in its row."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     weights: int
-    """P, how many of the row's numbers are weights; the statistics follow."""
+    """P: how many numbers of the row are weights. The running statistics follow them."""
 
     @property
     def length(self) -> int:
@@ -32,9 +33,9 @@ class Layout:
         return next(i for i in range(len(self.sizes) + 1) if sum(self.sizes[:i]) == self.weights)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Returns the named tensors of one row, or of a matrix of rows (its first dimension stays first).
+        """Returns the tensors by name from one row, or from a matrix of rows, whose first dimension is kept.
 
-        A row without statistics gives only the weights.
+        A row without running statistics gives only the weights.
         """
         count = len(self.sizes) if row.shape[-1] == self.length else self.trained
         parts = row.split(self.sizes[:count], dim=-1)
@@ -45,7 +46,8 @@ class Layout:
         }
 
     def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
-        """Returns the row of these tensors, all or only the weights; the first `lead` dimensions stay."""
+        """Returns the row of these tensors, which are all tensors or only the weights. The first `lead`
+        dimensions are kept."""
         return torch.cat(
             [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
             dim=-1,
@@ -53,12 +55,13 @@ class Layout:
 
 
 def lengths(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of each of n models, [n], over all its tensors [n, ...]."""
+    """Returns the norm of each of n models, [n]. Each is taken over all tensors, which have the shape [n,
+    ...]."""
     return torch.stack([part.flatten(1).square().sum(1) for part in parts]).sum(0).sqrt()
 
 
 def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
-    """Copies numbers to a device without waiting for it."""
+    """Copies numbers to a device without blocking the CPU."""
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -69,8 +72,8 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def learning(model: nn.Module) -> dict[str, bool]:
-    """Returns whether each module learns, by name: whether it has trained parameters or, if it has none at
-    all, whether its parent learns. Modules that do not learn stay in evaluation mode."""
+    """Returns for each module name whether the module learns. It does if it has trained parameters, or if it
+    has no parameters and its parent learns. The other modules stay in evaluation mode."""
     learns: dict[str, bool] = {}
     for name, module in model.named_modules():  # a parent comes before its parts
         weights = list(module.parameters())
@@ -80,7 +83,7 @@ def learning(model: nn.Module) -> dict[str, bool]:
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the running statistics of normalisation layers that learn, by name."""
+    """Returns the running statistics by name, without those of frozen normalisation layers."""
     learns = learning(model)
     running = {}
     for name, module in model.named_modules():
@@ -93,8 +96,8 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Returns the layout of a network: trained parameters in their order, then running statistics in
-    theirs."""
+    """Returns the layout of a network's row: first its trained parameters, then its running statistics, each
+    in the network's order."""
     parameters: dict[str, Tensor] = {**trained(model)}
     tensors = parameters | statistics(model)
     return Layout(

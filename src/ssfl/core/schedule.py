@@ -1,10 +1,10 @@
-"""The learning rate schedule, and the rounds before users take part."""
+"""The learning rate schedule, and the number of rounds that only the server trains at the start."""
 
 import math
 
 
 def head_start(share: float, rounds: int) -> int:
-    """Returns how many rounds only the server trains before users take part."""
+    """Returns the number of rounds at the start in which only the server trains."""
     return int(share * rounds + 1e-9)
 
 
@@ -18,7 +18,7 @@ def learning_rate(
     floor: float = 1e-4,
     annealing: bool = False,
 ) -> float:
-    """Returns the learning rate at a step: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)),
+    """Returns the learning rate at step t: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)),
     floor).
 
     This is the paper's formula. Before `warmup` the rate rises linearly from zero. The cosine is periodic:

@@ -17,7 +17,7 @@ UNEVEN = 1.5
 
 
 class Interval(NamedTuple):
-    """A confidence interval of 95 %."""
+    """A confidence interval at the level 95 %."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ class Paired:
 
 
 def wilson(correct: float, count: int) -> Interval:
-    """Returns Wilson's score interval of a share: it stays within 0 and 1 and also suits few images."""
+    """Returns Wilson's score interval of a proportion. It stays within 0 and 1, also with few images."""
     if count < 1:
         return Interval(0.0, 1.0)
     share, square = correct / count, Z * Z / count
@@ -65,17 +65,17 @@ def wilson(correct: float, count: int) -> Interval:
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Returns how two models compare, from whether each gets each of the same images right."""
+    """Returns the comparison of two models, given for each of the same images whether each model is right."""
     pairs = list(zip(first, second, strict=True))
     won, lost = (sum(bool(a) > bool(b) for a, b in each) for each in (pairs, [(b, a) for a, b in pairs]))
     return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
 
 
 def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -> Interval:
-    """Returns the interval of the difference of two models' accuracies on the same images: Newcombe 1998,
-    method 10.
+    """Returns the confidence interval of the difference of two models' accuracies on the same images
+    (Newcombe 1998, method 10).
 
-    It joins the Wilson intervals of both shares, with a continuity-corrected correlation between them.
+    It combines the Wilson intervals of both accuracies, with a continuity-corrected correlation between them.
     """
     if count < 1:
         return Interval(-1.0, 1.0)
@@ -108,7 +108,8 @@ def mcnemar(won: int, lost: int) -> float:
 
 
 def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:
-    """Returns how many images of each class (row) were predicted as each class (column)."""
+    """Returns the confusion matrix: how many images of each class (row) were predicted as each class
+    (column)."""
     matrix = [[0] * classes for _ in range(classes)]
     for label, guess in zip(labels, predicted, strict=True):
         matrix[label][guess] += 1
@@ -116,20 +117,21 @@ def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> 
 
 
 def balanced(class_accuracy: Sequence[float | None]) -> float | None:
-    """Returns the balanced accuracy, the mean over classes; a class without images (None) is left out."""
+    """Returns the balanced accuracy, which is the mean of the class accuracies. A class without images (None)
+    is left out."""
     accuracies = [value for value in class_accuracy if value is not None]
     return math.fsum(accuracies) / len(accuracies) if accuracies else None
 
 
 def is_uneven(counts: Sequence[float]) -> bool:
-    """Returns whether the classes that have images have very different numbers of them."""
+    """Returns whether the numbers of images per class differ much; classes without images are ignored."""
     present = [count for count in counts if count > 0]
     return len(present) > 1 and max(present) > UNEVEN * min(present)
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The images whose confidence lies in one interval of 0 to 1."""
+    """One bin of a reliability diagram: the images whose confidence lies in one interval between 0 and 1."""
 
     low: float
     high: float
@@ -140,7 +142,8 @@ class Bin:
 
 
 def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> list[Bin]:
-    """Returns confidence and accuracy in equal bins: a model is calibrated if both agree in every bin."""
+    """Returns the mean confidence and the accuracy in bins of equal width. In a calibrated model both agree
+    in every bin."""
     table = []
     for number in range(bins):
         low, high = number / bins, (number + 1) / bins
@@ -153,7 +156,8 @@ def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float | None:
-    """Returns the expected calibration error (ECE): the mean difference of confidence and accuracy."""
+    """Returns the expected calibration error (ECE): the mean distance between confidence and accuracy over
+    all images, bin by bin."""
     total = sum(one.count for one in bins)
     if not total:
         return None

@@ -1,8 +1,9 @@
-"""What a method sees on the user side: the batch of a step, the loss, and pseudo-labels made once a round.
+"""What a method's user side sees: the batch of a step, its loss, and the pseudo-labels that are made once a
+round.
 
-`Step` is one SGD step, as `user_loss` and `gradient` see it. `Look` is what `label` sees before the first
-step, and `Labels` is what it returns. Tensors are [n, ...]: n users at once. T is the number of steps in a
-round and B the number of images in a step.
+`Step` is one SGD step, as `user_loss` and `gradient` see it. `Look` is what a method's `label` sees before
+the first step, and `Labels` is what `label` returns. Tensors are [n, ...] for n users at once. T is the
+number of steps in a round and B the number of images in a step.
 """
 
 import copy
@@ -32,7 +33,7 @@ DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
 
 
 class Batch(NamedTuple):
-    """The images of one step, [n, B, C, H, W] each, normalised."""
+    """The images of one step after normalisation, [n, B, C, H, W] each, and their labels."""
 
     weak: Tensor | None
     """Weakly augmented views; None unless the method uses them."""
@@ -55,7 +56,7 @@ class Batch(NamedTuple):
 class Step:
     """One SGD step of n users, or of the server, as a method's losses see it.
 
-    A loss may use only tensors: on a GPU a step is recorded once and replayed, and a Python number that
+    A loss may depend only on tensors. On a GPU a step is recorded once and replayed, so a Python number that
     changes from round to round would keep its first value.
     """
 
@@ -114,7 +115,8 @@ class Step:
         draw: str = "student",
         weights: Named | None = None,
     ) -> Tensor:
-        """Returns the logits [n, B, classes] of images [n, B, ...]; `draw` names the dropout mask."""
+        """Returns the logits [n, B, classes] of images [n, B, ...]. `draw` names the dropout mask, so that
+        equal names give equal masks."""
         keys = draws.fold(self.batch.keys, _number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
         if grad:
@@ -125,11 +127,12 @@ class Step:
         return logits.to(self.batch.shares.dtype)
 
     def gradient(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
-        """Returns the gradient of a loss by weight, at the current weights or `at` others, and its metrics.
+        """Returns the gradient of a loss by weight name, and the loss's metrics. It is taken at the current
+        weights, or at the weights `at`.
 
         Only the first gradient at the current weights updates the running statistics. The gradient has the
-        weights' own type. With wide=False it keeps the type of the forward pass (bfloat16, perhaps), which
-        saves a pass over memory if it is returned unchanged.
+        number type of the weights. With wide=False it has the type of the forward pass, such as bfloat16,
+        which saves a pass over memory if the gradient is returned unchanged.
         """
         if self._evaluate is None:
             raise MethodError("step.gradient() was called in a loss: call it in the method's gradient()")
@@ -148,7 +151,8 @@ class Step:
         return gradients, metrics
 
     def after(self, gradients: Named) -> "Step":
-        """Returns the same step after one update of plain SGD with weight decay, without side effects."""
+        """Returns a step at the weights that one update of plain SGD with weight decay would give. This step
+        is not changed."""
         if self.rate is None:
             raise MethodError("step.after() was called in a loss: call it in the method's gradient()")
         moved = dict(self.weights)
@@ -167,7 +171,7 @@ class Step:
         return changed
 
     def _as_narrow(self, weights: Named) -> Named:
-        """Returns weights in the type that the network computes in."""
+        """Returns the weights in the number type that the network computes in, such as bfloat16."""
         return {name: weight.to(self._narrow[name].dtype) for name, weight in weights.items()}
 
 
@@ -180,7 +184,7 @@ def _declared(value: Any, name: str) -> Any:
 
 
 def _number(draw: str) -> int:
-    """Returns the number of a dropout mask by its name."""
+    """Returns the number that stands for the name of a dropout mask."""
     if draw in DRAWS:
         return DRAWS[draw]
     number = 0
@@ -195,8 +199,8 @@ def along(numbers: Tensor, models: Tensor) -> Tensor:
 
 
 def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor, Named, Named]:
-    """Returns the loss of each model [n], its metrics and the buffers afterwards, as every engine computes
-    them.
+    """Returns the loss of each model [n], its metrics, and the buffers after the forward pass. All engines
+    use this function.
 
     `extra` names the further metrics that the method declares.
     """
@@ -223,13 +227,14 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
 
 
 def of_models(result: Losses, batch: Batch) -> Tensor:
-    """Returns the loss of each model, [n]: the mean over its images, unless the loss is one number per
-    model."""
+    """Returns the loss of each model, [n]. It is the mean over the model's images if the losses are per
+    image."""
     return result.loss if result.loss.dim() == 1 else (result.loss * batch.shares).sum(1)
 
 
 def with_own_labels(loss: Loss) -> Loss:
-    """Returns the loss plus the cross-entropy on users' own labelled images, for users that have some."""
+    """Returns a loss to which the cross-entropy on users' own labelled images is added, for users that have
+    such images."""
 
     def both(step: Step) -> Losses:
         result = loss(step)
@@ -244,7 +249,8 @@ def with_own_labels(loss: Loss) -> Loss:
 
 
 class Look(NamedTuple):
-    """What `label` sees before the first step: the received model's predictions for the round's images."""
+    """What a method's `label` sees before the first step: the received model's predictions for the round's
+    images."""
 
     probabilities: Tensor
     """[n, T · B, classes]: predicted probabilities of weak views, in eval mode."""
@@ -262,7 +268,7 @@ class Look(NamedTuple):
 
     @property
     def drawn(self) -> Tensor:
-        """[n, T · B]: whether each image belongs to a step that its user takes."""
+        """[n, T · B]: whether each image belongs to a step that its user will take."""
         users, steps, size = self.images.shape
         if self.taken is None:
             return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
@@ -270,14 +276,14 @@ class Look(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What `label` returns for a round of n users: pseudo-labels, and how each user trains."""
+    """What a method's `label` returns for a round of n users: pseudo-labels, and how each user trains."""
 
     images: Tensor
     """[n, T, B]: the images of every step; they may differ from `Look.images`."""
     tensors: Named
     """[n, T, ...] each: what a step finds in `step.tensors`, such as labels and a mask."""
     extra_images: Named = {}  # noqa: RUF012 (never changed)
-    """[n, T, B] each: further images, of which a step finds weak views in `step.tensors`."""
+    """[n, T, B] each: further images. A step gets weak views of them in `step.tensors`."""
     weight: Tensor | None = None
     """[n]: a user's weight in the average. A user with weight 0 is treated as a dropout."""
     lr_scale: Tensor | None = None
@@ -287,6 +293,6 @@ class Labels(NamedTuple):
     update_scale: Tensor | None = None
     """[n]: the factor by which a user's update is scaled before it is sent."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: numbers for the round, `Users.report`."""
+    """[n, ...] each: numbers that users report to the server; the round reads them in `Users.report`."""
     metrics: Named = {}  # noqa: RUF012 (never changed)
     """[n] each: metrics that replace those of the steps."""

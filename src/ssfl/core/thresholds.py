@@ -1,5 +1,5 @@
-"""Confidence thresholds for each class, [n, classes], from n users' predicted probabilities [n, m,
-classes]."""
+"""Confidence thresholds for each class, [n, classes], computed from the predicted probabilities [n, m,
+classes] of n users."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,11 @@ def fixed(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def flexible(probabilities: Tensor, threshold: float) -> Tensor:
-    """Returns FlexMatch's thresholds τ · β / (2 - β). β, at most 1, is a class's number of images that reach
-    τ, divided by that of the most frequent class: slowly learned classes have lower thresholds."""
+    """Returns FlexMatch's thresholds, τ · β / (2 - β) for each class: slowly learned classes have lower ones.
+
+    β is the number of images of a class whose confidence reaches τ, divided by that of the most frequent
+    class.
+    """
     users, images, classes = probabilities.shape
     confidence, label = probabilities.max(-1)
     confident = (confidence >= threshold).to(probabilities.dtype)
@@ -23,7 +26,7 @@ def flexible(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def free(probabilities: Tensor) -> Tensor:
-    """Returns the thresholds of FreeMatch and (FL)²: a user's mean confidence, lower for classes that it
+    """Returns the thresholds of FreeMatch and (FL)²: a user's mean confidence, lowered for classes that it
     predicts less often."""
     expected = probabilities.mean(1)
     confidence = probabilities.amax(-1).mean(1, keepdim=True)
@@ -31,11 +34,11 @@ def free(probabilities: Tensor) -> Tensor:
 
 
 def balanced(probabilities: Tensor, threshold: float, counts: Tensor, highest: float) -> Tensor:
-    """Returns CBAFed's thresholds: higher for classes with a larger share of the last round's training
-    images.
+    """Returns CBAFed's thresholds: higher for classes with a larger share of the images that the last round
+    trained on.
 
-    `counts` [n, classes] are the images that all users trained on, by class. Shares are scaled so that an
-    even share is 1/10, whatever the number of classes.
+    `counts` [n, classes] says for each class how many images all users trained on. Shares are scaled so that
+    an even share is 1/10, whatever the number of classes.
     """
     total = counts.sum(1, keepdim=True)
     part = (counts / total).to(probabilities) * counts.shape[1] / 10
