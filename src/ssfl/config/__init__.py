@@ -1,4 +1,4 @@
-"""Settings and how they are read: TOML files, presets and --set.
+"""The settings, and how they are read from TOML files, presets and `--set`.
 
-Open `settings.py` first: every setting with its limits and docstring.
+Read `settings.py` first: it has every setting with its limits and its description.
 """

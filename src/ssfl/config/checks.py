@@ -1,5 +1,5 @@
-"""Raises for settings that cannot be combined. What a method can be combined with follows from its
-`needs()`."""
+"""Raises for settings that cannot be combined. A method's `needs()` decides which settings suit the
+method."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def check(config: Config) -> None:
 
 
 def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigError:
-    """Returns an error that reads `KEY = VALUE WHY`."""
+    """Returns an error with the message `KEY = VALUE WHY`."""
     return ConfigError(f"{key} = {value!r} {why}", key=key, value=value, fix=fix)
 
 
@@ -73,7 +73,7 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Raises if those who need labels have none, or if those who have labels do not train."""
+    """Raises if the server or the users need labels but have none, or have labels but are never trained."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -138,7 +138,7 @@ def _check_comparison(config: Config) -> None:
 
 
 def _check_averaging(config: Config) -> None:
-    """Raises if a method that averages in its own way is combined with another average."""
+    """Raises if a method has an averaging rule of its own, and the settings ask for another one."""
     method, federation = config.method, config.federation
     robust = [
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
@@ -165,7 +165,8 @@ def _check_averaging(config: Config) -> None:
 
 
 def _check_dist(config: Config) -> None:
-    """Raises if a setting needs all models in one process: the processes of "dist" exchange only sums."""
+    """Raises for settings that need all models in one process. The processes of the engine "dist" exchange
+    only sums."""
     federation = config.federation
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
@@ -187,7 +188,7 @@ def _check_dist(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    """Raises if clipped and noised updates would not be all that users reveal."""
+    """Raises if users would reveal more than their clipped and noised updates, so that ε would not hold."""
     privacy, method, users = config.privacy, config.method, config.split.users
     if privacy.clip is None or privacy.noise is None:
         raise ConfigError(
@@ -218,7 +219,11 @@ def _check_privacy(config: Config) -> None:
 
 
 def obstacle(config: Config, needs: tuple[str, ...]) -> str:
-    """Returns why a method cannot run where these needs are not met, or "" if it can."""
+    """Returns a reason if the method has one of these `needs`, or if its users keep their own models;
+    otherwise "".
+
+    Callers pass the needs that an engine or differential privacy cannot meet.
+    """
     from ssfl.federation import NEEDS  # it imports torch
 
     method = config.method

@@ -12,13 +12,13 @@ NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
 
 
 def is_old(config: Sections) -> bool:
-    """Returns whether a resolved config was written by the first release: there every method had all
-    settings."""
+    """Returns whether the first release wrote this resolved config. There, the config listed the settings of
+    all methods."""
     return "objective" in config.get("method", {})
 
 
 def with_new_names(config: Sections) -> Sections:
-    """Returns the same config with today's names for settings outside [method] that were renamed."""
+    """Returns the same config in which renamed settings outside [method] have their present names."""
     new = dict(config)
     for old, today in RENAMED.items():
         (section, _, key), (home, _, name) = old.partition("."), today.partition(".")
@@ -30,8 +30,8 @@ def with_new_names(config: Sections) -> Sections:
 
 
 def translated(config: Sections) -> Sections:
-    """Returns a config of the first release with the settings of this version; settings that its method
-    never used are left out."""
+    """Returns a config of the first release in the form of this version, without settings that its method
+    never used."""
     new = {section: dict(values) for section, values in config.items()}
     method = new["method"] = {"name": config["method"].get("name", methods.DEFAULT)}
     fields = limits_of(methods.find(method["name"]))

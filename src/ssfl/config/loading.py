@@ -1,6 +1,7 @@
-"""Reads and writes configs: TOML, dotted overrides, and errors with the key, the value and the fix.
+"""Reads and writes configs: TOML files, `section.key=value` overrides, and errors with key, value and fix.
 
-Order of precedence: settings that a person types, the method's `defaults`, the defaults in `settings.py`.
+A setting that a person types takes precedence over the method's `defaults`, and these over the defaults in
+`settings.py`.
 """
 
 import dataclasses
@@ -59,17 +60,17 @@ __all__ = [
 def load_config(
     source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
 ) -> Config:
-    """Returns a config from a preset's name, a TOML file or a folder with ssfl.toml, and
-    `section.key=value`s.
+    """Returns a config from a preset, a TOML file or a folder with ssfl.toml, changed by `section.key=value`
+    overrides.
 
-    The default is `quickstart`, or `own` if the overrides name other data, since the quickstart's settings
-    are for the digits. A `method` object replaces [method].
+    The default preset is `quickstart`. If the overrides name other data it is `own`, since the quickstart's
+    settings are made for the digits. A `method` object replaces the section [method].
     """
     return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns the settings that a person typed, section by section; the others are missing."""
+    """Returns only the settings that a person typed, section by section, without any defaults."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
@@ -80,15 +81,16 @@ def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dic
 
 
 def apply(sections: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Puts `section.key=value`s into the nested dict of a config."""
+    """Puts overrides of the form `section.key=value` into the nested dict of a config."""
     for override in overrides:
         _set(sections, override)
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Raises if one of the `section.key=value`s is wrong whatever the rest of the config says.
+    """Raises if an override `section.key=value` is wrong whatever the rest of the config says.
 
-    Without method.name, settings of all methods are allowed: the config may name that method.
+    If no override sets method.name, settings of all methods are allowed, since the config may name their
+    method.
     """
     sections: dict[str, Any] = {}
     apply(sections, overrides)
@@ -106,7 +108,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> None:
-    """Raises for mistakes that can be found before torch is imported, which takes seconds."""
+    """Raises for mistakes that can be found without torch, because importing torch takes seconds."""
     overrides = list(overrides)
     sections = read(source, overrides)
     name = sections.get("method", {}).get("name", methods.DEFAULT)
@@ -147,9 +149,10 @@ def _check_method(name: str, values: dict[str, Any]) -> None:
 def from_dict(
     sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """Returns a checked config: these settings, then the method's defaults, then those of `settings.py`.
+    """Returns a checked config from these settings. Missing ones come from the method's defaults, then from
+    `settings.py`.
 
-    A resolved config names every setting, so that the method's defaults do not apply to it.
+    A `resolved` config has every setting already, so the method's defaults are not applied to it.
     """
     config = unchecked(sections, resolved=resolved, method=method)
     check(config)
@@ -159,7 +162,7 @@ def from_dict(
 def unchecked(
     sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """Returns a config in which each setting is checked by itself, but not their combinations."""
+    """Returns a config whose settings are checked one by one, but not in combination."""
     _check_keys(sections)
     method_settings = dict(sections.get("method", {}))
     name = method_settings.pop("name", methods.DEFAULT)
@@ -184,7 +187,7 @@ def unchecked(
 
 
 def as_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns a config as plain values, section by section."""
+    """Returns a config as a dict of plain values for each section."""
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in NAMES}
     sections["method"] = {"name": config.method.name, **sections["method"]}
     return sections
@@ -205,6 +208,7 @@ def presets() -> list[str]:
 
 
 def _read(source: str | Path) -> dict[str, Any]:
+    """Returns the sections of a preset, a TOML file, or a folder with ssfl.toml or images."""
     path = Path(source)
     if path.suffix != ".toml":
         path = CONFIGS / f"{source}.toml"
@@ -235,7 +239,7 @@ def _read(source: str | Path) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """Returns the config of a folder of images: the preset `own` with its path."""
+    """Returns the config for a folder of images: the preset `own` with data.path set to the folder."""
     if (folder / "config.toml").is_file():
         raise ConfigError(
             f"{folder} is a run folder, not a config: continue it with `ssfl resume {folder}`",
@@ -254,7 +258,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
 
 
 def is_image_folder(source: str | Path | None) -> bool:
-    """Returns whether a config names a folder of images: one with sub-folders and without a config."""
+    """Returns whether `source` is a folder of images: it has sub-folders, but no config file."""
     if source is None or (CONFIGS / f"{source}.toml").is_file():
         return False
     folder = Path(source)
@@ -267,7 +271,8 @@ def is_image_folder(source: str | Path | None) -> bool:
 
 
 def _set(sections: dict[str, Any], override: str) -> None:
-    """Puts one `section.key=value` into the nested dict; the value is TOML, or else a plain word."""
+    """Puts one override `section.key=value` into the nested dict. The value is read as TOML if possible, else
+    as a plain word."""
     key, equals, text = override.partition("=")
     section, dot, name = (part.strip() for part in key.partition("."))
     if not equals or not dot:
@@ -297,7 +302,8 @@ def _set(sections: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Returns a value from the command line: TOML, or a number as people write it (.4), or a plain word."""
+    """Returns the value that a text of the command line means: TOML, a number such as .4 (not valid TOML), or
+    a plain word."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -316,7 +322,7 @@ def _check_section(section: str, values: Any) -> None:
 
 
 def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
-    """Returns a section as an object of its dataclass; checks every value against its field's type and
+    """Returns a section as an object of its dataclass. Every value is checked against its field's type and
     limits."""
     limits, typed = limits_of(kind), {}
     try:
@@ -341,7 +347,8 @@ def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
 
 
 def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
-    """Returns the error for a key that its section does not have: its new name, or a similar one."""
+    """Returns the error for a setting that does not exist. It suggests the setting's new name, or a similar
+    one."""
     section, _, field = key.partition(".")
     if key in RENAMED:
         new_key, message = RENAMED[key], f"{key} was renamed: use {RENAMED[key]}"
@@ -362,6 +369,7 @@ def _homes(field: str) -> list[str]:
 
 
 def _allows(section: str, field: str, value: Any) -> bool:
+    """Returns whether a setting of another section would accept this value."""
     kind = SECTIONS[section]
     try:
         checked(f"{section}.{field}", value, typing.get_type_hints(kind)[field], limits_of(kind)[field])

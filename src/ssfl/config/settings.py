@@ -1,8 +1,8 @@
-"""Every setting: frozen dataclasses, a docstring under each field.
+"""Every setting as a field of a frozen dataclass, with its description as the docstring below it.
 
-A setting that is None gets its value when the data are known; the resolved config of a run shows it.
-`loading.py` reads and writes configs. [method] holds the name of a method and that method's own fields, see
-`methods/`.
+A setting that is None gets its value when the data are known; the resolved config of a run shows that value.
+`loading.py` reads and writes configs. [method] holds the name of a method and the settings of that method,
+which are defined in `methods/`.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """[data] Which images."""
+    """[data] The images: where they come from and how they are read."""
 
     name: str | None = setting(
         None, choices=("digits", "cifar10", "svhn", "emnist", "stl10"), paths=True, instead="path"
@@ -51,7 +51,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """[split] Who gets which images."""
+    """[split] How the images are divided among the server and the users."""
 
     scheme: str = setting("skew", choices=("skew", "iid", "dirichlet", "shards", "mixture", "given"))
     """How images are divided among users: "skew" (the paper's R), "iid", "dirichlet", "shards" (n classes per
@@ -112,7 +112,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """[federation] Rounds and who takes part."""
+    """[federation] The rounds, the users that take part in them, and how their models are averaged."""
 
     participants: int | None = setting(None, least=1, most=10_000_000, what="users per round")
     """C, the number of users per round. Default: all users."""
@@ -167,7 +167,7 @@ class FederationSettings:
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """[privacy] Differential privacy of each user. Default: off."""
+    """[privacy] Differential privacy for each user. Default: off."""
 
     clip: float | None = setting(None, least=1e-6, most=1e6, what="a norm")
     """The largest norm of a user's update; a longer one is clipped to it."""
@@ -179,7 +179,7 @@ class PrivacySettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """[train] Local optimisation."""
+    """[train] Training at the users and at the server."""
 
     batch_size: int = setting(64, least=1, most=65536, what="images")
     """B, the number of images per step."""
@@ -233,8 +233,8 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """[run] How the run is carried out. These settings, except the seed, do not change the result, up to
-    rounding errors between engines, devices or numbers of threads."""
+    """[run] How the run is carried out. Except for the seed, these settings do not change the result, apart
+    from rounding errors between engines, devices or numbers of threads."""
 
     seed: int = setting(1, least=0, most=2**63 - 1, what="any whole number")
     """The random seed of the initial weights and of the training; 1 is the paper's."""
@@ -275,7 +275,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole experiment."""
+    """All settings of an experiment, section by section."""
 
     data: DataSettings = field(default_factory=DataSettings)
     split: SplitSettings = field(default_factory=SplitSettings)

@@ -1,7 +1,8 @@
-"""The methods, one file each; `grouping.py` is the paper's own, `anchored.py` the recommended one.
+"""The methods, one file each. `grouping.py` is the paper's own method, and `anchored.py` is the recommended
+one.
 
-Pieces that several methods share are functions in `parts.py`. This file finds a method by its name or import
-path. Names can be checked without importing torch.
+Functions that several methods share are in `parts.py`. This file finds a method by its name or import path.
+Names can be checked without importing torch.
 """
 
 import ast
@@ -61,7 +62,7 @@ def check_name(name: str) -> None:
 
 
 def find(name: str) -> "type[Method]":
-    """Returns the class of a method, by its name or by the import path of one outside the package."""
+    """Returns the class of a method from its name, or from its import path if it is outside the package."""
     check_name(name)
     if name not in METHODS:
         return _outside(name)
@@ -75,8 +76,8 @@ def find(name: str) -> "type[Method]":
 def settings_of(name: str) -> type | None:
     """Returns a dataclass with the settings of a built-in method; None for methods from outside.
 
-    It is read from the method's file without importing torch, which takes seconds, so that mistakes in
-    settings show at once.
+    The settings are read from the method's source file without importing torch, which would take seconds. So
+    mistakes in settings are reported at once.
     """
     if name not in METHODS:
         return None
@@ -95,7 +96,7 @@ def settings_of(name: str) -> type | None:
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":
-    """Returns a stand-in for a method from outside whose file was not supplied: its recorded settings can be
+    """Returns a stand-in for a method from outside whose file was not supplied. Its recorded settings can be
     read, but it cannot train."""
     from ssfl.federation import Method
 
@@ -107,7 +108,8 @@ def recorded(name: str, values: dict[str, Any]) -> "Method":
 
 
 def flag(method: "Method") -> str:
-    """Returns the remark that tables of results show: the method's note, or that users know their labels."""
+    """Returns the remark that tables of results show beside a method: its `note`, or that its users know
+    their labels."""
     knows_labels = "labels" in method.needs()
     return method.note or ("users know the labels of their images" if knows_labels else "")
 

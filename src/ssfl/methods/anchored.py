@@ -21,9 +21,13 @@ NEVER = 2.0
 
 @dataclass(frozen=True)
 class Anchored(Method):
-    """As in SemiFL, users make pseudo-labels once a round, their average moves with momentum, and the server
-    trains last. In addition, users with few classes take smaller steps, a guard discards user updates that
-    make the model much worse on the server's labels, and a slow average over rounds is evaluated."""
+    """SemiFL's round with safeguards: users make pseudo-labels once a round, their average moves with
+    momentum, and the server trains last.
+
+    There are three safeguards. Users with few classes take smaller steps. A guard discards user updates that
+    make the model much worse on the server's labels. The model that is evaluated is a slow average over
+    rounds.
+    """
 
     threshold: float = setting(0.8, least=0, most=1, what="a probability")
     """τ: an image gets a pseudo-label if the received model's confidence is at least this."""
@@ -87,7 +91,8 @@ class Anchored(Method):
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:
-        """Trains the users; a relative threshold is computed here and sent to them."""
+        """Returns the result of the users' training. A relative threshold is computed here and sent to
+        them."""
         if not self.relative or not fed.has_server or not fed.cohort.users:
             return fed.train_users(state.streams)
         confidence = fed.confidence(state.average, most=IMAGES)
@@ -100,13 +105,13 @@ class Anchored(Method):
 
 
 def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
-    """Returns a factor on each user's learning rate, [n], from its pseudo-labels per class, [n, classes], and
-    its number of labelled images, [n].
+    """Returns a factor on each user's learning rate, [n]. `counts` [n, classes] are its pseudo-labels per
+    class, and `images` [n] the number of its pseudo-labelled images.
 
     With large steps, a user with few classes forgets the others, and the average of such models is useless.
-    Near the model that all received, their updates add up. The factor is (m / M)^1.5. Here m is the effective
-    number of classes, e to the entropy of the labels, and M is the most it could be: all classes, or one for
-    each image.
+    If all users stay near the model that they received, their updates add up. The factor is (m / M)^1.5. Here
+    m is the effective number of classes, e to the entropy of the labels. M is the largest possible m: the
+    number of classes, or of images if there are fewer.
     """
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     classes = torch.special.entr(shares).sum(1).exp()
@@ -114,5 +119,5 @@ def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
 
 
 def _coarse(numbers: Tensor) -> Tensor:
-    """Round to 1/4096: pow() is not bit-identical for one user and for a batch."""
+    """Rounds to 1/4096, because pow() is not bit-identical for one user and for a batch."""
     return (numbers * 4096).round() / 4096

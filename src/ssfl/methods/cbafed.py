@@ -1,7 +1,9 @@
-"""CBAFed (Li, Li and Wang 2023): class-balanced adaptive thresholds, weights by images, residual connection.
+"""CBAFed (Li, Li and Wang 2023): class-balanced adaptive thresholds, averaging weights by images, residual
+connection.
 
-Left out: the published method also trains on the second most likely class of unsure images, if it is rare.
-Users report how many images of each class they labelled, and everybody is sent the sums.
+Users report how many images of each class they labelled, and everybody is sent the sums. One part of the
+published method is left out: it also trains on the second most likely class of an unsure image, if that class
+is rare.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CbaFed(Method):
-    """Classes that were trained on often have higher thresholds. The weights of users and server in the
-    average are their numbers of labelled images."""
+    """Classes that were trained on often have higher thresholds. In the average, users and server are
+    weighted by their numbers of labelled images."""
 
     threshold: float = setting(0.84, least=0, most=1, what="a probability")
     """τ: the threshold of a class with an average share."""
@@ -78,10 +80,11 @@ class CbaFed(Method):
         return replace(new, streams=streams, average=average, memory=new.memory | {"stored": average.clone()})
 
     def averaged(self, state: State, fed: Fed, users: Users, **memory: Tensor) -> State:
-        """Returns the state with the average of users and server, weighted by their labelled images.
+        """Returns the state with the average of users and server, weighted by their numbers of labelled
+        images.
 
-        The server takes the part of the published method's labelled client, which trains at the same time. If
-        no user counted, its model is the average.
+        In the published method a labelled client trains at the same time as the others; here the server takes
+        its place. If no user counted, the server's model is the average.
         """
         if not fed.has_server:
             return state.next(users.means, users.average, momentum_of=[users], **memory)

@@ -11,7 +11,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CrlBn(Method):
-    """All users and the server are averaged; weak and strong views pass through the network in one batch."""
+    """Averages all users and the server with equal weights. Weak and strong views pass through the network in
+    one batch."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

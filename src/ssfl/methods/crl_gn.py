@@ -11,7 +11,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CrlGn(Method):
-    """All users and the server are averaged with equal weights."""
+    """Averages all users and the server with equal weights."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

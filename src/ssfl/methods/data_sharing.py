@@ -10,7 +10,7 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class DataSharing(Method):
-    """Every user gets the server's labelled images, and the users are averaged."""
+    """Every user also gets the server's labelled images; the average of the users is the model."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
     trains_server: ClassVar = False

@@ -11,8 +11,8 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class Easgd(Method):
-    """Each user's model and the common one move towards each other by the same amount; users know their
-    labels."""
+    """Elastic averaging: each user's model and the common model move towards each other by the same amount.
+    Users know their labels."""
 
     elasticity: float | None = setting(
         None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"

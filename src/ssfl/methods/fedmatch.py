@@ -1,21 +1,22 @@
 """FedMatch (Jeong et al., ICLR 2021): every weight is a sum θ = σ + ψ. Labelled images train σ and unlabelled
 images train ψ, each while the other is fixed.
 
-With labels at the server, users train ψ, their average replaces it, and the server then trains σ. This is
-FedMatch's round, except that a round ends after the server's training instead of after the users'. With
-labels at the users, every step trains σ on a labelled batch and then ψ on an unlabelled one, and both are
+With labels at the server, users train ψ, the average of the users replaces ψ, and the server then trains σ.
+This is FedMatch's round, except that a round ends after the server's training instead of after the users'.
+With labels at the users, every step trains σ on a labelled batch and then ψ on an unlabelled one. Both are
 averaged.
 
-In every tenth round a user that has taken part before has helpers: the two users whose last models predict
-most nearly the same as its own last model for a fixed image of noise. A helper is the received σ with that
-user's ψ.
+In every tenth round, a user that has taken part before has two helpers. These are the users whose last models
+predict most nearly the same as its own last model, for a fixed image of noise. The helper's model is the
+received σ with that other user's ψ.
 
 Differences from the original. The learning rate follows [train] instead of being divided by 3 on a plateau.
-Small weights and small changes are sent and evaluated like others. Labelled and clean images are weak views,
-not unaugmented ones, and strong views have Cutout. The original sets a weight decay but never adds it to a
-loss; here the half that is trained decays by train.weight_decay. With labels at the users, the original
-divides an epoch of both kinds of images into as many batches of 10 labelled ones; here both kinds come in
-batches of train.batch_size. Networks and initial weights are those of every method.
+The original drops small weights and small changes when it sends or evaluates a model; here they are kept.
+Labelled images are seen in weak views, not unaugmented, and strong views have Cutout. The original sets a
+weight decay but never adds it to a loss; here whichever of σ and ψ is trained decays by train.weight_decay.
+With labels at the users, the original makes batches of 10 labelled images and divides the unlabelled ones
+into as many batches; here both kinds come in batches of train.batch_size. Networks and initial weights are
+the same as for the other methods.
 """
 
 import copy
@@ -41,7 +42,8 @@ START = 0.2
 
 @dataclass(frozen=True)
 class FedMatch(Method):
-    """Disjoint learning of labelled and unlabelled images, with helpers."""
+    """Disjoint learning: separate weights for labelled and unlabelled images, and helpers from similar
+    users."""
 
     threshold: float = setting(0.75, least=0, most=1, what="a probability")
     """τ: an image is trained on if the model's confidence is at least this."""
@@ -105,7 +107,7 @@ class FedMatch(Method):
         return result._replace(loss=self.supervised * result.loss)
 
     def user_loss(self, step: Step) -> Losses:
-        """Returns the unlabelled loss of ψ, without its penalties."""
+        """Returns the unlabelled loss that trains ψ, without its two penalties."""
         helpers = self._helper_weights(step)
         weak_logits = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
         helper_logits = [
@@ -118,11 +120,12 @@ class FedMatch(Method):
     def unlabelled(
         self, weak: Tensor, strong: Tensor, helpers: Sequence[Tensor], exist: Sequence[Tensor]
     ) -> Losses:
-        """Returns the loss of each image from logits of its weak view (own and helpers') and its strong view.
+        """Returns the unlabelled loss of each image, from the logits of its weak view (the user's own and its
+        helpers') and of its strong view.
 
-        It is λ_i · mean over helpers of KL(p_h ‖ p) + λ_a · cross-entropy of the strong view with the label
-        that most models vote for (in a tie the first). It is zero if the user's own confidence is below τ. A
-        helper that does not `exist` [n] has no vote.
+        The loss is λ_i · mean over helpers of KL(p_h ‖ p) + λ_a · cross-entropy of the strong view with the
+        label that most models vote for. In a tie the first label wins. The loss is zero if the user's own
+        confidence is below τ. `exist` [n] says which helpers exist; the others have no vote.
         """
         _, mask = losses.pseudo_label(weak, self.threshold)
         votes = _vote(weak)
@@ -160,7 +163,8 @@ class FedMatch(Method):
         return trained, metrics | {"loss": total}
 
     def _labelled_gradient(self, step: Step, images: Tensor, labels: Tensor) -> tuple[Named, Tensor]:
-        """Returns σ's gradient on users' own labelled images; the σ of a user without any does not change."""
+        """Returns the gradient of σ on users' own labelled images. It is zero for a user without labelled
+        images."""
         has = (labels >= 0).all(1)
 
         def loss(step: Step) -> Losses:
@@ -176,7 +180,7 @@ class FedMatch(Method):
         return sigma, metrics["loss"]
 
     def _helper_weights(self, step: Step) -> list[Named]:
-        """Returns the weights of each helper: the received σ with its ψ."""
+        """Returns the weights of each helper's model: the received σ plus the helper's ψ."""
         if "helpers" not in step.tensors:
             return []
         sigma, psi = (_half(step.received, half) for half in ("sigma.", "psi."))
@@ -205,9 +209,9 @@ class FedMatch(Method):
         return parts.server_last(state, fed, users, last=last)
 
     def helpers_of(self, last: Tensor, fed: Fed) -> Tensor:
-        """Returns the helpers of each user of the cohort, [n, H]; -1 for none.
+        """Returns the helpers of each participant, [n, H]; -1 stands for none.
 
-        `last` [K, P] are the models that users sent last; zeros for users that have not taken part yet.
+        `last` [K, P] are the models that users sent last, zeros for users that have not taken part yet.
         """
         seen = last.any(1).nonzero().flatten()
         probabilities = fed.predict(last[seen], noise(fed.key("noise", by_round=False), fed.shape))[:, 0]
@@ -215,13 +219,13 @@ class FedMatch(Method):
 
 
 def _vote(logits: Tensor) -> Tensor:
-    """Returns 1 for the largest of the logits, 0 for the others."""
+    """Returns the logits as a one-hot vote: 1 for the largest, 0 for the others."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     return (logits.argmax(-1)[..., None] == classes).long()  # F.one_hot would wait for a GPU
 
 
 class Decomposed(nn.Module):
-    """A network whose weights are σ + ψ; its row is σ's weights and then ψ's."""
+    """A network whose weights are σ + ψ. Its row holds the weights of σ, then those of ψ."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -237,7 +241,7 @@ class Decomposed(nn.Module):
 
 
 def composed(tensors: Named) -> Named:
-    """Returns θ = σ + ψ by the plain network's names."""
+    """Returns θ = σ + ψ under the names that the plain network uses."""
     sigma, psi = (_half(tensors, half) for half in ("sigma.", "psi."))
     return {
         name.removeprefix("sigma."): weight + psi["psi." + name.removeprefix("sigma.")]
@@ -250,9 +254,10 @@ def _half(tensors: Named, half: str) -> Named:
 
 
 def nearest(probabilities: Tensor, seen: Tensor, users: Sequence[int], count: int) -> Tensor:
-    """Returns for each user the `count` others whose probabilities [m, classes] are nearest, [n, count].
+    """Returns for each of the `users` the `count` other users with the nearest predicted probabilities, [n,
+    count].
 
-    `seen` [m] are the users that the probabilities belong to. In a tie the first is nearer.
+    `probabilities` [m, classes] belong to the users in `seen` [m]. In a tie the first user is taken.
     """
     chosen = torch.full((len(users), count), -1, device=seen.device)
     place = {user: i for i, user in enumerate(seen.tolist())}
@@ -266,8 +271,8 @@ def nearest(probabilities: Tensor, seen: Tensor, users: Sequence[int], count: in
 
 
 def noise(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns the image of noise by which models are compared, uint8 [1, C, H, W]: Gaussian with mean and
-    standard deviation 125, cut to 0 to 255."""
+    """Returns the image of noise on which the users' models are compared: uint8 [1, C, H, W], from a normal
+    distribution with mean and standard deviation 125, truncated to 0 to 255."""
     count = torch.Size(shape).numel()
     drawn = draws.uniform(draws.bits(key.cpu(), count)).double()
     low, high = (torch.special.ndtr(torch.tensor((end - 125) / 125).double()) for end in (0, 255))

@@ -12,7 +12,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FedProx(Method):
-    """`alternate` with a proximal term in the users' loss."""
+    """The method `alternate` with a proximal term in the users' loss."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

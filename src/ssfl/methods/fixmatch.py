@@ -1,5 +1,5 @@
-"""FixMatch (Sohn et al. 2020), centralised: one model sees all images, and its loss is L_s + L_k in every
-step."""
+"""FixMatch (Sohn et al. 2020), centralised: one model sees all images. The loss of every step is L_s + L_k,
+the sum of the server's and the users' losses."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +13,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FixMatch(Method):
-    """What one could reach with all images in one place: a single "user" holds them, with the labels."""
+    """Shows what is possible with all images in one place: a single "user" holds them all, with the labels of
+    the labelled ones."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

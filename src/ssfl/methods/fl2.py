@@ -1,7 +1,7 @@
 """(FL)² (Lee et al. 2024): class-aware thresholds, flat minima, and a larger weight for unsure users.
 
-The published method uses SemiFL's BatchNorm statistics over every user's images, which are left out here. Its
-server trains before the first round; here it does so in the first tenth of the rounds.
+The published method computes BatchNorm statistics over every user's images, as SemiFL does; this is left out
+here. Its server trains before the first round; here the server trains alone in the first tenth of the rounds.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class Fl2(Method):
-    """Users keep their predictions stable when the weights move in the direction of the steepest loss
-    (sharpness-aware consistency)."""
+    """Sharpness-aware consistency: users train their predictions to stay the same when the weights are moved
+    in the direction in which the loss rises fastest."""
 
     sharpness: float = setting(0.1, least=0, most=10, what="a distance")
     """ρ: how far the weights are moved in the direction of the steepest loss."""
@@ -72,7 +72,8 @@ class Fl2(Method):
             perturbed = uphill(step.weights, ascent, self.sharpness)
 
         def disagreement(moved: Step) -> Losses:
-            """KL( f(w) ‖ f(w + ε) ), as in the authors' code: it moves w + ε towards the predictions of w."""
+            """Returns KL( f(w) ‖ f(w + ε) ), as in the authors' code: it moves w + ε towards the predictions
+            of w."""
             target = moved.forward(moved.strong, grad=False, weights=step.weights).log_softmax(-1)
             divergence = (target.exp() * (target - moved.forward(moved.strong).log_softmax(-1))).sum(-1)
             return Losses(divergence * certain, certain, moved.tensors["labels"])
@@ -90,8 +91,8 @@ class Fl2(Method):
 
 
 def uphill(weights: Named, gradients: Named, distance: float) -> dict[str, Tensor]:
-    """Returns weights [n, ...] moved by `distance` uphill, as in ASAM: large weights further, biases
-    equally."""
+    """Returns the weights [n, ...] after a move by `distance` in the direction in which the loss rises. As in
+    ASAM, large weights move further, and all biases equally."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
     steps = {name: size * gradients[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)

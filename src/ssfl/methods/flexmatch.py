@@ -1,4 +1,5 @@
-"""The thresholds of FlexMatch (Zhang et al. 2021), set once a round: lower for slowly learned classes."""
+"""FlexMatch's thresholds (Zhang et al. 2021) in a federation: computed once a round, lower for slowly learned
+classes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FlexMatch(Method):
-    """Users make pseudo-labels once a round, and the server trains last."""
+    """Users make pseudo-labels once a round with thresholds for each class; the server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: the threshold of the most frequent class."""

@@ -1,4 +1,5 @@
-"""The thresholds of FreeMatch (Wang et al. 2023), set once a round: the user's mean confidence, by class."""
+"""FreeMatch's thresholds (Wang et al. 2023) in a federation: computed once a round from the user's mean
+confidence and how often it predicts each class."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +12,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FreeMatch(Method):
-    """Users make pseudo-labels once a round, and the server trains last."""
+    """Users make pseudo-labels once a round with thresholds for each class; the server trains last."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -11,7 +11,7 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class Grouping(Method):
-    """Users are dealt into groups, each of which averages its own members with the server."""
+    """Divides the participants at random into groups; each group averages its own members with the server."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

@@ -11,8 +11,8 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class OverlapSgd(Method):
-    """Users' models are pulled towards the average of the round before, which is sent while they train; users
-    know their labels."""
+    """Each user's model is pulled towards the average of the previous round, which is sent while the user
+    trains. Users know their labels."""
 
     elasticity: float = setting(0.6, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
     """α: how far models are pulled towards the average."""

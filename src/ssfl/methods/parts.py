@@ -1,4 +1,4 @@
-"""Pieces that several methods share."""
+"""Functions that several methods share."""
 
 from functools import cache
 
@@ -18,11 +18,11 @@ QUANTILES = 1024
 
 
 def consistency(step: Step, threshold: float, views: str = "separate", teacher_mode: str = "eval") -> Losses:
-    """Returns the paper's L_k, equation (4): the confident prediction for the weak view is the label of the
-    strong view.
+    """Returns the paper's loss L_k, equation (4): the confident prediction for the weak view is the label of
+    the strong view.
 
-    The views pass through the network in one "joint" batch or in "separate" ones. In separate
-    batches, the weak view is predicted in "eval" or in "train" mode (`teacher_mode`), which matters with
+    With `views` "joint", both views pass through the network in one batch. With "separate", they pass in two,
+    and `teacher_mode` says whether the weak view is predicted in "eval" or in "train" mode. This matters with
     BatchNorm or dropout.
     """
     if views == "joint":
@@ -35,7 +35,8 @@ def consistency(step: Step, threshold: float, views: str = "separate", teacher_m
 
 
 def round_labels(step: Step) -> Losses:
-    """Returns the cross-entropy of strong views with the pseudo-labels made at the start of the round."""
+    """Returns the cross-entropy of strong views with the pseudo-labels that were made at the start of the
+    round."""
     return losses.labelled(step.forward(step.strong), step.tensors["labels"], step.tensors["mask"])
 
 
@@ -43,8 +44,8 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """Returns [n, T · B]: whether the model's confidence in each image reaches the threshold, one for all
-    classes or one per class. It is false for images of steps that a user does not take."""
+    """Returns [n, T · B]: whether the model's confidence in each image reaches the threshold, which is one
+    for all classes or one per class. Images of steps that a user does not take are never confident."""
     confidence, label = look.probabilities.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.probabilities, threshold)
@@ -53,11 +54,13 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
 
 
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
-    """Returns pseudo-labels and their mask; `extra` tensors [n, T · B] stay with their images.
+    """Returns the round's pseudo-labels and their mask. `extra` tensors [n, T · B] are kept together with
+    their images.
 
-    Without `fill`, images that are not confident stay in their batches with a loss of zero. With `fill`,
-    batches hold only confident images, and a user takes as many steps as they fill; the last batch is filled
-    up with the first images. A user without confident images takes no step and has weight 0.
+    `sure` says which images are confident. Without `fill`, the others stay in their batches with a loss of
+    zero. With `fill`, batches hold only confident images, and a user takes as many steps as these fill. The
+    last batch is completed with the first images. A user without confident images takes no step and has
+    weight 0.
     """
     users, shape = len(sure), look.images.shape
     images, dtype = look.images.flatten(1), look.probabilities.dtype
@@ -83,22 +86,25 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
 
 
 def class_counts(look: Look, sure: Tensor) -> Tensor:
-    """Returns [n, classes]: how many images got each label."""
+    """Returns [n, classes]: how many of each user's images got each class as pseudo-label."""
     users, _, classes = look.probabilities.shape
     counts = look.probabilities.new_zeros(users, classes)
     return counts.scatter_add_(1, look.probabilities.argmax(-1), sure.to(counts.dtype))
 
 
 def distinct(images: Tensor, chosen: Tensor) -> Tensor:
-    """Returns [n]: how many different images there are among the chosen of images [n, m]."""
+    """Returns [n]: how many different image numbers are among the `chosen` ones of `images` [n, m]."""
     ordered = torch.where(chosen, images, -1).sort(1).values
     is_first = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
     return (is_first & (ordered >= 0)).sum(1)
 
 
 def mixed(labels: Labels, look: Look, alpha: float) -> Labels:
-    """Adds what mixup needs: for every image a partner, any other image with its pseudo-label, and for every
-    step a mixing share, drawn from a Beta distribution with both parameters `alpha`."""
+    """Returns the labels with what mixup needs: a partner for every image, and a mixing share for every step.
+
+    The partner is any other image with its pseudo-label. The share is drawn from a Beta distribution whose
+    two parameters are `alpha`.
+    """
     users, steps, size = look.images.shape
     images, label = look.images.flatten(1), look.probabilities.argmax(-1)
     everybody = torch.arange(users, device=images.device)[:, None]
@@ -132,8 +138,11 @@ def _quantiles(alpha: float) -> np.ndarray:
 def server_last(
     state: State, fed: Fed, users: Users, streams: Tensor | None = None, **memory: Tensor
 ) -> State:
-    """Ends a round with the server's training, from the users' average. Without labelled images at the server
-    the average is the result. `streams`, if given, replace the groups' means."""
+    """Returns the state after the server has trained the users' average, which ends the round.
+
+    If the server has no labelled images, the average itself is the result. `streams`, if given, replace the
+    group models.
+    """
     average = users.average
     if streams is None:
         streams = users.means
@@ -146,13 +155,15 @@ def server_last(
 
 
 def still(state: State, beta: float) -> Named:
-    """Returns the memory of the server's momentum before the first round: a velocity of zero."""
+    """Returns the initial memory for the server's momentum: a velocity of zero."""
     return {"velocity": torch.zeros_like(state.streams[:, : state.momentum.shape[1]])} if beta else {}
 
 
 def momentum(state: State, users: Users, beta: float) -> tuple[Tensor, Named]:
-    """Adds the server's momentum: returns the groups' means, moved by `beta` of the last round's movement,
-    and the velocity for the state's memory."""
+    """Returns the group models after server momentum, and the new velocity for the state's memory.
+
+    Each model is moved further by `beta` times its movement in the last round.
+    """
     if not beta or not users.counted:
         return users.means, {}
     count = state.momentum.shape[1]

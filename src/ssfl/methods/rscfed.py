@@ -1,5 +1,5 @@
-"""RSCFed (Liang et al. 2022): the model is the mean of three averages of random halves of the users, in which
-users far from the others have less weight.
+"""RSCFed (Liang et al. 2022): the model is the mean of three averages, each over a random half of the users.
+In each, users far from the others have less weight.
 
 The published method has a mean teacher and one labelled user that trains first. Here users train with the
 consistency loss, and the server has the labels.
@@ -21,7 +21,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class RscFed(Method):
-    """Random sampling consensus: the mean of several averages by distance."""
+    """Random sampling consensus: the mean of several distance-reweighted averages of random halves of the
+    users."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""
@@ -54,7 +55,8 @@ class RscFed(Method):
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """Returns the mean of several averages by distance, each over another random half of the users."""
+        """Returns the mean of several distance-reweighted averages, each over another random half of the
+        users."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
@@ -65,10 +67,11 @@ class RscFed(Method):
         return torch.stack(averages).mean(0)
 
     def by_distance(self, rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
-        """Returns the distance-reweighted average: users far from the plain average have less weight.
+        """Returns the distance-reweighted average, in which users far from the plain average have less
+        weight.
 
-        User k has weight n_k · exp(-β · d_k / n_k), where n_k is its number of images (`counts`) and d_k its
-        distance from the average weighted by n_k, summed over the layers (`pieces` of a row).
+        User k has weight n_k · exp(-β · d_k / n_k). Here n_k is its number of images (`counts`), and d_k is
+        its distance from the average weighted by n_k, summed over the layers (`pieces` of a row).
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows

@@ -11,7 +11,7 @@ from ssfl.federation import Fed, Method, State, Step, paper_round
 
 @dataclass(frozen=True)
 class SelfTraining(Method):
-    """The paper's baseline without strong views, with BatchNorm and FedAvg."""
+    """The paper's baseline without strong views; it uses BatchNorm and FedAvg."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if its confidence is at least this."""

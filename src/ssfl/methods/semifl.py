@@ -1,8 +1,8 @@
-"""SemiFL (Diao, Ding and Tarokh 2022): pseudo-labels once a round, fix and mix losses, the server trains
-last.
+"""SemiFL (Diao, Ding and Tarokh 2022): pseudo-labels once a round, a "fix" and a "mix" loss, and the server
+trains last.
 
-Left out of the published method: BatchNorm statistics over every user's images, which no real federation
-could compute, and 5 local epochs with batches of 10.
+Two parts of the published method are left out: BatchNorm statistics over every user's images, which no real
+federation could compute, and 5 local epochs with batches of 10.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class SemiFL(Method):
-    """Batches hold only confident images. Each is trained on in a strong view, and mixed with another
-    image."""
+    """Batches hold only confident images. Each is trained on in a strong view (fix loss), and mixed with
+    another image (mix loss)."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: an image gets a pseudo-label if the received model's confidence is at least this."""

@@ -11,7 +11,7 @@ from ssfl.federation import Fed, Method, State, Step, paper_round
 
 @dataclass(frozen=True)
 class Supervised(Method):
-    """Users train with true labels; with BatchNorm and FedAvg."""
+    """Users train with their true labels, with BatchNorm and FedAvg."""
 
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
     """The server's weight in every average. Default: the same as a user's."""
