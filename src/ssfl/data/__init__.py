@@ -1,4 +1,5 @@
-"""Images: where they come from, who gets them, and how they are augmented.
+"""Images: where they come from, who owns them, and how they are augmented.
 
-Open `sources.py` first; `split.py` divides images among users, `augment.py` makes the views.
+Read `sources.py` first. `split.py` divides images among users, and `augment.py` makes the weak and strong
+views.
 """

@@ -1,4 +1,5 @@
-"""Rounding for splits: the main classes of each user, and whole numbers of images from shares."""
+"""Integer arithmetic for splits: chooses the main classes of each user, and rounds shares to numbers of
+images."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,11 +9,12 @@ from ssfl.errors import ConfigError
 
 
 def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
-    """Returns main classes such that the users are as equal in size as the classes allow.
+    """Returns sets of main classes, and the number of users that share each set. The users' numbers of images
+    are then as equal as the classes allow.
 
-    The result is rows of main classes, and the number of users that share each row. With at least as
-    many users as classes, a row is one class and its m_j users. Otherwise a row is one user and its classes
-    J."""
+    With at least as many users as classes, each set is a single class. Otherwise each set belongs to one user
+    and has one or more classes.
+    """
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     present = np.flatnonzero(sizes)  # a class without images cannot be a main class
@@ -38,7 +40,8 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Move a class to a smaller user, or swap two classes, while that brings the users' sizes closer."""
+    """Moves a class to a smaller user, or swaps two classes, as long as that makes the users' sizes more
+    equal."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]
@@ -63,10 +66,11 @@ def _even_out(mains: list[list[int]], sizes: Index) -> None:
 
 
 def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Returns a matrix with whole row and column sums rounded, every entry up or down, with the same sums.
+    """Returns a matrix of whole numbers in which every entry is rounded up or down, and all row and column
+    sums stay the same. The sums must be whole numbers.
 
-    Such a rounding exists because network flows have integral solutions, and a maximum flow finds it:
-    rows send their remainders to columns along the entries that may be rounded up.
+    Such a rounding exists because network flows have integral solutions. A maximum flow finds it: rows send
+    their remainders to columns along the entries that may be rounded up.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import maximum_flow
@@ -90,8 +94,8 @@ def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
-    """Returns counts [users, classes] close to shares · sizes, by largest remainders; columns sum to
-    sizes."""
+    """Returns counts [users, classes] close to shares · sizes, rounded by largest remainders. Each column
+    sums to the size of its class."""
     wanted = shares * sizes
     counts = np.floor(wanted).astype(np.int64)
     for label, missing in enumerate((sizes - counts.sum(0)).tolist()):

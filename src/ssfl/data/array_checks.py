@@ -21,7 +21,7 @@ _LABEL_KEYS = ("label", "labels", "fine_label")
 
 @contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Turn a DataError, which is about files, into a ConfigError about an argument."""
+    """Turns a DataError, which is about files, into a ConfigError about an argument."""
     try:
         yield
     except DataError as error:
@@ -76,7 +76,7 @@ def require_same_length(images: Tensor, labels: Index, what: str) -> None:
 
 
 def _labels(values: Array, what: str) -> NDArray[Any]:
-    """Returns labels as int64 or strings, one for each image; accepts N x 1 as well."""
+    """Returns labels as int64 or strings, one for each image. The shape N x 1 is accepted too."""
     array = _array(values, what)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -121,7 +121,7 @@ def class_numbers(
 
 
 def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
-    """Returns labels as class numbers; -1 means unknown."""
+    """Returns labels as class numbers, where -1 means unknown."""
     array = _labels(labels, what)
     if array.dtype.kind == "U":
         numbers = {name: number for number, name in enumerate(names)}
@@ -145,7 +145,7 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
 
 
 def image_numbers(values: Array, count: int, what: str) -> Index:
-    """Returns sorted numbers of images, from numbers or a mask."""
+    """Returns sorted image numbers, given image numbers or a boolean mask."""
     array = _array(values, what)
     if array.dtype == bool:
         array = np.flatnonzero(array)
@@ -166,7 +166,7 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
 
 
 def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
-    """Returns the images of each user."""
+    """Returns the image numbers of each user."""
     keyed = users.items() if isinstance(users, Mapping) else enumerate(users)
     arrays = []
     for user, numbers in keyed:
@@ -201,7 +201,8 @@ def require_one_owner(
 
 
 def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tuple[float, ...] | None:
-    """Returns one number for each channel."""
+    """Returns the numbers as a tuple, one for each channel; None stays None. Raises if there are too few or
+    too many."""
     if values is None:
         return None
     numbers = tuple(float(number) for number in np.atleast_1d(_array(values, what)).tolist())
@@ -245,7 +246,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _item(item: Any, what: str) -> tuple[Any, Any]:
-    """Returns the image and the label of an item."""
+    """Returns the image and the label of one item of a data set."""
     if isinstance(item, Mapping):
         for key in _IMAGE_KEYS:
             if key in item:
@@ -263,7 +264,8 @@ def _item(item: Any, what: str) -> tuple[Any, Any]:
 
 
 def _pixels(image: Any, what: str) -> NDArray[Any]:
-    """Returns [H, W, C] of a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W]."""
+    """Returns an image as an array [H, W, C]. It may be a PIL image, an array [H, W] or [H, W, C], or a
+    tensor [C, H, W]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):
         if image.mode.startswith(("I", "F")):
             raise ConfigError(

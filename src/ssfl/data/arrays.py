@@ -31,7 +31,7 @@ from ssfl.data.hands import Index
 from ssfl.errors import ConfigError, with_class
 
 DRAWS = 16
-"""The number of random numbers that your own augmentation gets for each image."""
+"""How many random numbers your own augmentation gets for each image."""
 PROBED = 4
 """The number of images on which an augmentation is tested."""
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -40,14 +40,14 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 class Data:
     """Your own images in memory, and who owns them.
 
-    `images` and `test_images` are numpy or torch arrays [N, H, W] or [N, H, W, C] with C 1 or 3, uint8, or
-    floats from 0 to 1. `labels` are whole numbers from 0 on, or names; -1 marks an image without a label.
-    `unlabelled` has further images without labels, which are numbered after `images`.
+    `images` and `test_images` are numpy or torch arrays [N, H, W] or [N, H, W, C], where C is 1 or 3. They
+    are uint8, or floats from 0 to 1. `labels` are whole numbers from 0 on, or names; -1 marks an image
+    without a label. `unlabelled` has further images without labels, which are numbered after `images`.
 
-    `server` is an array of image numbers, `users` a list of such arrays, or a dict of them by name. No two
-    owners may share an image. If one of the two is missing, [split] chooses it. With `users`, images
-    without an owner are not used. `validation` is an array of image numbers, or a pair (images, labels).
-    `mean` and `std` of each channel are measured unless you pass them.
+    `server` is an array of image numbers. `users` is a list of such arrays, or a dict of them by user name.
+    No two owners may share an image. If you leave out one of the two, the settings in [split] choose it. With
+    `users`, images without an owner are not used. `validation` is an array of image numbers, or a pair
+    (images, labels). `mean` and `std` of each channel are measured unless you pass them.
 
     `weak` and `strong` are functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8 images of the same
     shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:, 0])` lies in [0, 1),
@@ -123,12 +123,13 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any, *, unlabelled: Any = None, **options: Any) -> "Data":
-        """Returns the data of map-style data sets of torch or Hugging Face: `len(train)` is the number of
-        items, and `train[i]` is a pair (image, label) or a dict with "image" (or "img") and "label".
+        """Returns the data of map-style data sets of torch or Hugging Face. There, `len(train)` is the number
+        of items, and `train[i]` is a pair (image, label) or a dict with "image" (or "img") and "label".
 
         Images may be PIL images, numpy arrays [H, W] or [H, W, C], or tensors [C, H, W]. Each item is read
         only once, so a random transform of the data set would be the same in every epoch: pass it as `weak`
-        or `strong` instead. Image i of `server` and `users` is train[i]. `options` are those of `ssfl.Data`.
+        or `strong` instead. The image numbers in `server` and `users` are positions in `train`. `options` are
+        those of `ssfl.Data`.
         """
         images, labels = read_items(train, "train")
         test_images, test_labels = read_items(test, "test")
@@ -154,12 +155,13 @@ class Data:
 
 
 def unlabelled(images: Any, what: str) -> Tensor:
-    """Returns uint8 [N, C, H, W] of an array of images, or of an `ssfl.Data`, whose labels are ignored."""
+    """Returns images as uint8 [N, C, H, W], given an array or an `ssfl.Data`, whose labels are ignored."""
     return images.dataset.images if isinstance(images, Data) else image_tensor(images, what)
 
 
 def check_views(data: Dataset, images: Tensor) -> None:
-    """Raises if your own augmentation does not follow the rules; it is tested on these images."""
+    """Raises if your own augmentations break a rule: the shape and type of views, or that a view depends on
+    nothing but its image and draws. They are tested on these images."""
     for name, view in (("weak", data.weak), ("strong", data.strong)):
         if view in (augment.WEAK, augment.STRONG):
             continue

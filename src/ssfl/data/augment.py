@@ -1,10 +1,10 @@
-"""Weak and strong views of a whole batch of images, every image with its own random draws.
+"""Weak and strong views of a whole batch of images, each image with its own random draws.
 
-Everything runs on the device of the images. The arithmetic is such that no compiler can fuse it into another
-rounding, and no shape depends on the data. So the same draws give the same bytes on every device, compiled or
-in a CUDA graph. The fourteen operations match Pillow byte for byte, as it rounds on x86-64; on Arm, Pillow's
-own blends with the factor .86 are sometimes one level darker. Tables are made on first use and then kept: run
-a view once before you compile or capture it.
+Everything runs on the device of the images. The same draws give the same bytes on every device, compiled or
+in a CUDA graph: no compiler can change how this arithmetic rounds, and no tensor's shape depends on the
+pixels. The fourteen operations match Pillow byte for byte, as it rounds on x86-64. On Arm, Pillow's own
+blends with the factor .86 are sometimes one level darker. Lookup tables are made on first use and then kept,
+so run a view once before you compile or capture it.
 """
 
 import math
@@ -46,7 +46,7 @@ _STAGES = tuple(
     0 if name == "Identity" else 1 if name.startswith(_MOVES) else 2 if name in _COLOURS else 3
     for name in OPERATIONS
 )
-"""The stage of `apply_stage` that each operation needs; 0 means none."""
+"""For each operation, the stage of `apply_stage` that applies it; 0 for Identity, which needs none."""
 LARGE = 64 * 64
 """From this number of pixels on, views on a CPU are made one stage at a time."""
 AT_ONCE = 16
@@ -56,7 +56,8 @@ _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
 
 class _Tables(NamedTuple):
-    """The lookup tables of the operations, on one device. Magnitudes count from 0, which is not used."""
+    """The lookup tables of the operations, on one device. Magnitudes are 1 to 9, so the tables' entry 0 is
+    not used."""
 
     moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
     sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
@@ -69,7 +70,7 @@ _TABLES: dict[tuple[int, int, torch.device], _Tables] = {}
 
 
 class View(NamedTuple):
-    """A kind of augmentation."""
+    """A kind of augmentation: the function that makes the views, and how many random numbers it needs."""
 
     make: Callable[[Tensor, Tensor, bool], Tensor]
     """(uint8 images [N, C, H, W], draws [N, m], whether to flip) -> uint8 images of the same shape."""
@@ -99,7 +100,7 @@ def normalise(
     std: Sequence[float] | Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns uint8 [N, C, H, W] as (x / 255 - mean) / std per channel, rounded once, to `dtype`.
+    """Returns uint8 images [N, C, H, W] as (x / 255 - mean) / std per channel, rounded only once, to `dtype`.
 
     Inside a CUDA graph, pass mean and std as tensors on the device of the images.
     """
@@ -115,7 +116,8 @@ def normalise(
 
 
 def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Flip with probability 1/2 (if `flip`), then shift by at most 1/8 with reflected edges."""
+    """Returns images flipped with probability 1/2 (if `flip`), then shifted by at most 1/8 with reflected
+    edges."""
     flips, shift_y, shift_x = draws.unsqueeze(-1).unbind(1)
     height, width = images.shape[-2:]
     y = _shifted(shift_y, height)
@@ -140,8 +142,11 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _large_strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """As `strong_views`, with the same bytes, but faster for large images on a CPU: in batches that fit its
-    cache, and each image goes only through the stage of its own operation."""
+    """Returns the same bytes as `strong_views`, but faster for large images on a CPU.
+
+    Images are processed in batches that fit the CPU's cache, and each goes only through the stage of its own
+    operation.
+    """
     views_of_all = torch.empty_like(images)
     for first in range(0, len(images), AT_ONCE):
         batch = slice(first, first + AT_ONCE)
@@ -164,10 +169,11 @@ STRONG = View(strong_views, STRONG_DRAWS)
 
 
 def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Applies `OPERATIONS[op]` with magnitude 1..9 and a sign, which may differ from image to image.
+    """Returns images after `OPERATIONS[op]` with a magnitude from 1 to 9 and a sign, which may all differ
+    from image to image.
 
-    Every image goes through all three stages; stages that are not of its operation return it unchanged.
-    This costs more arithmetic than necessary, but keeps every shape fixed.
+    Every image goes through all three stages, and stages of other operations return it unchanged. This costs
+    more arithmetic than necessary, but keeps every shape fixed.
     """
     for stage in (1, 2, 3):
         images = apply_stage(stage, images, op, magnitude, negative)
@@ -175,7 +181,8 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
 
 
 def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Applies one stage: the first moves pixels, the second changes levels, the third blends."""
+    """Returns images after one stage: the first moves pixels, the second changes grey levels, the third
+    blends images."""
     tables = _tables_for(images)
     if stage == 1:
         moves = tables.moves[op, magnitude, negative.long()]
@@ -204,7 +211,7 @@ def _draw(images: Tensor, generator: torch.Generator | None, count: int) -> Tens
 
 
 def _take(images: Tensor, source: Tensor) -> Tensor:
-    """Returns images whose pixels come from the pixels `source` [N, H * W]; number H * W is black."""
+    """Returns images made of the pixels at the positions `source` [N, H * W]; position H * W is black."""
     n, channels, height, width = images.shape
     index = source.unsqueeze(1).expand(n, channels, height * width)
     pixels = torch.nn.functional.pad(images.flatten(2), (0, 1))
@@ -212,14 +219,15 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Returns source coordinates [N, size] after a shift by -pad..pad with reflection at the edge."""
+    """Returns the source coordinates [N, size] of a random shift by -pad to pad, reflected at the edges."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()
 
 
 def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
-    """Adds a grey square of side H // 2 around a uniform centre, cut off at the edges of the image."""
+    """Returns images with a grey square of side H // 2 around a random centre. Parts beyond the edges are cut
+    off."""
     height, width = images.shape[-2:]
     side = height // 2
     inside = []
@@ -232,7 +240,8 @@ def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
 
 
 def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) -> Tensor:
-    """AutoContrast, Equalize, Posterize and Solarize: new levels for old, per image and channel."""
+    """Returns images after AutoContrast, Equalize, Posterize or Solarize, which map old levels to new ones,
+    per image and channel."""
     index = images.flatten(2).long()
     # Not of uint8, whose minimum comes out wrong when compiled for CPUs (pytorch issue 191499).
     short = images.to(torch.int16).flatten(2)
@@ -254,7 +263,8 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
 
 
 def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Pillow's step [N, C, 1] (0: leave the channel alone) and new levels [N, C, 256]."""
+    """Returns the step of Pillow's Equalize [N, C, 1], 0 if the channel stays unchanged, and the new levels
+    [N, C, 256]."""
     n, channels, count = index.shape
     ones = torch.ones((), dtype=torch.int32, device=index.device).expand(index.shape)
     counts = torch.zeros(n, channels, 256, dtype=torch.int32, device=index.device)
@@ -266,9 +276,11 @@ def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _enhance(images: Tensor, weights: Tensor) -> Tensor:
-    """Brightness, Color, Contrast and Sharpness: blends with black, grey, mean grey and smoothed.
+    """Returns images after Brightness, Color, Contrast or Sharpness, which blend an image with black, with
+    its grey version, with its mean grey or with its smoothed version.
 
-    All are weighted sums in fixed point; an operation's weights of what it does not use are zero.
+    All four are weighted sums in fixed-point arithmetic; the weights of what an operation does not use are
+    zero.
     """
     for_image, for_grey, for_mean, for_smooth = weights.view(-1, 4, 1, 1, 1).unbind(1)
     wide = images.to(torch.int32)
@@ -282,7 +294,7 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
 
 
 def _lightness(images: Tensor) -> Tensor:
-    """Pillow's conversion of int32 [N, C, H, W] to grey [N, 1, H, W]."""
+    """Returns int32 images [N, C, H, W] in grey [N, 1, H, W], converted as Pillow does."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)
@@ -290,7 +302,8 @@ def _lightness(images: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Pillow's SMOOTH filter, int32: ones with 5 in the middle, over 13; the border stays."""
+    """Returns images after Pillow's SMOOTH filter, in int32: a 3x3 kernel of ones with 5 in the middle,
+    divided by 13. Border pixels stay as they are."""
     short = images.to(torch.int16)  # holds every sum below
     rows = short[..., :-2, :] + short[..., 1:-1, :] + short[..., 2:, :]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
@@ -331,7 +344,8 @@ def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
-    """Pillow's map from a pixel to its source in 16.16 fixed point, for a signed magnitude v."""
+    """Returns Pillow's affine map from a pixel to its source, in 16.16 fixed point, for a signed
+    magnitude v."""
     a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
     if name == "Rotate":
         angle = -math.radians(3 * v % 360.0)
@@ -364,8 +378,10 @@ def _level_table() -> Tensor:
 
 
 def _stretch_table() -> Tensor:
-    """Pillow's int(level * scale - low * scale) is sometimes one below the quotient in whole
-    numbers, so the products have to be rounded as it rounds them.
+    """Returns level * (255 / range) for AutoContrast, as float64 [range, level].
+
+    Pillow's int(level * scale - low * scale) is sometimes one below the exact quotient. So the products must
+    be rounded exactly as Pillow rounds them.
     """
     levels = torch.arange(256, dtype=torch.float64)
     # Not 255.0 / levels: torch multiplies by the reciprocal then, which rounds twice.
@@ -374,12 +390,13 @@ def _stretch_table() -> Tensor:
 
 
 def _weight_table() -> Tensor:
-    """Weights whose sums floor to what Pillow's float32 blend with .05 + .09 v truncates to.
+    """Returns integer weights for blends that give the same levels as Pillow's float32 blend with the factor
+    .05 + .09 v.
 
-    This holds for every pair of levels. Rounding both weights up keeps whole results whole: the
-    excess stays far below the 1/100 that separates the others from the next level. With the factor
-    .59 alone float32 falls short of some whole results (100 or 200 levels above a very dark other
-    image); those weights lean just enough to fall short of the same ones.
+    This holds for every pair of levels. Both weights are rounded up, so that exact whole results stay whole.
+    The excess is far below 1/100, the smallest distance of any other result from the next level. With the
+    factor .59 (v = 6), float32 falls short of some exact results (100 or 200 levels above a very dark other
+    image). There the weights are changed just enough to fall short of the same ones.
     """
     one = 1 << _FRACTION
     table = torch.zeros(len(OPERATIONS), 10, 4, dtype=torch.int32)

@@ -10,9 +10,9 @@ from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError
 
 WHITE = 65_535
-"""The largest value of 16 bits."""
+"""The largest 16-bit value."""
 UNLABELLED = ("unlabelled", "unlabeled")
-"""Both spellings, of folders and after "x_" in .npz files."""
+"""Both accepted spellings, in names of folders and after "x_" in .npz files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,8 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation of x/255 in each channel, independent of the order of summation.
+    """Returns the mean and standard deviation of x/255 in each channel. They do not depend on the order of
+    summation.
 
     A constant channel gets the deviation 1, to avoid a division by zero.
     """

@@ -1,8 +1,9 @@
-"""Image files as one array: decoded once, on all cores, into a memory-mapped file that commands share.
+"""Decodes image files into one array, once and on all cores, in a memory-mapped cache file that commands
+share.
 
 An entry of the cache is a file of pixels and an `index.json`. Its key is a fingerprint of the files (paths,
-sizes, modification times) and of the wanted size, channels and scale. Pixels are read from the file when a
-batch needs them, so that there may be more images than fit into memory.
+sizes, modification times) and of the wanted size, channels and scale. Pixels are read from the cache file
+when a batch needs them, so there may be more images than fit into memory.
 """
 
 import errno
@@ -34,30 +35,30 @@ FORMAT = 1
 SPOKEN = 2.0
 """If decoding takes longer than this many seconds, a line says where the result is cached."""
 MAP_NORESERVE = 0x4000
-"""Of mmap on Linux; Python knows its name since 3.13."""
+"""A flag of mmap on Linux. Python has a name for it only since 3.13."""
 NAMED = 20
 """The most broken files that an error names."""
 Read = TypeVar("Read")
 Size = tuple[int, int]
 Broken = dict[int, str]
-"""The reasons why files cannot be read, by the number of the file."""
+"""For each file that cannot be read, its number and the reason."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The images of a list of files."""
+    """The decoded images of a list of files."""
 
     images: Tensor
     """uint8 [N, C, H, W], without the broken ones."""
     broken: Broken
     white: int
-    """The value that became 255 in files of more than 8 bits."""
+    """The value that became 255, for files of more than 8 bits."""
     deep: int
     """The number of files of more than 8 bits."""
     grey: int
     """The number of images without colours, however they are stored."""
     cut: int
-    """The number of images with values above `white`."""
+    """The number of images with values above `white`, which were cut off."""
 
 
 def decoded(
@@ -66,10 +67,12 @@ def decoded(
     channels: int | None = None,
     white: int | None = None,
 ) -> Decoded:
-    """Returns all files as images of one size (height, width); without `size`, all must have the same size.
+    """Returns all files as images of one size (height, width). Without `size`, all files must have the same
+    size.
 
-    They are grey if all files are grey, unless `channels` says otherwise. Files of more than 8 bits all get
-    the same scale: `white`, or what the largest value of all files suggests, becomes 255.
+    The images are grey if all files are grey, unless `channels` says otherwise. Files of more than 8 bits are
+    all scaled in the same way: `white` becomes 255. The default for `white` follows from the largest value of
+    all files.
     """
     wanted = (size, channels, white)
     try:
@@ -95,8 +98,8 @@ def decoded(
 
 
 def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the bytes of a file as an array that may be larger than the memory. Writing to it changes only
-    this process's copy."""
+    """Returns the bytes of a file as a memory-mapped array, which may be larger than the memory. Changes to
+    it stay in this process."""
     if not math.prod(shape):
         return np.empty(shape, np.uint8)
     with file.open("rb") as opened:
@@ -111,7 +114,8 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
-    """Returns a checksum of the files in their current state, and of the wanted form of the images."""
+    """Returns a checksum of the files in their current state, and of the form in which the images are
+    wanted."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())
@@ -128,8 +132,10 @@ def fingerprint(files: Sequence[Path], wanted: Any) -> str:
 def each(
     files: Sequence[Path], read: Callable[[Path], Read], label: str
 ) -> Iterator[tuple[int, Read | DataError]]:
-    """Yields the number of each file with the result of `read`, or its error, in any order. Uses threads on
-    all cores, because Pillow's decoders release the interpreter lock."""
+    """Yields, in any order, the number of each file with what `read` returned for it, or with its error.
+
+    It uses threads on all cores, because Pillow's decoders release the interpreter lock.
+    """
 
     def one(number: int) -> tuple[int, Read | DataError]:
         try:
@@ -146,7 +152,7 @@ def each(
 
 
 def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
-    """Returns the header of each file, and the files that cannot be read."""
+    """Returns the headers of the files by file number, and the reasons for those that cannot be read."""
     good: dict[int, pictures.Header] = {}
     broken: Broken = {}
     for number, result in each(files, pictures.header, "reading image headers"):
@@ -170,7 +176,7 @@ Room = Callable[[tuple[int, ...]], np.ndarray]
 def _write(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, place: Path
 ) -> None:
-    """Write an entry of the cache."""
+    """Decodes the files and writes them as an entry of the cache."""
     pixels = place / "pixels"
 
     def room(shape: tuple[int, ...]) -> np.ndarray:
@@ -201,7 +207,8 @@ def _in_memory(
 def _decode(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, room: Room
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decodes all files that can be read into an array from `room`, and returns it with its index."""
+    """Returns an array of all files that can be read, and its index. `room` provides the memory for the
+    array."""
     began = time.monotonic()
     good, broken = headers(files)
     if channels is None:

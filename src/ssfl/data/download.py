@@ -24,11 +24,11 @@ class Remote:
     md5: str
     size: int  # bytes
     sha256: str = ""
-    """For addresses without HTTPS: as published by TensorFlow Datasets (url_checksums)."""
+    """The SHA-256 that TensorFlow Datasets publishes (url_checksums), for addresses without HTTPS."""
 
     @property
     def checksum(self) -> str:
-        """The kind and value of the checksum that a download must have: SHA-256 if one is published."""
+        """The kind of checksum that a download must match, and its value: SHA-256 if one is published."""
         return f"sha256 {self.sha256}" if self.sha256 else f"md5 {self.md5}"
 
 
@@ -108,8 +108,8 @@ OFFICIAL: dict[str, Official] = {
 
 
 def obtain(name: str, root: Path, download: bool) -> list[Path]:
-    """Returns the files or the folder of a public dataset, from `root` or `root`/`name`; downloads if
-    allowed."""
+    """Returns the files or the folder of a public dataset, found in `root` or `root`/`name`. Missing files
+    are downloaded if that is allowed."""
     official = OFFICIAL[name]
     folders = (root, root / name)
     for folder in folders:
@@ -138,7 +138,7 @@ def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> P
 
 
 def fetch(remote: Remote, target: Path) -> None:
-    """Download to a temporary file, and rename it to `target` if its checksum is right."""
+    """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
     by_hand = f"download it yourself ({remote.checksum}) and put {target.name} into {target.parent}"
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -159,7 +159,7 @@ def fetch(remote: Remote, target: Path) -> None:
 
 
 def _stream(remote: Remote, part: Path) -> str:
-    """Download to `part`, with a progress bar on stderr, and return the checksum."""
+    """Downloads to `part` with a progress bar on stderr, and returns the checksum."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,7 +1,8 @@
 """Folds for cross-validation: which labelled images are held out together.
 
-Images of one patient must not be in the training set and in the held-out fold at once, or the fold would be
-too easy. Sub-folders of a class, or numbers in file names, show which images belong together.
+Images of one patient must not be both in the training set and in the held-out fold, because the accuracy on
+that fold would be too high. Sub-folders of a class, or numbers in file names, show which images belong
+together.
 """
 
 import re
@@ -21,9 +22,11 @@ _NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\
 
 
 def subject(name: str) -> str | None:
-    """Returns the subject (patient) that the name of a file suggests: its beginning, up to the first number
-    of three or more digits or up to a word such as patient7. For "16745_4_2.png" it is 16745. Dates are
-    ignored."""
+    """Returns the subject (such as a patient) that a file name suggests, or None. It is the beginning of the
+    name, up to the first number of three or more digits, or up to a word such as patient7.
+
+    For "16745_4_2.png" it is 16745. Dates are ignored.
+    """
     words = re.split(r"([-_. ()]+)", Path(name).stem)
     for place in range(0, len(words), 2):
         word = words[place]
@@ -35,8 +38,8 @@ def subject(name: str) -> str | None:
 
 
 def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
-    """Returns a number for each pair of a labelled file and the folder of its class, equal for files that
-    belong together; None if neither sub-folders nor names show groups."""
+    """Returns a group number for each labelled file, equal for files that belong to the same subject; None if
+    neither sub-folders nor file names show groups. Each file comes with the folder of its class."""
     names = []
     for file, home in files:
         inner = file.relative_to(home).parts
@@ -49,8 +52,8 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
-    """Returns the fold of each image, 0 to folds - 1, with evenly spread classes and without divided
-    groups."""
+    """Returns the fold of each image, 0 to folds - 1. Classes are spread evenly over the folds, and no group
+    is divided."""
     groups_of_images = np.arange(len(labels)) if groups is None else groups
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups_of_images.tolist()):

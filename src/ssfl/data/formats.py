@@ -1,4 +1,4 @@
-"""Low-level readers of the official files of data sets; errors are one line that names the file."""
+"""Low-level readers of the official files of data sets. Their errors are one line that names the file."""
 
 import gzip
 import struct
@@ -23,7 +23,7 @@ _BATCH = 2_000  # images that are handled at once where a copy is needed
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turn any error of a reader into a DataError of one line that names the file."""
+    """Turns any error of a reader into a DataError of one line that names the file."""
     try:
         yield
     except DataError:
@@ -46,7 +46,7 @@ def reading(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Member:
-    """An open file of a folder or an archive."""
+    """A file that was opened in a folder or an archive."""
 
     name: str  # without its folder and without ".gz"
     where: str  # how messages name it
@@ -69,7 +69,7 @@ class Member:
 
 
 def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
-    """Yields the wanted files, plain or gzipped, of a folder, a tar or a zip, in their order."""
+    """Yields the files of a folder, a tar or a zip archive whose names are `wanted`. Each may be gzipped."""
     with reading(source):
         if source.is_dir():
             for name in wanted:
@@ -98,7 +98,8 @@ def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
 
 
 def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
-    """Returns images and labels of a CIFAR-10 binary: records of one label and 32x32 pixels by channel."""
+    """Returns images and labels of a CIFAR-10 binary file. Each record is a label, followed by 32x32 pixels
+    of each channel."""
     record = 1 + 3 * 32 * 32
     count = _records(member, record)
     records = np.frombuffer(member.take(member.size), np.uint8).reshape(count, record)
@@ -107,7 +108,7 @@ def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(member: Member, axes: int) -> np.ndarray:
-    """Returns the array of an idx file of bytes, as of MNIST: a magic number, the shape, the data."""
+    """Returns the array of an idx file of bytes, the format of MNIST: a magic number, the shape, the data."""
     data = member.take_all()
     head = 4 + 4 * axes
     if data[:4] != bytes((0, 0, 8, axes)) or len(data) < head:
@@ -123,7 +124,7 @@ def read_idx(member: Member, axes: int) -> np.ndarray:
 
 
 def read_emnist_images(member: Member) -> Tensor:
-    """Returns EMNIST images upright; the file has them transposed."""
+    """Returns EMNIST images upright; in the file they are transposed."""
     images = read_idx(member, 3)
     return torch.from_numpy(images.transpose(0, 2, 1).copy()).unsqueeze(1)
 
@@ -133,7 +134,8 @@ def read_emnist_labels(member: Member, classes: int) -> Tensor:
 
 
 def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
-    """Returns images and labels of SVHN: a MATLAB file of X, 32x32x3xN, and y, where 10 means the digit 0."""
+    """Returns images and labels of SVHN, a MATLAB file. X has the shape 32x32x3xN, and in y the label 10
+    means the digit 0."""
     from scipy.io import loadmat
 
     with reading(path):
@@ -154,9 +156,9 @@ def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
-    """Returns the images of an STL-10 binary: 96x96 pixels by channel, column by column.
+    """Returns the images of an STL-10 binary file: 96x96 pixels of each channel, stored column by column.
 
-    They come in batches, resized at once, since the unlabelled images alone take 2.8 GB.
+    They are read and resized in batches, since the unlabelled images alone take 2.8 GB.
     """
     record = 3 * 96 * 96
     count = _records(member, record)
@@ -169,13 +171,13 @@ def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
 
 
 def read_stl_labels(member: Member) -> Tensor:
-    """Returns the labels of an STL-10 binary, which counts its classes from 1."""
+    """Returns the labels of an STL-10 binary file, where classes are counted from 1."""
     labels = np.frombuffer(member.take(member.size), np.uint8).astype(np.int64) - 1
     return _labels_below(labels, 10, member.where)
 
 
 def read_names(member: Member, count: int) -> tuple[str, ...]:
-    """Returns the names of the classes, one in each line."""
+    """Returns the names of the classes from a file with one name per line."""
     with reading(member.where):
         text = member.take(member.size).decode()
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
@@ -208,7 +210,7 @@ def _labels_below(labels: np.ndarray, classes: int, where: object) -> Tensor:
 
 
 def batches(images: Tensor, count: int) -> Iterator[Tensor]:
-    """Yields slices of `count` images, for operations that need a copy of them."""
+    """Yields slices of `count` images, so that an operation never copies all images at once."""
     return (images[start : start + count] for start in range(0, len(images), count))
 
 
@@ -227,7 +229,8 @@ def resized(images: Tensor, size: int | None) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Returns one tensor of all parts; empties the list, so that each part is freed once it is copied."""
+    """Returns all parts as one tensor. The list of parts is emptied, so that each part is freed once it is
+    copied."""
     if len(parts) == 1:
         return parts.pop()
     whole = torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=torch.uint8)

@@ -1,9 +1,10 @@
-"""Gentle views, for pretrained networks and large pictures: a small rotation, zoom, stretch and shift, and
-another gamma, contrast and brightness.
+"""Gentle views, for pretrained networks and large pictures: small random changes of rotation, zoom, aspect,
+position, gamma, contrast and brightness.
 
-Views made for images of 32 pixels (shifts by an eighth, Cutout over a quarter) take away what tells similar
-pictures apart. As in `augment.py`, every image has its own draws, the arithmetic is in whole numbers, and no
-shape depends on the data: the same draws give the same bytes on every device.
+The standard views are made for images of 32 pixels. Their shifts by an eighth, and Cutout over a quarter,
+remove the details that tell similar pictures apart. As in `augment.py`, every image has its own draws, the
+arithmetic is in whole numbers, and no shape depends on the pixels: the same draws give the same bytes on
+every device.
 """
 
 import math
@@ -15,17 +16,18 @@ from ssfl.core.draws import below
 from ssfl.data.augment import STRONG, WEAK, View
 
 GENTLE_DRAWS: int = 9
-"""Flip, angle, zoom, stretch, shift in y, shift in x, gamma, contrast, brightness."""
+"""The draws of a view: flip, angle, zoom, stretch, shift in y, shift in x, gamma, contrast, brightness."""
 STEPS = 41
 """The number of values that each draw chooses from; the middle one changes nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
-"""The limits of a view: degrees, two logarithms of factors, and a share of the side."""
+"""Limits of a view: the angle in degrees, zoom and stretch as logarithms of factors, and the shift as a share
+of the side."""
 GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
 """The limits of a view: the logarithm of gamma, a share, and grey levels."""
 AT_ONCE = 1 << 22
 """The number of pixels that are computed at once on a CPU."""
 NARROW = 4096
-"""Coordinates of images with longer sides than this need 64 bits."""
+"""Images with sides longer than this need coordinates of 64 bits."""
 _ONE = 1 << 16
 _TABLES: dict[torch.device, tuple[Tensor, ...]] = {}
 
@@ -45,12 +47,13 @@ KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
 
 
 def kind_of(weak: View, strong: View) -> str | None:
-    """Returns the name of a pair of views; None if it is not the package's own."""
+    """Returns the name of a pair of weak and strong views; None if the pair is not the package's own."""
     return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
 
 
 def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Rotate, zoom, stretch and shift with bilinear interpolation; edges are reflected."""
+    """Returns images after rotation, zoom, stretch and shift, with bilinear interpolation and reflected
+    edges."""
     count, channels, height, width = images.shape
     cosines, sines, zooms, stretches, *_ = _tables(images.device)
     chosen = below(draws, STEPS)
@@ -93,12 +96,13 @@ def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
-    """Returns coordinates that are reflected at both edges, and kept inside."""
+    """Returns coordinates after reflection at both edges, limited to the inside of the image."""
     return (size - 1 - (size - 1 - place.abs()).abs()).clamp(0, size - 1)
 
 
 def _toned(images: Tensor, draws: Tensor) -> Tensor:
-    """Change gamma, contrast around the mean, and brightness of int32 levels; returns uint8."""
+    """Returns int32 grey levels as uint8, after changes of gamma, of contrast around the mean, and of
+    brightness."""
     *_, gammas, contrasts = _tables(images.device)
     chosen = below(draws, STEPS)
     levels = images.flatten(1).long()
@@ -111,7 +115,8 @@ def _toned(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns cosines, sines, zooms, stretches and contrasts in 1/65536, and new levels for each gamma."""
+    """Returns cosines, sines, zooms, stretches and contrasts in units of 1/65536, and the new levels for each
+    gamma."""
     if device not in _TABLES:
         parts = [2 * step / (STEPS - 1) - 1 for step in range(STEPS)]
         angles = [math.radians(ANGLE * part) for part in parts]

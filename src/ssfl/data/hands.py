@@ -1,4 +1,4 @@
-"""The images of many owners as two arrays, so that a split with a hundred thousand users is fast."""
+"""The images of many owners, stored as two arrays so that a split with a hundred thousand users is fast."""
 
 import operator
 from collections.abc import Sequence
@@ -15,16 +15,21 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Hands(Sequence[Index]):
-    """A list of index arrays, one for each owner, stored one after another in `flat`."""
+    """Which images each owner has: a list of arrays of image numbers, stored one after another in `flat`.
+
+    As in a card game, the images of one owner are its hand.
+    """
 
     flat: Index
-    """Every owner's images, the first owner's first."""
+    """The image numbers of all owners, one owner after another."""
     edges: Index
-    """The start of each owner's images in `flat`, and the end of the last: [owners + 1]."""
+    """[owners + 1]: the position in `flat` at which each owner's images start, and the end of the last
+    owner's."""
 
     @classmethod
     def of(cls, lists: Sequence[ArrayLike]) -> "Hands":
-        """Returns hands from index arrays or masks; hands are returned unchanged."""
+        """Returns the hands of owners given by arrays of image numbers or by masks. A `Hands` is returned
+        unchanged."""
         if isinstance(lists, Hands):
             return lists
         arrays = [np.asarray(owned) for owned in lists]
@@ -59,7 +64,7 @@ class Hands(Sequence[Index]):
         return np.repeat(np.arange(len(self)), self.sizes)
 
     def renamed(self, names: Index) -> "Hands":
-        """Returns the same hands with image numbers i replaced by names[i]."""
+        """Returns the same hands in which every image number i is replaced by names[i]."""
         return Hands(names[self.flat], self.edges)
 
     def where(self, mask: NDArray[np.bool_]) -> "Hands":
@@ -73,9 +78,10 @@ def _edges(sizes: Index) -> Index:
 
 
 def gather(images: Index, owners: Index, count: int) -> Hands:
-    """Returns the hands of `count` owners from the owner of each image, every hand sorted.
+    """Returns the hands of `count` owners, given the owner of each image. Every hand is sorted.
 
-    A pair of owner and image is sorted as one whole number, which is many times faster than two keys.
+    Each pair of owner and image is sorted as one whole number, which is many times faster than sorting by two
+    keys.
     """
     span = int(images.max(initial=0)) + 1
     pairs = np.sort(owners * span + images)
@@ -83,15 +89,16 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 
 
 def dealt(count: int, users: int) -> Index:
-    """Returns the owner of each of `count` images, dealt one by one like cards, so that every class is
-    divided evenly."""
+    """Returns the owner of each of `count` images, dealt in turn like cards. If the images are ordered by
+    class, every class is divided evenly."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     return np.arange(count) % users
 
 
 def handed_out(pools: list[Index], counts: NDArray[np.int64]) -> Hands:
-    """Returns the images of each user, from counts [users, classes] whose columns sum to the pools' sizes."""
+    """Returns the images of each user. `counts` [users, classes] says how many it takes from each class's
+    pool; every column sums to the size of its pool."""
     users = np.arange(len(counts))
     owners = np.concatenate([np.repeat(users, column) for column in counts.T])
     return gather(np.concatenate(pools), owners, len(counts))

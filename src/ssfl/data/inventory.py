@@ -12,13 +12,14 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
 LISTED = 5000
-"""split.json lists at most this many users one by one: more would be slow to write and to read."""
+"""split.json lists at most this many users one by one. More would be slow to write and to read."""
 PROBED = 4
-"""The fingerprint of an augmentation is made from its views of this many images."""
+"""An augmentation's part of the fingerprint comes from its views of this many images."""
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> dict[str, Any]:
-    """Returns the content of split.json; its lists have the first `listed` users, its totals have all."""
+    """Returns the content of split.json. Its lists cover the first `listed` users, and its totals cover all
+    of them."""
     labels = dataset.labels.numpy()
     sizes = Hands.of(parts.users).sizes
     counts = split.class_counts(labels, parts.users)
@@ -49,8 +50,12 @@ def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> d
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Returns a checksum of everything that a run takes from its data: images, labels, normalisation, owners
-    and validation images, and the views of the first images by your own augmentations."""
+    """Returns a checksum of everything that a run takes from its data, to tell whether two runs used the
+    same.
+
+    It covers images, labels, normalisation, owners and validation images, and what your own augmentations
+    make of the first images.
+    """
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
         digest.update(tensor.contiguous().numpy().data)

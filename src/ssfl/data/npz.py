@@ -19,9 +19,9 @@ def load_npz(path: Path, size: int | None) -> Dataset:
     """Returns the images of an .npz file with x_train, y_train, x_test, y_test and, optionally, x_unlabelled
     and classes.
 
-    Images are N x H x W or N x H x W x 1 or 3. Labels are any whole numbers or strings, which become classes
-    in sorted order; `classes` names them. By default, colour images may be mirrored, and grey ones may not,
-    because they often show writing.
+    Images have the shape N x H x W, or N x H x W x C with 1 or 3 channels. Labels are any whole numbers or
+    strings; their sorted values become the classes, and `classes` can name them. By default, colour images
+    may be mirrored, and grey ones may not, because they often show writing.
     """
     needed = ("x_train", "y_train", "x_test", "y_test")
     extra = tuple(f"x_{spelling}" for spelling in UNLABELLED)
@@ -81,7 +81,8 @@ def _shape(images: Tensor) -> str:
 def _encoded(
     y_train: np.ndarray, y_test: np.ndarray, names: list[str] | None, path: Path
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Returns labels as 0..d-1 in sorted order, or in that of `names` if the labels are strings."""
+    """Returns labels as class numbers from 0 on, and the class names. Classes are in sorted order, or in the
+    order of `names` if the labels are strings."""
     if y_train.dtype.kind != y_test.dtype.kind:
         raise DataError(f"{path}: y_train and y_test must both be numbers or both be strings")
     values = np.unique(y_train)
@@ -140,7 +141,7 @@ def as_images(array: np.ndarray, where: str) -> Tensor:
 
 
 def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    """Returns labels as int64 or strings, one for each image; accepts N x 1 as well."""
+    """Returns labels as int64 or strings, one for each image. The shape N x 1 is accepted too."""
     array = npz_array(content, path, name)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]

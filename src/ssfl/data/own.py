@@ -30,8 +30,8 @@ class Files:
 
     @property
     def users(self) -> dict[str, list[int]]:
-        """Each user's images, as positions in `unlabelled`: one user for each sub-folder, and one for loose
-        files beside them; empty if there are no sub-folders."""
+        """The users' images, as positions in `unlabelled`. Each sub-folder is a user, and loose files beside
+        the sub-folders belong to one more. Empty if there are no sub-folders."""
         names = sorted(set(self.homes) - {""})
         places: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
         for place, home in enumerate(self.homes if names else []):
@@ -50,11 +50,11 @@ class Files:
 
 
 def sort_files(folder: Path, test_fraction: float) -> Files:
-    """Returns the files of a folder with a sub-folder for each class. Loose images, and those in
-    "unlabelled", have no label. Sub-folders of "unlabelled" are users.
+    """Returns the files of a folder that has a sub-folder for each class. Loose images, and those in
+    "unlabelled", have no label. Each sub-folder of "unlabelled" is a user.
 
-    If there are folders "train" and "test", the classes are inside these. Without "test", the part
-    `test_fraction` of each class is held out.
+    If there are folders "train" and "test", the class folders are inside these. Without "test", the part
+    `test_fraction` of each class is held out for testing.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -110,9 +110,9 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
-    """Returns the images of a folder, as `sort_files` finds them; they are grey if all files are.
+    """Returns the images of a folder as `sort_files` sorts them. The images are grey if all files are.
 
-    Files that cannot be read are left out with a warning, or raise one error (`broken` = "stop").
+    Files that cannot be read are left out with a warning; with `broken` = "stop" they cause one error.
     """
     files = sort_files(folder, test_fraction)
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
@@ -139,8 +139,8 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
 
 
 def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
-    """Returns the files that can be read. The others are named in one warning or, if the policy is "stop",
-    in an error; "silent" gives no warning, because the files will be read again."""
+    """Returns the files that can be read. One warning names the others; if the policy is "stop", it is an
+    error. The policy "silent" gives no warning, because the files will be read again."""
     if not broken:
         return files
     everything = files.everything
@@ -181,7 +181,7 @@ def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]
 
 
 def owners(files: Files) -> dict[str, Any]:
-    """Returns the users of a Dataset, if there are sub-folders for them."""
+    """Returns the arguments of `Dataset` that describe its users; empty if no sub-folders name them."""
     users = files.users
     if not users:
         return {}
@@ -191,8 +191,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
-    """Returns at least one image of a class for testing, chosen by a hash of the names: the same in every
-    run."""
+    """Returns the images of a class that are held out for testing, at least one. A hash of the file names
+    chooses them, so they are the same in every run."""
     if not fraction:
         return []
     if len(files) < 2:

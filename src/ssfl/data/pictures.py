@@ -1,4 +1,4 @@
-"""Readers of image files and of folders with image files; errors are one line that names the file."""
+"""Readers of image files and of folders with image files. Their errors are one line that names the file."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 )
 APART, MARKED = 24, 0.01
-"""An image is grey if the channels differ by more than this many levels in less than this share of it."""
+"""An image is grey if its channels differ by more than 24 levels in less than 1 % of its pixels."""
 _GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
 _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 
@@ -55,7 +55,7 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
 
 
 def _opened(path: Path) -> "Image.Image":
-    """Opens an image file; raises if it is not a plain file, since a FIFO would block forever."""
+    """Returns an opened image file; raises if it is not a regular file, since a FIFO would block forever."""
     from PIL import Image
 
     require_plain(path)
@@ -64,7 +64,7 @@ def _opened(path: Path) -> "Image.Image":
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress Pillow's warnings, since a damaged file already gets a line of its own. Use this in the main
+    """Suppresses Pillow's warnings, since a damaged file already gets a line of its own. Use this in the main
     thread only, because all threads share the warning filters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -72,10 +72,10 @@ def quiet() -> Iterator[None]:
 
 
 class Header(NamedTuple):
-    """The header of an image file, read without its pixels."""
+    """What the header of an image file says, read without decoding the pixels."""
 
     width: int
-    """Of the upright image, as is `height`."""
+    """The width of the image when it is upright; `height` likewise."""
     height: int
     grey: bool
     """Whether it is stored without colours."""
@@ -99,8 +99,8 @@ def largest(path: Path) -> int:
 
 
 def white_of(largest: int) -> int:
-    """Returns the largest number with as many bits as the largest value of all images has, because scans of
-    12 bits are often saved in 16."""
+    """Returns the value that should become white: the largest number with as many bits as `largest`. Scans of
+    12 bits, for example, are often saved in files of 16."""
     return (1 << max(largest.bit_length(), 8)) - 1 if largest else WHITE
 
 
@@ -110,8 +110,8 @@ def _deep(image: "Image.Image") -> np.ndarray:
 
 
 def grey_pixels(pixels: np.ndarray) -> bool:
-    """Whether an image [C, H, W] shows no colours, however it is stored: scans are often saved as RGB.
-    Compression noise and a small coloured mark are ignored."""
+    """Returns whether an image [C, H, W] shows no colours, however it is stored. Scans are often saved as
+    RGB. Compression noise and a small coloured mark are ignored."""
     if len(pixels) == 1:
         return True
     apart = pixels.max(0).astype(np.int16) - pixels.min(0)
@@ -119,9 +119,9 @@ def grey_pixels(pixels: np.ndarray) -> bool:
 
 
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
-    """Returns an image file, upright, as uint8 [channels, height, width], resized if `size` is not None.
+    """Returns an image file as uint8 [channels, height, width], upright, and resized if `size` is not None.
 
-    Transparent pixels become white. Files of more than 8 bits are reduced to 8, and `white` becomes 255.
+    Transparent pixels become white. In files of more than 8 bits, `white` becomes 255.
     """
     from PIL import Image, ImageOps
 

@@ -39,11 +39,12 @@ def load(
     test_fraction: float = 0.2,
     broken: str = "skip",
 ) -> Dataset:
-    """Returns a dataset by its name (official files under `root`), or from an .npz file or image folder.
+    """Returns a dataset: a known one by its name (official files under `root`), an .npz file or a folder of
+    images.
 
     `size` resizes all images to size x size. `test_fraction` is used only for folders without test images of
-    their own; if it is 0, no images are held out. `broken` ("skip" or "stop") is used only for folders with
-    files that cannot be read.
+    their own; with 0, no images are held out. `broken` ("skip" or "stop") says what to do about files of a
+    folder that cannot be read.
     """
     if (name is None) == (path is None):
         raise DataError(
@@ -86,7 +87,7 @@ def load(
 
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns the image files of paths; a folder means all images in it."""
+    """Returns the image files that the paths name. A folder stands for all images in it."""
     files: list[Path] = []
     for path in map(Path, paths):
         inside = pictures.list_images(path) if path.is_dir() else [path]
@@ -146,7 +147,7 @@ def _digits_table() -> np.ndarray:
 
 
 def _load_cifar10(root: Path, download: bool, size: int | None) -> Dataset:
-    """CIFAR-10 (Krizhevsky 2009), binary version."""
+    """Returns CIFAR-10 (Krizhevsky 2009), from its binary version."""
     classes = CIFAR_CLASSES
     read: dict[str, tuple[Tensor, Tensor]] = {}
     [source] = obtain("cifar10", root, download)
@@ -172,7 +173,7 @@ def _load_cifar10(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_svhn(root: Path, download: bool, size: int | None) -> Dataset:
-    """Street View House Numbers (Netzer et al. 2011), cropped digits, without the extra ones."""
+    """Returns Street View House Numbers (Netzer et al. 2011): the cropped digits, without the "extra" set."""
     train, test = obtain("svhn", root, download)
     images, labels = formats.read_svhn(train)
     test_images, test_labels = formats.read_svhn(test)
@@ -184,7 +185,7 @@ def _load_svhn(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_emnist(root: Path, download: bool, size: int | None) -> Dataset:
-    """EMNIST balanced (Cohen et al. 2017): 47 classes of handwritten digits and letters."""
+    """Returns EMNIST balanced (Cohen et al. 2017): 47 classes of handwritten digits and letters."""
     read: dict[str, Tensor] = {}
     [source] = obtain("emnist", root, download)
     for member in formats.members(source, _wanted("emnist")):
@@ -201,7 +202,7 @@ def _load_emnist(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_stl10(root: Path, download: bool, size: int | None) -> Dataset:
-    """STL-10 (Coates et al. 2011): 5,000 labelled images, then 100,000 without labels."""
+    """Returns STL-10 (Coates et al. 2011): 5,000 labelled images, then 100,000 without labels."""
     classes = STL_CLASSES
     images: dict[str, list[Tensor]] = {}
     labels: dict[str, Tensor] = {}

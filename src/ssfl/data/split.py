@@ -1,6 +1,7 @@
-"""Splits of images among a server and users: the paper's skew R and other schemes.
+"""Splits of images among a server and users: the paper's split with skew R, and other schemes.
 
-Functions take and return index arrays. Every image has exactly one owner, which depends only on the seed.
+Functions take and return arrays of image numbers. Every image has exactly one owner, which depends only on
+the seed.
 """
 
 import math
@@ -19,7 +20,7 @@ from ssfl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parts:
-    """The owners of a data set's images, as arrays of indices."""
+    """The owners of a data set's images, as arrays of image numbers."""
 
     server: Index
     """Labelled images of the server (D_s)."""
@@ -30,12 +31,12 @@ class Parts:
 
 
 def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Returns the paper's split for a skew R (Appendix A.2), for any number of users K and any classes.
+    """Returns the paper's split with skew R (Appendix A.2), generalised to any number of users and classes.
 
-    A user whose main classes are J gets  R · n_i · [i in J] + (1 - R) · n_i · sum of q_j over J  images of
-    class i, shared equally among the users with the same main class. Here n_i is the number of images of
-    class i, and q_j is the share of class j in all images. Counts are rounded so that every image has one
-    owner, and every count is within one of its exact value.
+    A user whose main classes are the set J gets R · n_i · [i in J] + (1 - R) · n_i · (sum of q_j over J)
+    images of class i. Users with the same main class share this number equally. Here n_i is the number of
+    images of class i, and q_j is the share of class j in all images. Counts are rounded so that every image
+    has one owner, and every count is within one of its exact value.
     """
     if not 0 <= skew <= 1:
         raise ConfigError(
@@ -62,7 +63,8 @@ def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, s
 
 
 def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Returns an even split: the users' counts of each class, and of all images, differ by at most one."""
+    """Returns an even split: the users' numbers of images differ by at most one, in each class and in
+    total."""
     server, pools = _take_server(labels, server_labels, seed)
     images = np.concatenate(pools)
     return Parts(server, gather(images, dealt(len(images), users), users))
@@ -76,14 +78,16 @@ def dirichlet(
     seed: int = 2019,
     capped: bool = False,
 ) -> Parts:
-    """Returns a split of each class by proportions from Dirichlet(alpha); a small alpha means a large skew.
+    """Returns a split in which each class is divided by proportions from Dirichlet(alpha). A small alpha
+    means a large skew.
 
     With `capped`, users that already have their fair share of the images get none of the following classes,
     as in SemiFL's code. The users' numbers of images then differ less.
 
     The proportions are drawn again, up to a hundred times, while a user has fewer than ten images (or than
-    half its fair share, if that is less), and then up to a hundred times while a user has none. If more than
-    a thousand users have too few, or more than fifty have none, another draw would not help, so it stops.
+    half its fair share, if that is less). After that they are drawn again, up to a hundred times, while a
+    user has none. Drawing stops early if more than a thousand users have too few images, or more than fifty
+    have none, because another draw would not help.
     """
     if not alpha > 0:
         raise ConfigError(
@@ -112,7 +116,7 @@ def dirichlet(
 
 
 def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the number of images [users, classes], dealt class by class until users have their fair
+    """Returns the numbers of images [users, classes], where a user gets no further class once it has its fair
     share."""
     fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
     columns = []
@@ -149,11 +153,11 @@ def shards(
 
 
 def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float64]:
-    """Returns which user has which classes, [users, classes]: each user in turn takes the classes that the
-    fewest users have, with ties in random order.
+    """Returns which user has which classes, [users, classes]. Each user in turn takes the classes that the
+    fewest users have; ties are broken at random.
 
-    After every `turn` users all classes are taken equally often, so turns do not depend on each other. So the
-    first users of all turns choose at once, then the second ones, and so on.
+    After every `turn` users, all classes have been taken equally often, so these turns do not depend on each
+    other. For speed, the first users of all turns choose at once, then the second ones, and so on.
     """
     turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
@@ -178,9 +182,9 @@ def mixture(
     server_labels: int = 0,
     seed: int = 2019,
 ) -> Parts:
-    """Returns a split by given mixtures of classes: with m mixtures, user u gets mixture u mod m.
+    """Returns a split by given mixtures of classes. With m mixtures, user u gets mixture u mod m.
 
-    Each class is divided in proportion to its weights in the users' mixtures, so that no image is lost. Users
+    Each class is divided in proportion to its weights in the users' mixtures, so every image is used. Users
     get exactly their mixture if every class has the same total weight and size.
     """
     server, pools = _take_server(labels, server_labels, seed)
@@ -208,14 +212,17 @@ def mixture(
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Returns the skew R of Definition 2: the mean total variation distance between two users' classes."""
+    """Returns the skew R of Definition 2: the mean total variation distance between the class distributions
+    of two users."""
     return skew_of(class_counts(labels, users))
 
 
 def skew_of(counts: NDArray[np.int64]) -> float:
-    """Returns the skew of Definition 2 from class counts [users, classes], without users of unknown labels.
+    """Returns the skew of Definition 2 from class counts [users, classes]. Users without known labels are
+    left out.
 
-    It sorts the shares of each class, in O(d · K · log K), instead of visiting all pairs of users.
+    It sorts the shares of each class, in O(d · K · log K) for d classes and K users, instead of visiting all
+    pairs of users.
     """
     known = counts[counts.sum(1) > 0]
     count = len(known)
@@ -228,7 +235,8 @@ def skew_of(counts: NDArray[np.int64]) -> float:
 
 
 def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.int64]:
-    """Returns how many images of each class each owner has: [owners, classes], without unknown labels."""
+    """Returns how many images of each class each owner has, [owners, classes]. Images of unknown label are
+    not counted."""
     known = _labels(labels)
     classes = int(known.max(initial=0)) + 1
     hands = Hands.of(owners)
@@ -238,7 +246,8 @@ def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.i
 
 
 def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
-    """Returns a stratified part of the labelled images, for validation, and all other images, both sorted."""
+    """Returns a stratified part of the labelled images, for validation, and all other images. Both are
+    sorted."""
     known = _labels(labels)
     held = np.zeros(len(known), bool)
     for pool in _pools(known, seed) if fraction else []:
@@ -247,7 +256,8 @@ def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Inde
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
-    """Returns the same owners with labels on `count` of the users' images, uniform over the classes."""
+    """Returns the same owners, where `count` of the users' images now have labels, equally many of each
+    class."""
     known, users = _labels(labels), Hands.of(parts.users)
     owned = np.sort(users.flat)
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
@@ -257,7 +267,7 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
 
 
 def share(parts: Parts) -> Parts:
-    """Returns owners in which every user has the server's images besides its own."""
+    """Returns the same owners, where every user also has the server's images."""
     users = Hands.of(parts.users)
     count = len(users)
     images = np.concatenate([users.flat, np.tile(parts.server, count)])
@@ -266,7 +276,8 @@ def share(parts: Parts) -> Parts:
 
 
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
-    """Returns owners in which images without labels are divided evenly among the users, besides their own."""
+    """Returns the same owners, where the images without labels are divided evenly among the users, in
+    addition to their own."""
     users = Hands.of(parts.users)
     shuffled = _shuffled(images, seed, 0)
     owners = np.concatenate([users.owners, dealt(len(shuffled), len(users))])
@@ -276,7 +287,8 @@ def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
 def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
-    """Returns `count` images, uniform over the classes, and the remaining images of each class, shuffled."""
+    """Returns `count` images for the server, equally many of each class, and the remaining images of each
+    class, shuffled."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)
@@ -303,7 +315,7 @@ def _labels(labels: ArrayLike) -> NDArray[np.int64]:
 
 
 def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
-    """Returns the images of each class in a random order, without images that have no label."""
+    """Returns the images of each class in random order. Images without a label are left out."""
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
         raise ConfigError("nothing to split: no image has a label")
@@ -314,6 +326,6 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """Returns the same indices in the order of their hashes, no two of which are equal."""
+    """Returns the same image numbers in the order of their hashes, all of which are different."""
     base = torch.tensor(draws.key(seed, "split", part))
     return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]
