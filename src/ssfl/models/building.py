@@ -1,4 +1,4 @@
-"""The network that a config asks for: a built-in one, a pretrained one, or a module from outside."""
+"""Builds the network that a config asks for: a built-in one, a pretrained one, or a module from outside."""
 
 from torch import nn
 
@@ -9,12 +9,13 @@ from ssfl.models import backbones, external, networks, weights
 
 
 def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network that is trained, with its initial weights; `make` is for one passed from Python."""
+    """Returns the network to train, with its initial weights. `make` is the factory, if one was passed from
+    Python."""
     return config.method.network(plain_network_of(config, dataset, make))
 
 
 def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network itself, before a method wraps it."""
+    """Returns the network as it is before a method builds its own around it."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
         network = external.named(name, make, len(dataset.classes), dataset.shape, seed)

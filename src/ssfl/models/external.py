@@ -1,9 +1,10 @@
-"""Any `nn.Module` as a network: one model, or n models at once.
+"""Makes any `nn.Module` usable as a network: for one model, or for n models at once.
 
 A factory `make() -> nn.Module` returns a module that maps float images [B, C, H, W] to logits [B, classes].
-`External` wraps it so that engines can treat it like a network built from `ssfl.models.layers`: they call it
-with parameters that may have one more dimension in front, [n, ...], and with the images of n models one after
-another in the batch. Then it runs under `torch.func.vmap`. The n models share frozen parameters.
+`External` wraps the module so that engines can treat it like a network built from `ssfl.models.layers`.
+Engines pass parameters that may have one more dimension in front, [n, ...], and the images of n models one
+after another in the batch. The module then runs under `torch.func.vmap`. The n models share frozen
+parameters.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _OWN = (layers.Conv2d, layers.Linear, layers.GroupNorm, layers.BatchNorm)
 
 
 class External(nn.Module):
-    """Wraps a module from outside; its tensors keep their names."""
+    """Wraps a module from outside. The names of its tensors stay the same."""
 
     module: nn.Module
     compilable = False
@@ -80,8 +81,8 @@ class External(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Returns the logits of images [B, ...], or of n models' images [n · B, ...]; keys are for
-        dropout."""
+        """Returns the logits of images [B, ...], or of n models' images [n · B, ...]. `keys` determine the
+        dropout masks."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         state = {name: tensors[name] for name in (*self._dims, *self._statistics)}
         first = next(iter(self._dims))
@@ -110,7 +111,7 @@ class External(nn.Module):
         return torch.cat([part[0] for part in parts]), statistics
 
     def _one(self, state: Named, x: Tensor, key: Tensor | None) -> tuple[Tensor, Named]:
-        """One model's logits, and its new statistics in training mode."""
+        """Returns the logits of one model and, in training mode, its new running statistics."""
         state = {name: self._usable(name, value, x.dtype) for name, value in state.items()}
         state |= self._frozen(x.dtype)
         if self.training:
@@ -123,12 +124,13 @@ class External(nn.Module):
         return logits, statistics
 
     def _usable(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in the type that the module computes in; layers with statistics need float32."""
+        """Returns a tensor in the number type that the module computes in. Layers with running statistics
+        need float32."""
         return value.to(torch.promote_types(dtype, torch.float32) if name in self._wide else dtype)
 
     def _frozen(self, dtype: torch.dtype) -> Named:
-        """Returns copies of the frozen tensors in another type, made once; without those that have it
-        already."""
+        """Returns copies of the frozen tensors in another number type. Tensors that have this type already
+        are left out. The copies are made once."""
         if dtype not in self._narrow:
             tensors = dict(self.named_parameters()) | dict(self.named_buffers())
             self._narrow[dtype] = {
@@ -141,7 +143,7 @@ class External(nn.Module):
 
 
 def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """Returns the network that a factory makes, after checking it; its initial weights depend only on the
+    """Returns the network that a factory makes, after checking it. Its initial weights depend only on the
     seed.
 
     `setting` is how messages name the factory. Networks that consist of `ssfl.models.layers` need no wrapper.
@@ -182,7 +184,7 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
 
 
 def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """Returns the network of an import path, or of a factory that was passed from Python."""
+    """Returns the network that an import path names, or that a factory passed from Python makes."""
     if make is None and name == outside.IN_MEMORY:
         raise ConfigError(
             "model.name = 'in memory': this network was passed as a Python object, so pass it again: "
@@ -195,13 +197,13 @@ def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, 
 
 
 def plain(network: nn.Module) -> nn.Module:
-    """Returns the module itself, as its factory made it."""
+    """Returns the module as its factory made it, without the wrapper."""
     return network.module if isinstance(network, External) else network
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Returns a checksum of everything that a row does not hold: frozen weights, other buffers, the
-    layout."""
+    """Returns a checksum of everything about a network that is not in its row: frozen weights, other buffers,
+    and the names and shapes of tensors."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
@@ -213,7 +215,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def check_precision(network: nn.Module, images: Tensor) -> None:
-    """Raises if a module cannot compute in the type of these images."""
+    """Raises if a module cannot compute in the number type of these images."""
     if not isinstance(network, External):
         return
     narrow = {name: weight.detach().to(images.dtype) for name, weight in trained(network).items()}
@@ -234,9 +236,10 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
 
 
 def try_batching(network: nn.Module, images: Tensor) -> None:
-    """Tries whether torch can run n such models at once; if not, warns and runs them one after another.
+    """Tries whether torch can run n such models at once. If not, it warns, and the models run one after
+    another.
 
-    `images` are two normalised images, of the type and on the device of the training.
+    `images` are two normalised images, of the number type and on the device of the training.
     """
     if not isinstance(network, External):
         return
@@ -287,7 +290,7 @@ def _normalising(module: nn.Module) -> Iterator[str]:
 
 
 def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[int, int, int]) -> None:
-    """Raises if one pass in evaluation mode does not return logits."""
+    """Raises if a forward pass in evaluation mode does not return logits of the right shape."""
     images = _example(shape)
     try:
         with torch.no_grad(), replaced_functions(None):
@@ -317,7 +320,7 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
 
 
 def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
-    """Raises if training fails, or if two passes in training mode with the same key differ."""
+    """Raises if training fails, or if two passes in training mode with the same dropout key differ."""
     try:
         copied = copy.deepcopy(network).train()
         key, states = torch.tensor(7), _random_states()
@@ -340,13 +343,13 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
 
 
 def _refused(message: str, value: object) -> ConfigError:
-    """Returns the error for a network that cannot be used; `value` is what it returned, raised or drew
-    from."""
+    """Returns the error for a network that cannot be used. `value` is what it returned or raised, or the
+    source of its random numbers."""
     return ConfigError(message, key="model.name", value=value)
 
 
 def _example(shape: tuple[int, int, int]) -> Tensor:
-    """Returns two artificial images."""
+    """Returns two artificial images to test a network with."""
     return torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
 
 

@@ -1,9 +1,9 @@
 """The layers that have parameters, for one model or for n models at once.
 
-A network of these layers runs in two ways. With its own parameters it is one ordinary PyTorch model. With
-parameters that have one more dimension in front, [n, ...], passed by `torch.func.functional_call`, it is n
-models. Their images come one model after another in the batch, [n · B, C, H, W], so that everything between
-these layers (activations, pooling, sums) works without changes.
+A network of these layers runs in two ways. With its own parameters it is one ordinary PyTorch model. If
+`torch.func.functional_call` passes parameters with one more dimension in front, [n, ...], it is n models.
+Their images come one model after another in the batch, [n · B, C, H, W], so that everything between these
+layers (activations, pooling, sums) works without changes.
 """
 
 import torch
@@ -16,7 +16,7 @@ from ssfl.models.kernels import normalisation as fused
 
 
 class Conv2d(nn.Conv2d):
-    """A square convolution without dilation or groups."""
+    """A convolution with a square kernel, without dilation or groups."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
@@ -25,7 +25,7 @@ class Conv2d(nn.Conv2d):
 
 
 class Linear(nn.Linear):
-    """A dense layer."""
+    """A fully connected layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
@@ -36,7 +36,8 @@ class Linear(nn.Linear):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalisation of [B, C, ...], each image by itself; statistics at least in float32."""
+    """Group normalisation of [B, C, ...], separately for each image. Its statistics are computed in at least
+    float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 1:
@@ -56,7 +57,8 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [B, C, ...] whose running statistics are replaced, never changed in place.
+    """Batch normalisation of [B, C, ...] that replaces its running statistics instead of changing them in
+    place.
 
     torch's own layer writes into its buffers. Replacing them keeps a step a pure function, so that n models
     can be trained at once. The results are those of `torch.nn.BatchNorm2d`.
@@ -90,39 +92,42 @@ class BatchNorm(nn.Module):
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
 
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Moves the running statistics towards a batch's."""
+        """Moves the running statistics towards those of a batch, as BatchNorm does."""
         unbiased = var * (count / max(count - 1, 1))
         self.running_mean = self.running_mean.lerp(mean, self.momentum)
         self.running_var = self.running_var.lerp(unbiased, self.momentum)
 
     def suits(self, x: Tensor) -> bool:
-        """Returns whether the GPU kernels can be used."""
+        """Returns whether the GPU kernels can compute these images."""
         return self.training and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
-        """Normalises with the GPU kernels, with a sum and an activation in the same pass."""
+        """Returns the images after normalisation, addition of a tensor, and activation, computed by the GPU
+        kernels in one pass."""
         y, mean, var = fused.batch_norm(x, self.weight, self.bias, add, self.eps, slope)
         self._follow(mean.detach(), var.detach(), x.numel() // mean.numel())
         return y  # type: ignore[no-any-return]
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
-    """Returns the layer that `norm` names; GroupNorm has at most 32 groups of at least two channels."""
+    """Returns the normalisation layer that `norm` names. GroupNorm gets at most 32 groups, each of at least
+    two channels."""
     if norm == "group":
         return GroupNorm(min(32, channels // 2), channels)
     return BatchNorm(channels) if norm == "batch" else nn.Identity()
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
-    """Drops whole channels of each image; the mask depends only on the model's key."""
+    """Returns images in which whole channels are set to zero at random. The mask depends only on the model's
+    key."""
     count = x.shape[0] * x.shape[1] // keys.numel()
     mask = draws.uniform(draws.bits(keys, count)) >= rate
     return x * (mask.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Convolves images [n · B, C, H, W] with the filters [n, O, C, k, k] of their models: [n · B, O, H',
-    W']."""
+    """Returns the convolutions [n · B, O, H', W'] of images [n · B, C, H, W] with the filters [n, O, C, k, k]
+    of their models."""
     models = len(weight)
     if convolution.suit(x, weight):
         return convolution.convolve(x, weight, bias, stride, padding)  # type: ignore[no-any-return]
@@ -138,7 +143,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
 
 
 def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """Returns relu(norm(x) + add), or leaky ReLU with a slope; in one pass over the images if possible."""
+    """Returns relu(norm(x) + add), or leaky ReLU with a slope, in a single pass over the images if
+    possible."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
     if isinstance(norm, BatchNorm) and norm.suits(x):
@@ -149,5 +155,6 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:
-    """Reshapes [n, C] to multiply images [n, B, C, ...], which have `dims` dimensions without n."""
+    """Returns values [n, C] in a shape that multiplies images [n, B, C, ...]; without n, the images have
+    `dims` dimensions."""
     return values.reshape(len(values), 1, -1, *[1] * (dims - 2))

@@ -1,8 +1,8 @@
-"""The networks, built by name, with a choice of normalisation.
+"""The built-in networks by name, with a choice of normalisation.
 
-Every network is called as `model(images, key)`: images are normalised floats [B, C, H, W], and `key` is the
-key of the dropout masks, which only `cnn` needs, in training mode. Layers with parameters come from
-`layers.py`, so that every network also runs as n models at once.
+Every network is called as `model(images, key)`. Images are normalised floats [B, C, H, W], and `key`
+determines the dropout masks; only `cnn` needs it, in training mode. Layers with parameters come from
+`layers.py`, so that every network can also run as n models at once.
 """
 
 import torch
@@ -14,7 +14,8 @@ from ssfl.models.layers import Conv2d, Linear, activate, dropout, normalisation
 
 
 class Small(nn.Module):
-    """A two-layer CNN for images of a few pixels, such as the 8×8 digits; strides instead of pooling."""
+    """A two-layer CNN for images of a few pixels, such as the 8×8 digits. It has strides instead of
+    pooling."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -32,7 +33,8 @@ class Small(nn.Module):
 
 
 class Cnn(nn.Module):
-    """The paper's EMNIST network: 1,204,655 parameters without normalisation at 28×28, 47 classes."""
+    """The paper's network for EMNIST, with 1,204,655 parameters (28×28 pixels, 47 classes, no
+    normalisation)."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Cnn(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut (He et al. 2016)."""
+    """The block of ResNet-18: two 3×3 convolutions beside a shortcut (He et al. 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -75,7 +77,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for 32 pixels: a 3×3 stem without pooling; 11,173,962 parameters with a norm."""
+    """ResNet-18 for images of 32 pixels: the first convolution is 3×3, without pooling. It has 11,173,962
+    parameters with a norm."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class ResNet18(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """ResNet-9: four wide layers and two residual pairs; 6,575,370 parameters with a norm."""
+    """ResNet-9: four wide layers and two residual pairs. It has 6,575,370 parameters with a norm."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class ResNet9(nn.Module):
 
 
 class Vgg11(nn.Module):
-    """VGG-11 for 96 pixels with a three-layer head; 11,653,770 parameters with a norm."""
+    """VGG-11 for images of 96 pixels with a three-layer head. It has 11,653,770 parameters with a norm."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -144,7 +147,7 @@ class Vgg11(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """Normalise, activate, convolve, twice (Zagoruyko and Komodakis 2016)."""
+    """The block of a Wide-ResNet: normalise, activate and convolve, twice (Zagoruyko and Komodakis 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -194,7 +197,8 @@ SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wid
 
 
 def suited(shape: tuple[int, int, int], gpu: bool) -> str:
-    """Returns the default network for images of this size; without a GPU one that a CPU can train."""
+    """Returns the name of the default network for images of this size. Without a GPU, it is one that a CPU
+    can train."""
     pixels = min(shape[1:])
     if pixels < 16:
         return "small"

@@ -1,7 +1,7 @@
-"""What replaces functions of torch while a module from outside runs: dropout, attention and normalisation.
+"""Replacements for functions of torch while a module from outside runs: dropout, attention and normalisation.
 
-Dropout masks are named draws, so that a run repeats and every engine draws the same. The others are written
-such that torch.vmap can run them for n models at once.
+Dropout masks are named draws (`core/draws.py`), so that runs can be repeated and all engines draw the same
+masks. The other functions are written so that torch.vmap can run them for n models at once.
 """
 
 import contextlib
@@ -18,13 +18,14 @@ from ssfl.core import draws
 
 
 class _Masks:
-    """The dropout masks of one call: each depends on the key and on how many masks came before."""
+    """The dropout masks of one forward pass. Each depends on the key and on the number of masks drawn before
+    it."""
 
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
     def mask(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Returns a mask of ones and zeros; each takes 16 bits of a draw."""
+        """Returns a mask of ones and zeros. Each element is decided by 16 random bits."""
         if self.key is None:
             raise ValueError("dropout is active in eval mode: pass training=self.training to F.dropout")
         drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
@@ -50,7 +51,8 @@ class _Masks:
         return x.mul_(mask) if inplace else x * mask
 
     def _alpha(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        """Alpha dropout (Klambauer et al. 2017): dropped values become SELU's lower limit."""
+        """Returns values after alpha dropout (Klambauer et al. 2017), which sets dropped values to the lower
+        limit of SELU."""
         limit = 1.7580993408473766
         scale = 0.0 if p == 1 else 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
         mask = self.mask(x, shape, p)
@@ -68,7 +70,8 @@ class _Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Scaled dot-product attention by plain matrix products, which torch can run for n models at once."""
+        """Returns scaled dot-product attention, computed by plain matrix products, which torch can run for n
+        models at once."""
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
@@ -83,16 +86,18 @@ class _Masks:
 
 
 def _channels(x: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a mask over channels."""
+    """Returns the shape of a mask that drops whole channels."""
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 @contextlib.contextmanager
 def replaced_functions(key: Tensor | None) -> Iterator[None]:
-    """Replaces functions of torch during a call of a module: dropout by named draws, and those that
-    torch.vmap cannot run by others that it can. `key` names the draws; None: there is no dropout.
+    """Replaces functions of torch during a call of a module: dropout by named draws, and functions that
+    torch.vmap cannot run by equivalent ones that it can. `key` names the draws; None means that there is no
+    dropout.
 
-    All dropout functions of `torch.nn.functional`, however they were imported, call `torch._VF`.
+    For dropout it is enough to replace functions of `torch._VF`: all dropout functions of
+    `torch.nn.functional` call these, however they were imported.
     """
     masks = _Masks(key)
     drops = [masks.dropout, masks.feature_dropout, masks.alpha_dropout, masks.feature_alpha_dropout]
@@ -117,8 +122,8 @@ def replaced_functions(key: Tensor | None) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a normalisation that computes in float32: torch.vmap does not allow narrower inputs together
-    with statistics in float32.
+    """Returns a normalisation function that computes in float32, because torch.vmap does not allow narrower
+    inputs together with statistics in float32.
 
     It does not use cuDNN, whose layers ask for the memory format, which torch.vmap does not know.
     """

@@ -1,4 +1,4 @@
-"""Weights from a file: `model.weights=FILE.safetensors`."""
+"""Reads initial weights from a file, for the setting `model.weights=FILE.safetensors`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from ssfl.core import plain_files
 from ssfl.errors import ConfigError, one_line
 
 LISTED = 4
-"""How many tensors an error names."""
+"""How many tensors an error message names at most."""
 
 
 def load(network: nn.Module, file: str) -> None:
-    """Loads the weights in a file into a network. The file may lack the last layer, since classes may
+    """Loads the weights in a file into a network. The file may lack the last layer, because the classes may
     differ."""
     tensors, state = _read(file), network.state_dict()
     last = _last_layer(network)

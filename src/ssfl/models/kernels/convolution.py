@@ -10,7 +10,8 @@ _use = find_spec("triton") is not None
 MULTIPLE = 16
 """The number of channels must be a multiple of this, for the tensor cores."""
 FEW = 4
-"""The most input channels of a network's first layer, which takes pictures."""
+"""The most input channels that count as few. The first layer of a network, which takes pictures, has so
+few."""
 
 
 def usable() -> bool:
@@ -19,16 +20,16 @@ def usable() -> bool:
 
 
 def use(wanted: bool) -> None:
-    """Switches the kernels on or off."""
+    """Switches the kernels on or off for this process."""
     global _use
     _use = wanted
 
 
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether the kernels can take these images and filters.
+    """Returns whether the kernels can compute with these images and filters.
 
-    They must be bfloat16 on a GPU, with channels in multiples of 16 (or few inputs), and the offsets within
-    one model's images must fit into 31 bits.
+    These must be bfloat16 on a GPU, with channels in multiples of 16 (or few input channels). The offsets
+    within one model's images must fit into 31 bits.
     """
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
@@ -53,7 +54,8 @@ def _out(size: int, kernel: int, stride: int, padding: int) -> int:
 
 @torch.library.custom_op("ssfl::convolve", mutates_args=())
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns [n · B, O, H', W'] from images [n · B, C, H, W], filters [n, O, C, k, k] and biases [n, O]."""
+    """Returns the convolutions of n models, [n · B, O, H', W']. Images are [n · B, C, H, W], filters [n, O,
+    C, k, k] and biases [n, O]."""
     from ssfl.models.kernels import triton_conv
 
     if weight.shape[2] <= FEW:

@@ -1,4 +1,4 @@
-"""Normalisation, sum and activation as one PyTorch operator.
+"""Normalisation, addition of a tensor, and activation as one PyTorch operator.
 
 The kernels are in `triton_norm.py` (group norm) and `triton_batch.py` (batch norm).
 """
@@ -15,12 +15,13 @@ LARGEST = 32768
 
 
 def _power(value: int) -> int:
-    """Returns the next power of two."""
+    """Returns the smallest power of two that is at least this value."""
     return 1 << (value - 1).bit_length()
 
 
 def suit(x: Tensor, groups: int) -> bool:
-    """Returns whether the kernel can take these images: bfloat16 on a GPU, small enough to hold at once."""
+    """Returns whether the kernel can normalise these images: they must be bfloat16 on a GPU, and small enough
+    to hold at once."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
         return False
     members = x.shape[1] // groups
@@ -32,7 +33,7 @@ def suit(x: Tensor, groups: int) -> bool:
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
-    """Returns max(y, slope · y) of y = normalised x + add, for n models; weight and bias are [n, C]."""
+    """Returns max(y, slope · y), where y = group_norm(x) + add, for n models; weight and bias are [n, C]."""
     from ssfl.models.kernels import triton_norm
 
     summand = None if add is None else pixels_first(add)
@@ -90,15 +91,15 @@ group_norm.register_autograd(_backward, setup_context=_remember)
 
 
 def suit_batch(x: Tensor, models: int) -> bool:
-    """Returns whether to use the kernels for the images of n models: bfloat16 on a GPU, channels in multiples
-    of 16, and few enough values."""
+    """Returns whether to use the kernels for the images of n models. These must be bfloat16 on a GPU, with
+    channels in multiples of 16, and not have too many values."""
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0
     return fits and offsets_fit(x, models) and usable()
 
 
 def offsets_fit(x: Tensor, models: int) -> bool:
-    """Returns whether the offsets within one model's images fit into 31 bits, in which the kernels compute
-    them. Larger batches are normalised without the kernels."""
+    """Returns whether the offsets within one model's images fit into 31 bits, the size in which the kernels
+    compute them. Larger batches are normalised without the kernels."""
     return x.numel() // models < 2**31
 
 
@@ -106,7 +107,7 @@ def offsets_fit(x: Tensor, models: int) -> bool:
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns max(y, slope · y) of y = normalised x + add, for n models; weight and bias are [n, C].
+    """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models; weight and bias are [n, C].
 
     Also returns the mean and variance of each model's channels, [n, C]. No gradient flows through these.
     """

@@ -1,4 +1,5 @@
-"""Triton kernels: batch normalisation of n models, with a sum and an activation, forward and backward.
+"""Triton kernels for batch normalisation of n models, with addition of a tensor and activation, forward and
+backward.
 
 Images are [n · B, H, W, C], parameters and statistics [n, C]. A sum over a model's pixels is computed in
 parts. Their number depends only on the shapes, and they are added in a fixed order. So the result has the
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 1056
-"""The number of programs that keeps a large GPU busy: eight for each multiprocessor."""
+"""How many programs keep a large GPU busy: eight for each multiprocessor."""
 TOGETHER = 32
 """The number of parts that are added at a time."""
 HELD = 4096
@@ -22,7 +23,8 @@ HELD = 4096
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Sums of x and of its square over a part of the pixels, both after the first pixel is subtracted."""
+    """Writes the sums of x and of x² over a part of the pixels, after the first pixel is subtracted from
+    x."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     x += model * rows * C
@@ -44,7 +46,7 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Mean and variance from the parts' sums."""
+    """Writes mean and variance, computed from the sums of the parts."""
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     level = tl.load(x + model * rows * C + c).to(tl.float32)
@@ -56,7 +58,7 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """The two sums over all parts, BP parts at a time."""
+    """Returns the two sums over all parts; BP parts are added at a time."""
     one = tl.zeros((BP, BC), dtype=tl.float32)
     two = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, parts, BP):
@@ -95,9 +97,10 @@ def _grad_sums(
     grad, x, y, mean, var, weight, bias, to_add, out, rows, chunk, eps, slope,
     C: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient, and of its product with normalised x, over a part of the pixels.
+    """Writes the sums of the gradient, and of gradient times normalised x, over a part of the pixels.
 
-    MASK: the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y.
+    MASK says where the sign of the activation's input comes from: (0) not needed, (1) computed again, (2)
+    read from y.
     """
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -161,12 +164,12 @@ def _backward(
 
 
 def _wide(channels: int, most: int) -> int:
-    """Returns the largest power of two that divides the channels, up to `most`."""
+    """Returns the largest power of two, up to `most`, that divides the number of channels."""
     return min(channels & -channels, most)
 
 
 def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple[int, int]:
-    """Returns the number of parts that a model's pixels are split into, and their size."""
+    """Returns into how many parts a model's pixels are split, and the size of a part."""
     parts = max(1, min(PROGRAMS // (models * (channels // wide)), triton.cdiv(rows, 4 * tall), 256))
     chunk = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
     return triton.cdiv(rows, chunk), chunk
@@ -193,7 +196,7 @@ def forward(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None,
     eps: float, slope: float,
 ) -> Tensor:  # fmt: skip
-    """Returns the images after normalisation, sum and activation."""
+    """Returns the images after normalisation, addition of a tensor, and activation."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide
@@ -209,7 +212,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients for x, for the summand (if `added`), and for weight and bias, [n, C]."""
+    """Returns the gradients of x, of the added tensor (if `added`), and of weight and bias, [n, C]."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide // 2

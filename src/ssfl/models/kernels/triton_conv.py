@@ -1,4 +1,4 @@
-"""Triton kernels: the convolutions of n models, each with its own filters, as matrix products.
+"""Triton kernels for the convolutions of n models, each with its own filters, as matrix products.
 
 Images are not unfolded in memory: a tile of the product reads its pixels directly from the image. All tensors
 are channels last and contiguous: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
@@ -17,7 +17,7 @@ from torch import Tensor
 from ssfl.models.kernels import triton_tma
 
 PROGRAMS = 528
-"""The number of programs that keeps a large GPU busy. The sum over pixels is split to reach it."""
+"""How many programs keep a large GPU busy. The sum over pixels is split into parts to reach this number."""
 
 
 @triton.jit
@@ -27,11 +27,13 @@ def _correlate(
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y[m, o] = sum over taps and channels of x[pixel of m moved by the tap, c] · w.
+    """Writes y[m, o], the sum over taps (positions in the filter) and channels c of x[pixel m moved by the
+    tap, c] · w.
 
-    FLIP false: w is [O, k, k, C]. FLIP true: w is [C, k, k, O], read with its taps turned round: the
-    gradient with respect to images, whose `up` is the forward stride: of every `up` taps in a line
-    one meets a pixel, the same for all pixels of one phase, which go together.
+    If FLIP is false, w is [O, k, k, C]. If it is true, this is the gradient with respect to the images: w is
+    [C, k, k, O], its taps are read in reverse order, and `up` is the stride of the forward pass. Of every
+    `up` taps in a line only one meets a pixel. It is the same one for all pixels of a phase (position modulo
+    `up`), so these are computed together.
     """
     model = (tl.program_id(2) // (up * up)).to(tl.int64)
     phase = tl.program_id(2) % (up * up)
@@ -80,9 +82,10 @@ def _filters(
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     FEW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """out[o, (tap, c)] = sum over a chunk of the pixels m of g[m, o] · x[pixel of m moved by the tap, c].
+    """Writes out[o, (tap, c)], the sum over a chunk of the pixels m of g[m, o] · x[pixel m moved by the tap,
+    c].
 
-    FEW: x is [B, C, H, W] and out is [o, (c, tap)].
+    With FEW channels, x is [B, C, H, W] and out is [o, (c, tap)].
     """
     model = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
@@ -126,7 +129,8 @@ def _first(
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of a first layer, x [B, C, H, W] of few channels, w [O, C, k, k], without matrices."""
+    """Writes the convolution of a network's first layer, without matrix products. x is [B, C, H, W] with few
+    channels, and w is [O, C, k, k]."""
     model = tl.program_id(2).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -152,18 +156,20 @@ def _first(
 
 @cache
 def _stages(wanted: int, device: torch.device) -> int:
-    """Returns the number of pipeline stages (loads in flight): two if the GPU has little shared memory."""
+    """Returns the number of pipeline stages (loads in flight). It is two if the GPU has little shared
+    memory."""
     room: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return wanted if room >= 160 * 1024 else 2
 
 
 def _tile(channels: int, most: int) -> int:
-    """Returns the largest power of two that divides the channels, up to `most`."""
+    """Returns the largest power of two, up to `most`, that divides the number of channels."""
     return min(channels & -channels, most)
 
 
 def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns a tile's pixels, outputs and channels, and its warps and stages. Measured on an H200."""
+    """Returns the numbers of pixels, outputs and channels of a tile, its warps and its stages. They were
+    measured on an H200."""
     wide, deep = _tile(outputs, 128), _tile(channels, 64)
     if wide == 64 and deep == 64:
         return 128, wide, deep, 4, 3
@@ -171,7 +177,8 @@ def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int
 
 
 def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns a tile's outputs, inputs (taps and channels) and pixels, and its warps and stages."""
+    """Returns the numbers of outputs, inputs (taps times channels) and pixels of a tile, its warps and its
+    stages."""
     tall = _tile(outputs, 128)
     if tall == 128 and channels >= 256:
         return tall, 128, 64, 8, 3
@@ -179,7 +186,8 @@ def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]
 
 
 def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns [n · B, H', W', O] from pictures [n · B, C, H, W], filters [n, O, C, k, k], biases [n, O]."""
+    """Returns the first layer's output [n · B, H', W', O]. Pictures are [n · B, C, H, W], filters [n, O, C,
+    k, k] and biases [n, O]."""
     models, outputs, channels, kernel, _ = w.shape
     size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
     images = len(x) // models
@@ -194,13 +202,14 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) 
 
 
 def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns [n · B, H', W', O] from images [n · B, H, W, C], filters [n, O, k, k, C], biases [n, O]."""
+    """Returns the convolutions [n · B, H', W', O]. Images are [n · B, H, W, C], filters [n, O, k, k, C] and
+    biases [n, O]."""
     size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
     return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
 
 
 def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
-    """Returns the gradient with respect to images of height and width `size`."""
+    """Returns the gradient with respect to the images, whose height and width are `size`."""
     return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
 
 
@@ -230,7 +239,7 @@ def _launch(
 def weights_grad(
     grad: Tensor, x: Tensor, few: bool, models: int, kernel: int, stride: int, padding: int
 ) -> Tensor:
-    """Returns the gradient with respect to filters, [n, O, k, k, C]; sums over pixels in float32.
+    """Returns the gradient with respect to the filters, [n, O, k, k, C]. Sums over pixels are in float32.
 
     With `few` channels, images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
     """

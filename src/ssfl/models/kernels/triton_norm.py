@@ -1,8 +1,8 @@
-"""Triton kernels: group normalisation, a sum and an activation in one pass over the images.
+"""Triton kernels for group normalisation, addition of a tensor, and activation in one pass over the images.
 
 A program holds some channels (whole groups) of one image completely, so that the image is read only once.
-Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C], parameters
-[n, C].
+Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C], parameters [n,
+C].
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -15,19 +15,20 @@ from torch import Tensor
 LARGE = 1024
 """An image with at least this many pixels is large."""
 MANY = 512
-"""The number of programs that keeps a large GPU busy if each one takes a while."""
+"""How many programs keep a large GPU busy if each of them takes a while."""
 
 
 @triton.jit
 def _over_group(values, BC: tl.constexpr, MEMBERS: tl.constexpr):
-    """[BC] sums per channel to sums per group, for each of its channels."""
+    """Returns for each channel the sum over its whole group, given the sum of each channel, [BC]."""
     grouped = tl.sum(tl.reshape(values, (BC // MEMBERS, MEMBERS)), 1)
     return tl.reshape(tl.broadcast_to(grouped[:, None], (BC // MEMBERS, MEMBERS)), (BC,))
 
 
 @triton.jit
 def _normalised(x, real, pixels, eps, BC: tl.constexpr, MEMBERS: tl.constexpr):
-    """The tile [pixels, channels] with mean 0 and variance 1 per group, and the inverse deviation."""
+    """Returns the tile [pixels, channels] with mean 0 and variance 1 in each group, and the inverse standard
+    deviation."""
     count = pixels * MEMBERS
     mean = _over_group(tl.sum(x, 0), BC, MEMBERS) / count
     x = tl.where(real, x - mean[None, :], 0.0)
@@ -63,7 +64,11 @@ def _backward(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """MASK: the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y."""
+    """Writes the gradients for one tile.
+
+    MASK says where the sign of the activation's input comes from: (0) not needed, (1) computed again, (2)
+    read from y.
+    """
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -97,7 +102,8 @@ def _forward_twice(
     x, weight, bias, add, y, images, pixels, eps, slope,
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`_forward` for large images. They are read for the statistics, and again from the cache."""
+    """Does what `_forward` does, for large images: they are read once for the statistics, and again from the
+    cache."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -122,7 +128,8 @@ def _forward_twice(
 def _statistics(
     x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Mean and inverse deviation of each channel's group, [BC]. Sums are relative to the first pixel."""
+    """Returns the mean and the inverse standard deviation of each channel's group, [BC]. The first pixel is
+    subtracted before values are summed."""
     first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
     total = tl.zeros((BP, BC), dtype=tl.float32)
     squares = tl.zeros((BP, BC), dtype=tl.float32)
@@ -144,7 +151,8 @@ def _backward_twice(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`_backward` for large images. They are read several times, all but the first time from the cache."""
+    """Does what `_backward` does, for large images: they are read several times, all but the first time from
+    the cache."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -193,10 +201,10 @@ def _backward_twice(
 
 
 def _tiles(shape: torch.Size, groups: int, added: bool, back: bool) -> tuple[int, int, int]:
-    """Returns a tile's pixels and channels, and its warps.
+    """Returns the numbers of pixels and channels of a tile, and its warps.
 
-    If a tile has fewer pixels than the image, the image is read twice. `added`: a tensor is added. `back`:
-    the gradient is computed. The values were chosen from results/kernels-h200.json.
+    If a tile has fewer pixels than the image, the image is read twice. `added` says whether a tensor is
+    added, and `back` whether the gradient is computed. The values were chosen from results/kernels-h200.json.
     """
     images, height, width, channels = shape
     tall, members = triton.next_power_of_2(height * width), channels // groups
@@ -216,7 +224,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float,
     tile: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the images after normalisation, sum and activation."""
+    """Returns the images after normalisation, addition of a tensor, and activation."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
@@ -232,7 +240,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, slope: float,
     added: bool, tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients for x, for the summand (if `added`), and for weight and bias of each image."""
+    """Returns the gradients of x, of the added tensor (if `added`), and of weight and bias for each image."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)

@@ -1,10 +1,11 @@
-"""Triton kernels for Hopper: the products of `triton_conv.py`, with tiles loaded by the copy engine (TMA).
+"""Triton kernels for Hopper GPUs: the products of `triton_conv.py`, with tiles loaded by the copy engine
+(TMA).
 
 A tile of pixels is a box of images, rows and columns. Pixels outside an image are loaded as zeros, so no
-addresses are computed, and no mask is needed before the store. With stride s, the pixels are viewed as
-[n · B, H / s, s, W / s, s · C], so that the taps of one phase form a box again. The products are
-[outputs, pixels]: the operand that is loaded as a box must be the second one, or it would go through
-registers.
+addresses are computed, and no mask is needed before the store. With stride s, the pixels are viewed as [n ·
+B, H / s, s, W / s, s · C], so that the taps of one phase form a box again. The products are [outputs,
+pixels], because the operand that is loaded as a box must be the second one. As the first one it would go
+through registers.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -26,12 +27,12 @@ except ImportError:  # Triton is too old
     TensorDescriptor = None
 
 PROGRAMS = 132
-"""The number of programs that keeps the GPU busy: one for each multiprocessor."""
+"""How many programs keep the GPU busy: one for each multiprocessor."""
 MOST_PARTS = 4
-"""The most parts that the sum over pixels is split into. For more, `triton_conv.py` is used: these kernels
-were not timed there, or gained little."""
+"""The most parts into which the sum over pixels is split. If more would be needed, `triton_conv.py` is used:
+these kernels were not timed there, or gained little."""
 NARROW = 64
-"""The fewest outputs that the tensor cores take."""
+"""The fewest outputs that the tensor cores can compute."""
 FAR = 8
 """This many strides are added before a division, so that no negative number is divided."""
 
@@ -44,10 +45,12 @@ def _correlate(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """y[o, m] = sum over taps and channels of w · x[pixel of m moved by the tap, c]; y is H by W.
+    """Writes y[o, m], the sum over taps (positions in the filter) and channels c of w · x[pixel m moved by
+    the tap, c]. y has H rows and W columns.
 
-    FLIP false: w is [n · O, k · k · C]. FLIP true: w is [n · C, k · k · O]: the gradient with respect to
-    images, whose `up` is the forward stride, and whose pixels go together by phase.
+    If FLIP is false, w is [n · O, k · k · C]. If it is true, this is the gradient with respect to the images:
+    w is [n · C, k · k · O], and `up` is the stride of the forward pass. Pixels of the same phase (position
+    modulo `up`) are computed together.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
@@ -102,9 +105,11 @@ def _filters(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr,
     ROW: tl.constexpr, FLAT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """out[o, tap, c] = sum over a chunk of the pixels m of g[m, o] · x[pixel of m moved by the tap, c].
+    """Writes out[o, tap, c], the sum over a chunk of the pixels m of g[m, o] · x[pixel m moved by the tap,
+    c].
 
-    ROW: three taps of a line at once, which share g. FLAT: g is [pixels, O] and a tile lies in one piece.
+    ROW: three taps of a line are computed at once, since they share g. FLAT: g is [pixels, O] and a tile is
+    contiguous.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BJ
@@ -148,7 +153,7 @@ def _filters(
 
 
 class Tile(NamedTuple):
-    """A tile's pixels, outputs and channels, and its warps and stages."""
+    """The numbers of pixels, outputs and channels of a tile, its warps and its stages."""
 
     pixels: int
     outputs: int
@@ -159,7 +164,7 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Returns whether the GPU has the copy engine and Triton supports it. Warns once if not."""
+    """Returns whether the GPU has the copy engine and Triton supports it. If not, it warns once."""
     if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
         return True
     why = "need a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
@@ -171,12 +176,13 @@ def hopper(device: torch.device) -> bool:
 
 
 def _power(value: int) -> int:
-    """Returns the next power of two."""
+    """Returns the smallest power of two that is at least this value."""
     return 1 << (value - 1).bit_length()
 
 
 def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
-    """Returns the images, rows and columns of the tile of `pixels` that extends least beyond the image."""
+    """Returns the numbers of images, rows and columns of a tile of `pixels` pixels: the shape that extends
+    least beyond the image."""
 
     def side(size: int, room: int) -> int:
         sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [
@@ -198,7 +204,7 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) ->
 
 
 def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
-    """Returns a descriptor that loads tiles from a matrix with this many rows."""
+    """Returns a descriptor that loads tiles of the shape `block` from a matrix with this many rows."""
     columns = x.numel() // rows
     return TensorDescriptor(x, [rows, columns], [columns, 1], block)
 
@@ -206,7 +212,8 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """Returns the tile for these images (see results/kernels-h200.json); None to use `triton_conv.py`."""
+    """Returns the tile for these images, chosen from results/kernels-h200.json. None means that
+    `triton_conv.py` is to be used."""
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
@@ -224,9 +231,10 @@ def product_tile(
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """Returns the tile, whether to compute three taps together, and how many parts the sum over pixels has.
+    """Returns the tile, whether to compute three taps together, and into how many parts the sum over pixels
+    is split.
 
-    Returns None to use `triton_conv.py`. The values were chosen from results/kernels-h200.json.
+    None means that `triton_conv.py` is to be used. The values were chosen from results/kernels-h200.json.
     """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
@@ -258,7 +266,8 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Convolves images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip`, the images' gradient."""
+    """Returns the convolution of images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip`, the
+    gradient with respect to the images."""
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
@@ -285,7 +294,7 @@ def weights_grad(
     row: bool,
     parts: int,
 ) -> Tensor:
-    """Returns the gradient with respect to filters, [n, O, k, k, C]; sums over pixels in float32."""
+    """Returns the gradient with respect to the filters, [n, O, k, k, C]. Sums over pixels are in float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = _box(tile.pixels, height, width)
