@@ -1,4 +1,4 @@
-"""Engines train the users of a round and differ in speed alone.
+"""Engines: the code that trains the users of a round. Engines differ only in speed.
 
-Open `loop.py` first: plain PyTorch, the specification that all others must equal.
+Read `loop.py` first. It is plain PyTorch, and the other engines must give the same results.
 """

@@ -1,4 +1,8 @@
-"""Fixed buffers in which all trainers of a round take their steps at once, and the SGD update on them."""
+"""Fixed buffers in which all trainers of a round take their steps at once, and the SGD update on these
+buffers.
+
+A trainer is a user or the server.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +20,7 @@ class StepBuffers:
     """The tensors that a step of n trainers reads and writes, [n, ...] each."""
 
     weights: Named
-    """float32 or wider."""
+    """The weights, in float32 or wider."""
     velocity: Named
     received: Named
     """The weights at the start of the round, if the method uses them; else empty."""
@@ -33,15 +37,16 @@ class StepBuffers:
     metrics: Named
     """[n] each: sums over the steps so far."""
     taken: Tensor | None = None
-    """[n]: how many steps each trainer takes, after which its tensors do not change; None: all steps."""
+    """[n]: how many steps each trainer takes; after these its tensors no longer change. None means all
+    steps."""
 
     @property
     def models(self) -> int:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Copies a round's rows and work into the buffers; free ones are filled with the first trainers
-        again."""
+        """Copies a round's models and work into the buffers. Buffers that are left over get the first
+        trainers again."""
         chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]
@@ -88,8 +93,8 @@ def make_buffers(
 ) -> StepBuffers:
     """Returns empty buffers for this kind of work.
 
-    Buffers for inference only (`learns` is false) hold no optimizer state. Without `received` they hold no
-    copy of the first weights.
+    Buffers for inference only (`learns` is false) hold no optimizer state. Without `received` they do not
+    keep the weights at the start of the round.
     """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -124,7 +129,7 @@ def make_buffers(
 def sgd(
     buffers: StepBuffers, gradients: Named, statistics: Named, metrics: Named, optimizer: Optimizer
 ) -> None:
-    """Updates all weights by SGD, the running statistics, and the sums of the metrics.
+    """Updates all weights by one step of SGD, and also the running statistics and the sums of the metrics.
 
     A weight without a gradient does not change, and neither does a trainer that has taken all its steps.
     """
@@ -156,6 +161,6 @@ def sgd(
 
 
 def _cut(gradients: Named, most: float) -> Named:
-    """Scales each model's gradient down to a norm of at most `most`."""
+    """Returns gradients in which each model's gradient is scaled down to a norm of at most `most`."""
     share = (most / (lengths(list(gradients.values())) + 1e-6)).clamp(max=1)
     return {name: gradient * along(share, gradient) for name, gradient in gradients.items()}

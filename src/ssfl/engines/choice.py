@@ -28,16 +28,17 @@ __all__ = [
 ]
 
 CACHED = 20 * 2**20
-"""A user's step is short if it touches no more bytes than this. Then, on a CPU, what users can share (calls,
-draws, views) takes longer than the arithmetic. Measured: results/engines-cpu.json."""
+"""A user's step is short if it touches no more bytes than this. On a CPU, the arithmetic of such a step takes
+less time than what users can share (function calls, draws, views). Measured in results/engines-cpu.json."""
 MOST = 16_383
-"""The most users that the GPU kernels take at once."""
+"""The most users that the GPU kernels can train at once."""
 LONG = 2000
-"""Runs with at least this many steps take longer than compiling a step does."""
+"""Runs with at least this many steps take longer than it takes to compile a step."""
 
 
 def choose(device: torch.device, needed: int) -> str:
-    """Returns the default engine; `needed` is how many bytes "vmap" needs for one more user."""
+    """Returns the name of the default engine. `needed` is how many bytes "vmap" needs for each further
+    user."""
     return "vmap" if device.type != "cpu" or needed <= CACHED else "loop"
 
 
@@ -47,7 +48,7 @@ def can_compile(name: str, device: torch.device) -> bool:
 
 
 def threads(needed: int, most: int) -> int:
-    """Returns how many threads share one step; a short step is not worth sharing."""
+    """Returns how many threads share one step. A short step is not worth sharing."""
     return 1 if needed <= CACHED else most
 
 
@@ -60,7 +61,7 @@ def make(
     method: Method,
     compiled: bool,
 ) -> Engine:
-    """Makes an engine for one network and one pool of images."""
+    """Returns an engine for one network and one pool of images."""
     if pool.images.is_cuda:  # its kernels are compiled too, by Triton
         compile_cache.use()
     if name == "loop":
@@ -69,7 +70,8 @@ def make(
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
-    """Returns the same engine, with its users spread over processes if that makes it faster on a CPU."""
+    """Returns an engine that divides the users among several processes if that is faster on a CPU; otherwise
+    the same engine."""
     if not spread.possible(device, cores, trainers):
         return engine
     try:

@@ -1,4 +1,5 @@
-"""Functions compiled by torch: the same bits each time, and compiled once for many runs."""
+"""Functions compiled by torch. Their results have the same bits each time, and they are compiled once for
+many runs."""
 
 import importlib
 import os
@@ -12,12 +13,13 @@ from ssfl.core import compile_cache
 from ssfl.errors import SsflWarning, one_line
 
 FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
-"""Settings of Inductor with which no sum is chosen by timing: with others, a cold and a warm cache could
-differ in the last bits. Older versions of torch do not know the first."""
+"""Settings of Inductor that keep it from choosing an order of summation by timing. Otherwise results with a
+cold and with a warm cache could differ in the last bits. Older versions of torch do not know the first
+setting."""
 
 
 def prepare() -> None:
-    """Sets what compiled functions need, before the first one is compiled."""
+    """Sets the options that compiled functions need. It is called before the first one is compiled."""
     compile_cache.use()
     dynamo = importlib.import_module("torch._dynamo").config
     # one process may run many experiments, and each shape is compiled again

@@ -1,9 +1,9 @@
-"""Users spread over the processes (ranks) of torchrun, on one machine or many: one exchange of weights a
-round.
+"""The engine "dist": users are divided among the processes (ranks) of torchrun, on one machine or many. The
+ranks exchange weights once per round.
 
-Every rank plays the same rounds and holds the same state. It trains its share of the users and adds each to a
-partial sum. The ranks then gather all partial sums and add them up in the order of the ranks, so that all
-hold the same bits. Every rank trains the server too, which costs no time.
+Every rank runs the same rounds and holds the same state. It trains its share of the users and adds their
+models to a partial sum. The ranks then gather all partial sums and add them up in the order of the ranks, so
+that all ranks have the same bits. Every rank also trains the server, which takes no extra time.
 """
 
 import os
@@ -23,7 +23,7 @@ _LOST = "another process of torchrun was lost: see its output, then continue wit
 
 
 def rank() -> int:
-    """Returns the number of this process among torchrun's; 0 without torchrun."""
+    """Returns the rank of this process in torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -33,7 +33,7 @@ def ranks() -> int:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Returns the GPU of this process: each process of a machine takes one of its own."""
+    """Returns the device of this process. With GPUs, each process of a machine has one of its own."""
     if device.type != "cuda":
         return device
     place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -49,12 +49,12 @@ def local_device(device: torch.device) -> torch.device:
 
 
 def local_cores(cores: int) -> int:
-    """Returns this process's share of a machine's cores."""
+    """Returns this process's share of the machine's CPU cores."""
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Dist:
-    """Wraps another engine: every rank trains its share of the users with it."""
+    """Wraps another engine, with which every rank trains its share of the users."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.rank, self.size = engine, rank(), ranks()
@@ -63,11 +63,11 @@ class Dist:
             distributed.init_process_group(backend, timeout=PATIENCE)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Trains these rows on this rank."""
+        """Trains these models on this rank."""
         return self.engine.train(rows, momentum, work)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Predicts with these rows on this rank."""
+        """Returns these models' predictions, computed on this rank."""
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
@@ -75,13 +75,13 @@ class Dist:
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes one more trainer takes."""
+        """Returns about how many bytes each further trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what `work.positions` returns."""
+        """Returns what the function `positions` of `engines/work.py` returns."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def close(self) -> None:
@@ -91,16 +91,17 @@ class Dist:
             distributed.destroy_process_group()
 
     def share(self, count: int, which: int | None = None) -> slice:
-        """Returns the positions in a cohort that a rank trains (default: this one): even shares, in order."""
+        """Returns the positions in the cohort that a rank (default: this one) trains. Ranks get even shares,
+        in order."""
         which = self.rank if which is None else which
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all ranks' `streams`, and for each tensor of `each` the rows of all `count`
+        """Returns the sum of all ranks' `streams`, and each tensor of `each` with the rows of all `count`
         users.
 
-        One message carries everything, and a checksum of the model that the round started from: ranks that do
-        not hold the same model would otherwise go unnoticed.
+        A single message carries everything. It has a checksum of the model that the round started from,
+        because otherwise it would go unnoticed if ranks held different models.
         """
         if self.size == 1:
             return [streams, *each]
@@ -134,11 +135,12 @@ class Dist:
         return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Returns the rows of a whole cohort, in its order."""
+        """Returns the rows of all users of the cohort, in the order of the cohort."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:
-        """Returns the signal by which any rank was asked to stop, or 0."""
+        """Returns the signal that asked any of the ranks to stop, or 0, so that all ranks stop after the same
+        round."""
         if self.size == 1:
             return stop
         signal = torch.tensor(float(stop))

@@ -1,12 +1,13 @@
-"""The output of a frozen trunk, computed once for a few views of every image.
+"""Features: the output of a network's frozen part, computed once for a few views of every image.
 
 If the first part of a network (its `trunk`) is frozen, its output for a view never changes. So it is computed
-for V weak and V strong views of every image, and training draws from those and runs only the rest of the
-network (its `tail`). The first view of each kind is computed before round 1, the second before round 2, and
-so on: round r draws from the first r views, at most V. The random draws of a view depend on the image's bytes
-only, and each view goes through the trunk by itself. So an image has the same features in every run, process
-and federation. They are kept on disk for the next command, one file for each view, named by the image's
-checksum.
+only once, for V weak and V strong views of every image. Training draws from these outputs and runs only the
+rest of the network (its `tail`). The first view of each kind is computed before round 1, the second before
+round 2, and so on: round r draws from the first r views, at most V.
+
+The random draws of a view depend only on the image's bytes, and each view goes through the trunk by itself.
+So an image has the same features in every run, process and federation. They are kept on disk for the next
+command, one file for each view, named by the image's checksum.
 """
 
 import hashlib
@@ -69,7 +70,7 @@ def tail_of(module: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class Features:
-    """The outputs of a frozen trunk, and where they are stored."""
+    """The features of all images, and the folder in which they are stored."""
 
     trunk: nn.Module
     count: int
@@ -83,8 +84,8 @@ class Features:
     """The folder of the features on disk; None: they are not stored."""
     threads: int = 1
     views: tuple[Tensor, ...] = ()
-    """[N, V, ...] for all images of the pool: weak views and, if they are used, strong views. If both are
-    made in the same way, they are the same 2 V views."""
+    """[N, V, ...] for all images of the pool: the features of weak views and, if they are used, of strong
+    views. If weak and strong views are made in the same way, both are the same 2 V views."""
     seconds: float = 0.0
     """Seconds that it took to compute `computed` views; views from the disk do not count."""
     computed: int = 0
@@ -102,9 +103,9 @@ class Features:
     _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
     """The features of images without augmentation, by their checksum."""
     _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    """Images that are evaluated again and again, by the address of their memory."""
+    """Images that are evaluated repeatedly, by the address of their memory."""
     _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
-    """The checksums of lasting images, by their place in memory."""
+    """The checksums of these images, by their address and shape."""
 
     @classmethod
     def of(
@@ -112,7 +113,7 @@ class Features:
         weak: augment.View, strong: augment.View, threads: int,
     ) -> "Features":  # fmt: skip
         """Returns the features of a divided network. They are stored on disk only for the package's own
-        views: other views have no name that a file could be found by."""
+        augmentations, since others have no name by which a file could be found."""
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
         kind = gentle.kind_of(weak, strong)
@@ -128,7 +129,7 @@ class Features:
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
-        """Computes or reads the first views of some of the pool's images [N, C, H, W]."""
+        """Computes, or reads from disk, the first views of those images of the pool that `indices` name."""
         began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
         self._first = time.perf_counter() - began
@@ -145,13 +146,13 @@ class Features:
         self.use(0)
 
     def serves(self, images: Tensor, indices: Tensor, strong: bool) -> bool:
-        """Returns whether these are features of the images at these indices, too."""
+        """Returns whether these features also cover the images at these indices."""
         known = images is self._images and self._names.keys() >= set(indices.unique().tolist())
         return known and len(self.views) >= 1 + strong
 
     def use(self, round: int) -> None:
-        """Computes or reads the views that a round draws from: the first of each kind in round 0, and one
-        more in each round until there are V."""
+        """Computes, or reads from disk, the views that a round draws from: one of each kind in round 0, and
+        one more in each round until there are V."""
         wanted = min(self.count, round + 1)
         for number in range(self._done, wanted):
             self._add(number)
@@ -159,7 +160,7 @@ class Features:
         self._available.fill_(wanted * self.views[0].shape[1] // self.count)
 
     def left(self) -> float:
-        """Returns about how many seconds the views take that are not computed yet."""
+        """Returns about how many seconds the computation of the remaining views will take."""
         if self._done == self.count:
             return 0.0
         kinds, kept = KINDS[: self._room.shape[2]], self._kept()
@@ -173,11 +174,11 @@ class Features:
 
     @property
     def _each_takes(self) -> float:
-        """About how many seconds a view takes."""
+        """Returns about how many seconds the computation of one view takes."""
         return self.seconds / self.computed if self.computed else self._first
 
     def _add(self, number: int) -> None:
-        """Computes or reads one more view of each kind of every image."""
+        """Computes, or reads from disk, one more view of each kind for every image."""
         room = self._room[:, number]
         target = room if room.device.type == "cpu" else torch.zeros(room.shape, dtype=STORED)
         kinds = KINDS[: room.shape[1]]
@@ -198,7 +199,8 @@ class Features:
                 cache.trim(keep=self.folder)
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of one of each image's views; kind 0 is weak and 1 is strong."""
+        """Returns the features of one view of each image: `drawn` says which of the V views. Kind 0 is weak
+        and 1 is strong."""
         return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,7 +220,7 @@ class Features:
         return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
-        """Keeps the checksums of these images, and of parts of them, since they will be evaluated often."""
+        """Keeps the checksums of these images, and of parts of them, because they will be evaluated often."""
         self._lasting[images.untyped_storage().data_ptr()] = images
 
     def _checksums_of(self, images: Tensor) -> list[bytes]:
@@ -264,15 +266,15 @@ class Features:
         return features
 
     def _kept(self) -> set[str]:
-        """Returns the names of the files that are on the disk."""
+        """Returns the names of the files that are already on disk."""
         try:
             return set() if self.folder is None else set(os.listdir(self.folder))
         except OSError:
             return set()
 
     def _each(self, work: Callable[..., None], items: Sequence[object], label: str) -> None:
-        """Does the work for each item on several threads, and measures the time. Each image is computed by
-        one thread, so that its features do not depend on the number of threads."""
+        """Calls `work` for each item on several threads, and measures the time. Each image is computed by a
+        single thread, so that its features do not depend on the number of threads."""
         before, began, computed = torch.get_num_threads(), time.perf_counter(), self.computed
         with (
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as workers,
@@ -311,7 +313,7 @@ def _checksum(image: Tensor) -> bytes:
 
 
 def _write(file: Path, array: np.ndarray) -> None:
-    """Writes a file completely or not at all; a cache that cannot be written is not used."""
+    """Writes a file completely or not at all. If the cache cannot be written, it does nothing."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=file.parent)

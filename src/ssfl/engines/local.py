@@ -1,4 +1,5 @@
-"""A user's round, wherever it trains: label, train, scale the update. Simulator and real sites share it."""
+"""A user's part of a round: make pseudo-labels, train, and scale the update. Simulations and real sites use
+the same code."""
 
 from typing import NamedTuple
 
@@ -12,22 +13,23 @@ from ssfl.federation import NEEDS, Labels, Look, Method, Named
 
 
 class Returned(NamedTuple):
-    """The results that n users return."""
+    """The results of n users' training."""
 
     rows: Tensor
     momentum: Tensor
     metrics: Named
-    """[n] each."""
+    """[n] each: the metrics by name."""
     weight: Tensor | None = None
     """[n]: each user's weight in the average; None: all the same."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: `Labels.report`."""
+    """[n, ...] each: the numbers that a method's `label` reported (`Labels.report`)."""
 
 
 def train(
     engine: Engine, method: Method, weights: int, rows: Tensor, momentum: Tensor, work: Work
 ) -> Returned:
-    """Plays one round of n users that received these rows, each of `weights` weights and its statistics."""
+    """Returns the results of one round of n users that received these rows. In each row the first `weights`
+    numbers are weights, and the rest are running statistics."""
     labels = None
     if method.label is not None:
         labels = made_labels(engine, method, rows, work)
@@ -40,7 +42,7 @@ def train(
 
 
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
-    """Returns the method's pseudo-labels, made from the received models' predictions."""
+    """Returns the method's pseudo-labels, made from the predictions of the received models."""
     probabilities = engine.predict(rows, work)
     if work.taken is not None:  # zeros for images that belong to no step, the same on every engine
         missing = work.steps * work.batches.shape[2] - probabilities.shape[1]
@@ -57,7 +59,8 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:
-    """Scales each user's update of its weights by `update_scale` [n]; running statistics stay as they are."""
+    """Returns the users' rows, where each user's change of the weights is multiplied by `update_scale` [n].
+    Running statistics stay as they are."""
     if update_scale is None:
         return rows
     moved = sent[:, :weights] + update_scale[:, None] * (rows[:, :weights] - sent[:, :weights])

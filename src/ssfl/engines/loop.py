@@ -1,4 +1,5 @@
-"""One trainer after another in plain PyTorch: the specification that every other engine equals."""
+"""The engine "loop": one trainer after another in plain PyTorch. All other engines must give the same
+results."""
 
 from dataclasses import replace
 from typing import cast
@@ -39,7 +40,7 @@ class Loop:
         """Whether a tensor has several names. Only then must `functional_call` look for them."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Each trainer's T steps of SGD from its own row."""
+        """Takes each trainer's T steps of SGD, one trainer after another."""
         results = [self._train_one(rows[i], momentum[i], work.of(slice(i, i + 1))) for i in range(len(rows))]
         new_rows, new_momentum, metrics = zip(*results, strict=True)
         return TrainedRows(
@@ -49,6 +50,7 @@ class Loop:
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
+        """Returns one trainer's row, momentum and metrics after its steps."""
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
@@ -78,8 +80,8 @@ class Loop:
         return self.layout.flatten(weights | buffers, lead=1), self.layout.flatten(velocity, lead=1), means
 
     def _update(self, weights: Named, velocity: Named, lr: float) -> None:
-        """What torch.optim.SGD does in a step, in place; making one imports torch's compiler, which takes as
-        long as importing torch."""
+        """Does in place what a step of torch.optim.SGD does. Making such an optimizer would import torch's
+        compiler, which takes as long as importing torch."""
         trained = [name for name, weight in weights.items() if weight.grad is not None]
         with torch.no_grad():
             sgd(
@@ -122,20 +124,20 @@ class Loop:
         return torch.cat(totals)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, since there is nothing to release."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns the bytes of a trainer's row and momentum, before and after its training."""
+        """Returns the bytes of a trainer's row and momentum, before and after training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """`work.positions`."""
+        """Returns what the function `positions` of `engines/work.py` returns."""
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
-        """Returns the weights and the buffers of one model, [1, ...] each; the weights are copies."""
+        """Returns the weights and the buffers of one model, [1, ...] each. The weights are copies."""
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
@@ -182,7 +184,7 @@ class Loop:
     def _network(
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
-        """Maps the images [1, B, ...] of the one trainer to logits [1, B, classes]."""
+        """Returns the logits [1, B, classes] of one trainer's images [1, B, ...], and the new buffers."""
         if self.model.training != training:
             self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
@@ -197,7 +199,8 @@ def predicted(step: Step) -> Tensor:
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """Returns one batch of a pass over all N images of a trainer: each weighs 1/N, a repeated one 0."""
+    """Returns one batch of a pass over all N images of a trainer. Each image has weight 1/N, and repeated
+    ones have weight 0."""
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

@@ -1,4 +1,4 @@
-"""How much memory a device has left, and errors for settings that need more."""
+"""The free memory of a device, and errors for settings that need more than that."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ def free(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> dict[str, int]:
-    """Returns the most bytes that this process has held so far, by kind of device."""
+    """Returns the largest number of bytes that this process has held so far, for each kind of device."""
     unit = 1 if sys.platform == "darwin" else 1024
     most = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if device.type == "cuda":
@@ -51,9 +51,10 @@ def check_kept(
     device: torch.device,
     fix: str,
 ) -> int:
-    """Returns how many bytes a setting keeps between rounds, a row each; raises if they do not fit.
+    """Returns how many bytes a setting needs that keeps one row for each user or group between rounds. Raises
+    if they do not fit.
 
-    A round holds the matrix before it and after it; on a CPU, a checkpoint holds it and its bytes twice.
+    A round holds these rows twice, before and after it. On a CPU, writing a checkpoint needs them once more.
     """
     needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     available = free(device)
@@ -69,9 +70,10 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train together if each needs `needed` bytes: all, or even parts that fit.
+    """Returns how many users to train at once if each needs `needed` bytes: all of them, or parts of equal
+    size that fit.
 
-    `reserved` bytes are needed for other things.
+    `reserved` bytes are kept free for other things.
     """
     fit = max(1, int(0.7 * (free(device) - reserved)) // max(needed, 1))
     parts = -(-users // fit)

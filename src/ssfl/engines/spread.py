@@ -1,7 +1,8 @@
-"""Trainers spread over processes of one thread each: on a CPU, two users at a time on two cores.
+"""Trainers divided among processes of one thread each. On a CPU with two cores, two users are trained at the
+same time.
 
-The networks of a federation are too small to share one step among several threads. So each process trains a
-part of a round's users with the same engine, and rows travel between the processes.
+The networks of a federation are too small for several threads to share one step. So each process trains a
+part of a round's users with the same engine, and models are sent between the processes.
 """
 
 import ctypes
@@ -33,13 +34,13 @@ _engine: Engine | None = None
 
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
-    """Returns whether there are several trainers and cores, and processes can be forked."""
+    """Returns whether this can be used: there are several trainers and cores, and processes can be forked."""
     allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
     return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
 
 class Spread:
-    """Wraps another engine: its trainers are divided among processes."""
+    """Wraps another engine, and divides its trainers among processes."""
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
@@ -60,7 +61,7 @@ class Spread:
                 _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Trains a part in each process; a single trainer is trained in this one."""
+        """Trains a part of the trainers in each process. A single trainer is trained in this process."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
         parts: list[TrainedRows] = self._everywhere(
@@ -73,7 +74,7 @@ class Spread:
         )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the probabilities that each row predicts for its batches' images."""
+        """Returns the probabilities that each model predicts for the images of its batches."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
         return torch.cat(self._everywhere("predict", parts))
 
@@ -90,13 +91,13 @@ class Spread:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes one more trainer takes."""
+        """Returns about how many bytes each further trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what `work.positions` returns."""
+        """Returns what the function `positions` of `engines/work.py` returns."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -117,10 +118,10 @@ class Spread:
 
 
 def _begin(parent: int) -> None:
-    """Prepares a new process: one thread, which ends soon after its parent, or with the second Ctrl-C.
+    """Prepares a new process: it has one thread, and ends soon after its parent or at the second Ctrl-C.
 
     A terminal, systemd or Slurm signals every process of a group. The parent then finishes the round, for
-    which it needs this process; so a signal ends this process only if the parent sent it.
+    which it still needs this process. So a signal ends this process only if the parent sent it.
     """
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below takes them
@@ -139,7 +140,8 @@ def _begin(parent: int) -> None:
 
 
 def _one_thread() -> None:
-    """Limits every library to one thread: on Arm some still count the threads from before the fork."""
+    """Limits every library to one thread. On Arm, some libraries still use the number of threads from before
+    the fork."""
     torch.set_num_threads(1)
     with suppress(OSError), open("/proc/self/maps") as maps:
         for library in {line.split(maxsplit=5)[-1].strip() for line in maps}:
@@ -149,7 +151,8 @@ def _one_thread() -> None:
 
 
 def _probe() -> None:
-    """Computes a gradient, which torch refuses in a process forked after a gradient on a GPU."""
+    """Computes a gradient. torch refuses this in a process that was forked after a gradient was computed on a
+    GPU."""
     torch.ones(1, requires_grad=True).sum().backward()
     time.sleep(0.01)  # so that each process gets one of these calls
 
@@ -159,7 +162,7 @@ def _do(verb: str, packed: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as bytes; torch's own way needs shared memory, of which containers have little."""
+    """Pickles tensors as bytes. torch's own way needs shared memory, and containers have little of it."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,5 @@
-"""All trainers of a round at once on one device: the step of `loop`, with one more dimension in every tensor.
+"""The engine "vmap": all trainers of a round at once on one device. It does the steps of `loop` with one more
+dimension in every tensor.
 
 On a GPU the whole step, from the choice of images to the optimizer, is recorded once as a CUDA graph over
 fixed buffers. It is then replayed T times without the CPU.
@@ -36,13 +37,13 @@ from ssfl.models.kernels import convolution
 
 
 class RecordedStep(NamedTuple):
-    """A step of one kind of work, recorded over fixed buffers."""
+    """A recorded step over fixed buffers, for one kind of work."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
     """None if the step could not be recorded."""
     probabilities: Tensor | None
-    """[n, T, B, classes]: where predictions are written; None if the step trains."""
+    """[n, T, B, classes]: the buffer for predictions; None if the step trains."""
 
 
 class Vmap:
@@ -69,7 +70,7 @@ class Vmap:
         self._functions()
 
     def _functions(self) -> None:
-        """Sets the functions that a step and a round call, compiled or not."""
+        """Sets the functions that a step and a round call, either compiled or as they are."""
 
         def prepared(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
             return compiling.Compiled(function, dynamic) if self.compiled else function
@@ -84,7 +85,7 @@ class Vmap:
         self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """T steps of SGD, each for all rows together."""
+        """Takes T steps of SGD, each for all trainers together."""
         if rows.is_cuda:
             # buffers for each kind of work, whose size does not depend on how many users drop out
             models = max(len(rows), work.seats)
@@ -104,7 +105,7 @@ class Vmap:
         return TrainedRows(trained[:count], momentum[:count], metrics)
 
     def _buffers(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
-        """Returns buffers to train in."""
+        """Returns buffers for training."""
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
@@ -127,7 +128,8 @@ class Vmap:
         return torch.cat([self._predict(buffers.narrow, buffers.statistics, batch) for batch in batches], 1)
 
     def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> RecordedStep:
-        """Plays T steps of one kind of work. The first time, the step is recorded."""
+        """Runs the T steps of some work, and returns the recorded step. A step is recorded when its kind of
+        work comes up for the first time."""
         if kind not in self._recorded:
             self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
         recorded = self._recorded[kind]
@@ -161,17 +163,17 @@ class Vmap:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """`work.positions`."""
+        """Returns what the function `positions` of `engines/work.py` returns."""
         return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing, since there is nothing to release."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes one more trainer takes.
+        """Returns about how many bytes each further trainer takes.
 
-        That is its row before and after, its buffers, and twice what a trial step saves for the backward
-        pass.
+        These are its row before and after training, its buffers, and twice what a trial step saves for the
+        backward pass.
         """
         saved_bytes: dict[int, int] = {}
 
@@ -190,7 +192,8 @@ class Vmap:
         return 2 * sum(saved_bytes.values()) + 10 * self.layout.length * self.pool.wide.itemsize
 
     def _trial_work(self, rows: Tensor, batch_size: int) -> Work:
-        """Returns one step of one user with pseudo-labels, or of the server if users do not train."""
+        """Returns a small piece of work to measure memory with: one step of one user with pseudo-labels, or
+        of the server if users do not train."""
         nothing = torch.zeros(4, 1, dtype=torch.int64, device=rows.device)
         images = nothing[:1, :, None].expand(1, 1, batch_size)
         if not self.method.trains_users:
@@ -203,7 +206,8 @@ class Vmap:
         return work.with_labels(self.method.label(look))
 
     def _step(self, buffers: StepBuffers, probabilities: Tensor | None) -> None:
-        """Trains all models in their buffers for one step, or writes their predictions to `probabilities`."""
+        """Trains all models in their buffers for one step; with `probabilities`, writes their predictions
+        there instead."""
         batch = self._views(self.pool, buffers.work, buffers.step)
         if probabilities is None:
             self._step_on(buffers, batch)
@@ -241,7 +245,8 @@ class Vmap:
     def _evaluated(
         self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
-        """Evaluates a loss; the method's own two losses may be compiled, others are not."""
+        """Returns the value of a loss with its metrics. The method's own two losses may be compiled, but not
+        other losses."""
         if loss is self._losses[role]:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
@@ -284,7 +289,7 @@ class Vmap:
         return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, trains: bool) -> RecordedStep:
-        """Records the step of one kind of work, over new buffers."""
+        """Returns a step that is recorded over new buffers, for one kind of work."""
         probabilities = None
         if trains:
             buffers = self._buffers(models, rows, work)
@@ -330,11 +335,11 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
-    """Runs a step, and runs it again with plain layers if it fails.
+    """Runs a step; if it fails, runs it again with plain layers instead of the GPU kernels.
 
-    If the second run works, the kernels were the cause: they need a C compiler to be built. If it fails too,
-    the cause is elsewhere, such as in a method from outside: the kernels stay in use and the first error is
-    raised.
+    If the second run works, the kernels were the cause, since they need a C compiler to be built. If it fails
+    too, the cause is elsewhere, such as in a method from outside. Then the kernels stay in use, and the first
+    error is raised.
     """
     try:
         run()
@@ -356,5 +361,5 @@ def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first line of an error's message, or its class."""
+    """Returns the first line of an error's message, or the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
 """The local work of one round: which images each trainer sees, and which views of them.
 
-A trainer is a user or the server. An engine takes rows and `Work` and returns trained rows. What is trained
-is decided here and by the method, the same for every engine; engines differ only in speed.
+A trainer is a user or the server. An engine takes models and `Work`, and returns trained models. This file
+and the method decide what is trained, in the same way for every engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,24 +19,24 @@ from ssfl.engines.features import Features
 
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
-"""The most values of views that are made at once: 2,048 images of 32×32 in colour, or 55 of 224×224."""
+"""How many values of views are made at once at most: 2,048 colour images of 32×32, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All images of the simulation, on its device; users and server hold indices into it."""
+    """All images of the simulation, on its device. Users and server refer to them by index."""
 
     images: Tensor
     """uint8 [N, C, H, W]."""
     labels: Tensor
     """int64 [N], -1 where unknown."""
     mean: Tensor
-    """[C] on the images' device; the same for `std`."""
+    """[C] on the device of the images; `std` likewise."""
     std: Tensor
     flip: bool
     """Whether views may be mirrored."""
     dtype: torch.dtype
-    """The type that networks compute in. Losses, weights and statistics have at least float32."""
+    """The number type that networks compute in. Losses, weights and statistics have at least float32."""
     weak: augment.View = augment.WEAK
     """How weak views are made."""
     strong: augment.View = augment.STRONG
@@ -46,7 +46,7 @@ class Pool:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type of weights and sums: float32, or float64 if networks compute in it."""
+        """The number type of weights and sums: float32, or float64 if networks compute in float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -56,25 +56,27 @@ class Pool:
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
 
     def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
-        """Returns the network's input for "weak" or "strong" views, one per key, of `source(indices)`."""
+        """Returns the network's input for "weak" or "strong" views, one view per key. `source` is what
+        `Pool.source` returned for the images."""
         view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
         if self.features is not None:
             return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
     def use(self, round: int) -> None:
-        """Makes ready the views that a round draws from, if features are stored."""
+        """Prepares the views that a round draws from, if features are stored."""
         if self.features is not None:
             self.features.use(round)
 
     def source(self, indices: Tensor) -> Tensor:
-        """Returns what `views` needs: the images at these indices, or the indices if features are stored."""
+        """Returns what `views` takes as its source: the images at these indices or, if features are stored,
+        the indices."""
         return self.images[indices] if self.features is None else indices
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """SGD's constants; the learning rate comes with the work."""
+    """The constants of SGD. The learning rate is part of `Work`."""
 
     momentum: float
     nesterov: bool
@@ -85,7 +87,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Work:
-    """T steps for each of n trainers; every random draw has a key."""
+    """The T steps of each of n trainers in a round: their images, learning rates and random keys."""
 
     role: str
     """"user" or "server"."""
@@ -100,40 +102,42 @@ class Work:
     rates: tuple[float, ...]
     """[T]: the learning rate of each step."""
     seats: int = 1
-    """The most trainers that such work may have. Buffers have room for this many."""
+    """The largest number of trainers of such work. Buffers have room for this many."""
     tensors: Named = field(default_factory=dict)
-    """[n, T, ...] each: what the steps find in `step.tensors`."""
+    """[n, T, ...] each: tensors that the steps get in `step.tensors`."""
     extra_images: Named = field(default_factory=dict)
-    """[n, T, B] each: further images, of which the steps find weak views in `step.tensors`."""
+    """[n, T, B] each: further images. The steps get weak views of them in `step.tensors`."""
     sent: Named = field(default_factory=dict)
-    """[n, ...] each: what the server sent besides the model; every step finds it in `step.tensors`."""
+    """[n, ...] each: what the server sent besides the model. Every step gets it in `step.tensors`."""
     lr_scale: Tensor | None = None
     """[n]: a factor on each trainer's learning rate; None: 1."""
     taken: Tensor | None = None
-    """[n]: how many of the T steps each trainer takes, after which its model does not change; None: T."""
+    """[n]: how many of the T steps each trainer takes; after these its model no longer changes. None
+    means T."""
     longest: int | None = None
     """The most steps that any trainer takes, if that is known to be less than T."""
 
     @property
     def steps(self) -> int:
-        """T, the number of steps that there are batches for."""
+        """T, the number of steps for which there are batches."""
         return self.batches.shape[1]
 
     @property
     def played(self) -> int:
-        """The number of steps until every trainer is done."""
+        """The number of steps after which every trainer is done."""
         return self.steps if self.longest is None else self.longest
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Two pieces of work whose steps can share one recording have equal kinds."""
+        """Identifies the kind of work: work of equal kind can use the same recorded step."""
         extra = {**self.tensors, **self.extra_images, **self.sent}
         shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
         even = self.taken is None
         return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "Work":
-        """Returns the work with `change` applied to every tensor [n, ...] but the keys, and with `fields`."""
+        """Returns the work with `change` applied to all its tensors [n, ...] except the keys, and with other
+        `fields` replaced."""
 
         def each(tensors: Named) -> Named:
             return {name: change(tensor) for name, tensor in tensors.items()}
@@ -155,7 +159,7 @@ class Work:
         return self.map(lambda tensor: tensor[trainers], keys=self.keys[:, trainers])
 
     def with_labels(self, labels: Labels) -> "Work":
-        """Returns the work on the images, and with the pseudo-labels, that the method's `label` chose."""
+        """Returns the work with the images and the pseudo-labels that the method's `label` chose."""
         work = replace(
             self,
             batches=labels.images,
@@ -171,7 +175,7 @@ class Work:
 
 
 class TrainedRows(NamedTuple):
-    """The result of T steps: rows [n, P + Q], momentum [n, P], and metrics [n] by name."""
+    """The result of T steps: models [n, P + Q], momentum [n, P], and metrics [n] by name."""
 
     rows: Tensor
     momentum: Tensor
@@ -179,7 +183,7 @@ class TrainedRows(NamedTuple):
 
 
 def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
-    """Returns positions after one pass of a swap-or-not shuffle of `size` images."""
+    """Returns positions after one pass of a swap-or-not shuffle of `size` images (see `positions`)."""
     key = draws.fold(keys, turn)
     mirror = draws.below(key, size) - image
     mirror = torch.where(mirror < 0, mirror + size, mirror)
@@ -195,14 +199,15 @@ def positions(
     count: int,
     swap: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Returns positions `first` to `first + count` of each trainer's endless sequence of images: [n, count].
+    """Returns which of its images each trainer sees at the places `first` to `first + count` of its endless
+    sequence: [n, count].
 
-    The sequence is one fresh permutation of the trainer's images after another. Each permutation is a
+    The sequence is one new permutation of the trainer's images after another. Each permutation is a
     swap-or-not shuffle (Hoang, Morris and Rogaway 2012): in every pass an image and its mirror image about a
-    random point are swapped or not. Only the positions asked for are computed, and nothing is stored.
+    random point are swapped or not. Only the places asked for are computed, and nothing is stored.
 
-    `swap` is `swap_or_not`, compiled. It is called pass by pass, on one dimension: compiling all passes
-    together takes many times as long, and every number of trainers would be compiled again.
+    `swap` is `swap_or_not`, compiled. It is called pass by pass, on one dimension. Compiling all passes
+    together would take many times as long, and would be repeated for every number of trainers.
     """
     place = first + torch.arange(count, device=trainers.device)  # or [n, count], if trainers differ
     size = sizes[:, None]
@@ -226,7 +231,7 @@ VIEWS = ("weak", "strong", "labelled", "dropout")
 
 
 def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
-    """Returns the keys (seed, purpose, round, trainer) of the draws of every step, [4, n].
+    """Returns the keys (seed, purpose, round, trainer) of the random draws of every step, [4, n].
 
     `trainers` are the users' numbers, or draws.SERVER.
     """
@@ -235,14 +240,14 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
 
 def for_prediction(work: Work) -> Work:
-    """Returns work on the same images that needs weak views only, to predict their classes."""
+    """Returns work on the same images with weak views only, to predict their classes."""
     return replace(
         work, views=("weak",), labelled=None, tensors={}, extra_images={}, sent={}, lr_scale=None, taken=None
     )
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
-    """Returns the batch of one step, all trainers at once; `step` may be a number on the device, [1]."""
+    """Returns the batch of one step for all trainers. `step` is a number, or a tensor [1] on the device."""
 
     def at_step(tensor: Tensor) -> Tensor:
         return tensor[:, step] if isinstance(step, int) else tensor.index_select(1, step).squeeze(1)
@@ -251,10 +256,11 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
-    """Yields the batch of every step. Views are made for several steps at a time, about `at_once` images.
+    """Yields the batch of every step, with the same bytes as `make_batch`. Views are made for several steps
+    at a time, about `at_once` images.
 
-    On a CPU a call costs more than a small image. The bytes are those of `make_batch`. Fewer large images are
-    made at a time, since their views would fill the memory.
+    This is for CPUs, where a call costs more than a small image. Fewer large images are made at a time, since
+    their views would fill the memory.
     """
     trainers, _, size = work.batches.shape
     at_once = min(at_once, VALUES // pool.images[0].numel())
@@ -283,10 +289,10 @@ def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | 
 
 
 def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor, sent: Named) -> Batch:
-    """Returns a batch of m rows of images [m, B], a row for each trainer and step.
+    """Returns a batch of images [m, B], where each of the m rows belongs to one trainer and one step.
 
-    `at` selects these rows from tensors [n, T, ...], `keys` [4, m] are the keys of their draws, and `sent` is
-    passed on to the steps unchanged.
+    `at` selects these rows from tensors [n, T, ...], `keys` [4, m] are the keys of their random draws, and
+    `sent` is passed on to the steps unchanged.
     """
     chosen, labelled = at(work.batches), _maybe(at, work.labelled)
     rows, size = chosen.shape
