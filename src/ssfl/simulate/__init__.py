@@ -1,4 +1,4 @@
-"""The simulated federation: who takes part, whom to trust, how good the model is.
+"""The simulated federation: which users take part, which updates are accepted, and how good the model is.
 
-Open `simulation.py` first; it plays the rounds of `federation.py` on one machine.
+Read `simulation.py` first. It runs the rounds of `federation.py` on one machine.
 """

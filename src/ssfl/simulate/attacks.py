@@ -11,27 +11,28 @@ ASCENT = 0.29
 
 
 def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
-    """Returns which of K users are attackers: a share of them, the same in every round."""
+    """Returns which of the K users are attackers. They are a share of the users, and the same ones in every
+    round."""
     count = round(share * users)
     keys = draws.fold(torch.tensor(draws.key(seed, "attack")), torch.arange(users))
     return frozenset(keys.argsort()[:count].tolist())
 
 
 def kind_in(attack: str, round: int) -> str | None:
-    """Returns what attackers do in this round, None if they are honest."""
+    """Returns the kind of attack in this round, or None if attackers behave honestly in it."""
     if attack == "alternating":
         return "sign" if round % 2 else None
     return attack
 
 
 def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
-    """Returns what an attacker sends instead of the model [P + Q] that it trained; its update is scaled by
-    `scale`.
+    """Returns what an attacker sends instead of the model [P + Q] that it trained. The manipulated update is
+    multiplied by `scale`.
 
-    "sign": the update in the opposite direction. "ascent": the same, but its norm is 0.29 of the model's,
-    however small the true update is. "noise": random noise as large as the weights is added. "shift": the
-    last layer is shifted by one, so that the model takes every class for the next one. "slow": a small step
-    towards such a model, as long as the true update, in every round.
+    "sign": the update in the opposite direction. "ascent": the same, but its norm is 0.29 of the model's
+    norm, however small the true update is. "noise": random noise as large as the weights is added. "shift":
+    the last layer is shifted by one, so that the model takes every class for the next one. "slow": in every
+    round a step towards such a model, as long as the true update.
     """
     return sent + scale * (_manipulated(kind, sent, row, layout, key) - sent)
 

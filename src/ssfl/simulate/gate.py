@@ -1,7 +1,7 @@
-"""federation.gate: refuses broken models before they are averaged, cuts updates that are too long, and lowers
-the weight of users whose updates work against the server's labels, round after round.
+"""The gate (federation.gate) checks models before they are averaged. It refuses broken ones, shortens updates
+that are too long, and lowers the weight of users whose updates repeatedly work against the server's labels.
 
-The length of an update is its norm. Its usual length in a round is the median over the users.
+The length of an update is its norm. The usual length in a round is the median over the users.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 REACH = 1.0
-"""An update is cut to this multiple of the usual length. Honest lengths differ little, also with skew."""
+"""An update is shortened to this multiple of the usual length. Honest lengths differ little, even with
+skew."""
 GROWTH = 2.0
 """The usual length is at most this multiple of the largest of the last rounds."""
 ROUNDS = 10
-"""How many of the last rounds are remembered."""
+"""The number of past rounds whose usual lengths are remembered."""
 LENGTH = 3.0
 """An update is refused if it is longer than this multiple of the usual length."""
 SHARE = 0.3
-"""An update shorter than this share of the model's norm is cut, not refused: early on, a single user may be
-sure of its labels and learn while the others hardly move."""
+"""An update shorter than this share of the model's norm is shortened, not refused. In early rounds, a single
+user may be confident and learn while the others hardly move."""
 STRIKES = 3
-"""A user that was refused this often is left out."""
+"""A user whose models were refused this often is excluded."""
 DOUBT = 0.2
 """A user whose trust is this far below zero gets no weight. On digits, the trust of honest users stays above
 -0.22, also with a Dirichlet split of 0.1. Users that reverse their updates fall to between -0.2 and -0.46."""
@@ -30,21 +31,21 @@ NAMED = 0.25
 KEEPS = 0.8
 """The part of a user's trust that stays from round to round."""
 VIEWS = 256
-"""About the number of views of labelled images that the server's direction is computed from."""
+"""About how many views of labelled images are used to compute the server's direction."""
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate decides about a round's models."""
+    """What the gate decides about the models of a round."""
 
     reasons: list[str]
-    """Why each model is refused, "" if it is not."""
+    """Why each model is refused; "" if it is accepted."""
     rows: Tensor
-    """The models, with long updates cut."""
+    """The models, where long updates are shortened."""
     usual: Tensor
     """The usual length of an update in this round, a number."""
     times: list[float]
-    """Each update's length as a multiple of the usual one, before the cut."""
+    """Each update's length as a multiple of the usual one, before it was shortened."""
     weights: Tensor
     """[n]: the weight of each model that is not refused, from 0 to 1."""
 
@@ -56,16 +57,17 @@ def judge(
     before: Tensor | None = None,
     trust: Tensor | None = None,
 ) -> GateResult:
-    """Returns which models [n, P + Q] are refused or cut, and their weights.
+    """Returns which of the models [n, P + Q] are refused or shortened, and their weights.
 
     `strikes` counts how often each user was refused. `before` holds the usual lengths of earlier rounds (the
-    larger of the users' and the server's), 0 if unknown. `trust` [n] is from `trusted`.
+    larger of the users' and the server's), 0 if unknown. `trust` [n] comes from `trusted`.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
-    median of the others, and by earlier rounds, since most users of one round may be bad by chance. This
-    median includes users that are not trusted, so that nobody who gains trust by a trick escapes the cut. The
-    accuracy of a single model on the server's labels is not used: in the middle of training, honest users
-    with few classes return models no better than chance, although their average is good.
+    median length of the users' updates. It is also limited by earlier rounds, since most users of one round
+    may be attackers by chance. The median includes users that are not trusted, so that a user that gains
+    trust by a trick cannot escape the limit. The accuracy of a single model on the server's labels is not
+    used. In the middle of training, honest users with few classes return models no better than chance,
+    although their average is good.
     """
     reasons = ["excluded after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
     finite = torch.isfinite(rows).all(1)
@@ -98,12 +100,11 @@ def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:
 
         trust = 0.8 · trust + 0.2 · cos(update, direction)
 
-    The direction is the one in which the loss of strong views of the server's labelled images falls fastest.
-    This follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the server's own
-    update, with two changes. The server memorises its few labelled images, so their plain gradient is
-    uninformative; it has not memorised their strong views, on which users train too. And a single round's
-    cosine is too noisy for skewed users, whose updates may oppose the direction once. So it is averaged over
-    rounds, from 0.
+    The direction is the one in which the loss on strong views of the server's labelled images falls fastest.
+    The rule follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the server's own
+    update, with two changes. First, strong views replace plain images: the server memorises its few labelled
+    images, so that their gradient becomes uninformative. Second, the cosine is averaged over rounds, starting
+    from 0: the honest update of a skewed user may oppose the direction in a single round.
     """
     cosines = torch.nn.functional.cosine_similarity(updates, direction[None], dim=1)
     return KEEPS * trust + (1 - KEEPS) * torch.where(cosines.isfinite(), cosines, 0.0)
@@ -114,8 +115,8 @@ def weighted(trust: Tensor) -> Tensor:
 
         weight = clamp(1 + (trust - min(0, median trust)) / 0.2, 0, 1)
 
-    Users that oppose the server's direction count less, unless most users do: then the direction is
-    uninformative for this method or these images.
+    Users whose updates oppose the server's direction get less weight, unless most users' updates do. In that
+    case the direction is uninformative for this method or these images.
     """
     if not len(trust):
         return trust
@@ -124,7 +125,7 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the median length, limited by earlier rounds."""
+    """Returns the median length of the updates, limited by those of earlier rounds."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):
         usual = torch.minimum(usual, GROWTH * before.max().to(usual))
@@ -132,6 +133,6 @@ def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:
-    """Returns the usual lengths of the last rounds, with this round's in place of the oldest."""
+    """Returns the usual lengths of the last rounds, where this round's replaces the oldest."""
     longest = torch.maximum(usual.to(before), torch.as_tensor(server).to(before))
     return torch.cat([before[1:], longest.reshape(1)])

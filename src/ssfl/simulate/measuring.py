@@ -1,4 +1,4 @@
-"""The contents of a round's events: who took part, their metrics, and gradient diversity."""
+"""Makes the events of a round: who took part, their metrics, and gradient diversity."""
 
 import math
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from ssfl.simulate.rounds import Log, Round
 
 
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
-    """Returns a round's event: who took part, their metrics, and the bytes that were sent if a model has
+    """Returns the event of a round: who took part, their metrics, and the bytes that were sent. One model has
     `size` bytes."""
     cohort, log = fed.cohort, fed.log
     event: Event = {
@@ -67,7 +67,7 @@ def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
 
 
 def require_finite(config: Config, round: int, whose: str, numbers: list[float]) -> None:
-    """Raises if training diverged: one of these numbers is not finite."""
+    """Raises if training diverged, that is if one of these numbers is not finite."""
     if all(math.isfinite(number) for number in numbers):
         return
     federation, rate = config.federation, config.train.lr
@@ -87,8 +87,8 @@ def require_finite(config: Config, round: int, whose: str, numbers: list[float])
 def diversity_event(
     engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
-    """Returns the gradient diversity of Definition 1 and its variants, at the weights that each trainer
-    received."""
+    """Returns the event with the gradient diversity of Definition 1 and its variants. Each trainer's gradient
+    is taken at the weights that it received."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
@@ -131,8 +131,8 @@ def _in_parts(
     sizes: Tensor,
     weights: int,
 ) -> Tensor:
-    """Returns all trainers' gradients over all their data, computed `at_once` trainers at a time, by all
-    processes."""
+    """Returns each trainer's gradient over all its data. They are computed `at_once` trainers at a time, and
+    shared among all processes."""
     count = len(rows)
     share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []
@@ -159,7 +159,7 @@ def _in_parts(
 def _of_users(
     metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
 ) -> dict[str, Any]:
-    """Returns the users' part of a round's event; means are over the users that the gate did not refuse."""
+    """Returns the users' part of a round's event. Means are over the users that the gate did not refuse."""
 
     def total(values: list[float]) -> float:
         return sum(value for place, value in enumerate(values) if place not in refused)

@@ -1,4 +1,4 @@
-"""Who takes part in each round, and which images everyone trains on: a function of the config and the
+"""The plan of all rounds: who takes part, and which images they train on. It follows from the config and the
 split."""
 
 import builtins
@@ -22,7 +22,7 @@ Positions = Callable[[int, Tensor, Tensor, int | Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Owners:
-    """The image indices of every user, one list after another in one tensor."""
+    """The image indices of all owners, one owner after another in one tensor."""
 
     images: Tensor
     starts: Tensor
@@ -34,27 +34,27 @@ class Owners:
         return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
-        """Returns the image at each place [n, m] of each owner [n]."""
+        """Returns for each owner [n] the images at these places [n, m] of its own list."""
         index = self.starts[owners][:, None] + places
         return self.images[index.clamp(max=len(self.images) - 1)]  # the last owner may have no image
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rounds of one experiment."""
+    """The plan of an experiment's rounds."""
 
     config: Config
-    """Resolved."""
+    """The resolved config."""
     users: Owners
     labelled: Owners | None
     server: Owners
-    """The server's labelled images; it is their one owner."""
+    """The server's labelled images. The server is their only owner."""
     positions: Positions
-    """The engine's way to compute `work.positions`."""
+    """The engine's own version of the function `positions` of `engines/work.py`."""
     device: torch.device
     judges: Tensor | None = None
-    """The server's labelled images that it does not train on (train.server_held_out), to evaluate models
-    on."""
+    """The server's labelled images on which it does not train but evaluates models
+    (train.server_held_out)."""
 
     @property
     def participants(self) -> int:
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many models the server trains at a time."""
+        """How many copies of the server's model are trained at a time."""
         return self.streams if getattr(self.config.method, "server_replicas", False) else 1
 
     @property
@@ -90,6 +90,7 @@ class Plan:
         return cohort, self.users_work(round, cohort), server_work
 
     def cohort(self, round: int) -> Cohort:
+        """Returns the users that take part in a round, with their groups."""
         federation, rounds = self.config.federation, self.config.federation.rounds or 0
         if not self.config.method.trains_users or round < head_start(federation.head_start, rounds):
             return Cohort((), (), ((),) * self.streams, (), ())
@@ -105,7 +106,7 @@ class Plan:
         )
 
     def steps_before(self, round: int) -> int:
-        """Returns how many steps every trainer has taken before a round."""
+        """Returns how many steps every trainer has taken in all rounds before this one."""
         federation = self.config.federation
         steps = round * federation.period
         if not federation.extra_step:
@@ -114,13 +115,13 @@ class Plan:
         return steps + -(-round // epoch)
 
     def batch_size(self, role: str) -> int:
-        """Returns the images per step of a user or of the server."""
+        """Returns how many images a user or the server sees in a step."""
         train = self.config.train
         return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
 
     @cached_property
     def local_steps(self) -> Tensor | None:
-        """[K]: the steps that each user takes in a round; None if all take the same number."""
+        """[K]: how many steps each user takes in a round; None if all users take the same number."""
         epochs = self.config.federation.local_epochs
         if epochs is None:
             return None
@@ -132,8 +133,8 @@ class Plan:
         return 0 if self.local_steps is None else int(self.local_steps.max())
 
     def own_steps(self, role: str) -> int | None:
-        """Returns the steps of a round if they are not T, else None. The learning rate is then constant in
-        it."""
+        """Returns the number of steps in a round if the role has a number of its own, else None for T. With a
+        number of its own, the learning rate is constant within a round."""
         return (self.most_steps or None) if role == "user" else self.config.train.server_steps
 
     def rates(self, round: int, role: str = "user") -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 """Differential privacy for whole users: each user clips its update and adds Gaussian noise itself.
 
 Neighbouring federations differ in one user, whose images are replaced by any others. What that user sends in
-a round then differs by at most twice the clipping norm. Two upper bounds follow, at the same δ.
-`epsilon_sent` bounds what all updates of one user reveal to the centre. `epsilon_model` bounds what the
+a round then differs by at most twice the clipping norm. Two upper bounds ε follow, at the same δ.
+`epsilon_sent` bounds what all updates of one user reveal to the server. `epsilon_model` bounds what the
 averaged models reveal to a reader who sees no single update, is no user, and knows neither the seed nor who
 took part. docs/security.md says what that means and what it does not cover.
 """
@@ -26,8 +26,8 @@ EPSILONS = ("epsilon_sent", "epsilon_model")
 
 
 def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tensor) -> Tensor:
-    """Returns what users send instead of their models [n, P + Q]: the update is clipped to norm `clip`, and
-    `noise` times `clip` times the normal draws [n, P + Q] are added, also to the running statistics.
+    """Returns what users send instead of their models [n, P + Q]. Each update is clipped to the norm `clip`,
+    and normal draws [n, P + Q] times `noise` times `clip` are added, also to the running statistics.
 
     An update that is not finite is replaced by zero, so that nothing but noise is sent.
     """
@@ -38,13 +38,13 @@ def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tens
 
 
 def secret(count: int) -> Tensor:
-    """Returns normal draws from the operating system's randomness. Nobody may know a real site's noise, and
-    all other draws depend on a seed that the centre knows."""
+    """Returns normal draws from the operating system's randomness. Nobody may know the noise of a real site,
+    and all other draws depend on a seed that the server knows."""
     return draws.normal(torch.frombuffer(bytearray(os.urandom(16 * count)), dtype=torch.int64))
 
 
 def planned(config: Config) -> Event:
-    """Returns the privacy event of a whole run without dropouts; the config is resolved."""
+    """Returns the privacy event for a whole run without dropouts. The config must be resolved."""
     federation = config.federation
     participants, groups = federation.participants or 1, federation.groups or 1
     least = participants // groups
@@ -57,7 +57,7 @@ def planned(config: Config) -> Event:
 
 
 def spent(config: Config, history: Iterable[Event]) -> Event:
-    """Returns the privacy event of the rounds played so far, from their events."""
+    """Returns the privacy event for the rounds so far, computed from their events."""
     parts: Counter[int] = Counter()
     least: Counter[int] = Counter()
     round = 0
@@ -82,8 +82,8 @@ def describe(event: Event) -> str:
 
 
 def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any]:
-    """Returns ε for a user that took part in `parts` rounds; `least` counts all rounds by their smallest
-    group."""
+    """Returns the two ε values for a user that took part in `parts` rounds. `least` maps the size of a
+    round's smallest group to the number of such rounds."""
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
     # a mean of n users contains n draws of noise; for other averages we count only the one of each model
@@ -104,10 +104,12 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
 def epsilon(
     releases: Iterable[tuple[float, int]], delta: float, drawn: tuple[int, int] | None = None
 ) -> float:
-    """Returns ε at δ of releases: pairs of the noise, as a multiple of the clipping norm, and their number.
+    """Returns ε at δ for a series of releases. Each entry is a noise, as a multiple of the clipping norm, and
+    the number of releases with it.
 
-    With `drawn` (C, K), C of K users were drawn for each release without replacement and in secret. Rényi
-    accounting by Google's dp-accounting; sampling after Wang, Balle and Kasiviswanathan (2019).
+    With `drawn` (C, K), C of K users were drawn for each release, without replacement and in secret. Google's
+    dp-accounting does the Rényi accounting; the effect of sampling follows Wang, Balle and Kasiviswanathan
+    (2019).
     """
     dp = library()
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
@@ -120,7 +122,7 @@ def epsilon(
 
 
 def library() -> Any:
-    """Returns Google's dp-accounting; raises if it is not installed."""
+    """Returns Google's package dp-accounting; raises if it is not installed."""
     try:
         import dp_accounting.rdp
     except ImportError as error:

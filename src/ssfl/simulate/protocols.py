@@ -1,4 +1,5 @@
-"""What a round needs from those around it: the simulation or centre, its workers, and other processes."""
+"""Interfaces that a round uses: the simulation (or the server of a real federation), its workers, and other
+processes."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -44,7 +45,7 @@ class Experiment(Protocol):
 
 
 Extra = Callable[[Sequence[int]], Named]
-"""(n users) -> the tensors that they are sent besides a model, [n, ...] each."""
+"""A function that maps n users to the tensors that they are sent besides a model, [n, ...] each."""
 
 
 class Workers(Protocol):
@@ -54,13 +55,14 @@ class Workers(Protocol):
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
         """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While
-        real sites train, it calls `meanwhile`, which trains the server."""
+        real sites train, it calls `meanwhile`, which trains the server's model."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Returns what some of the cohort's users trained from the rows and tensors that they were sent."""
+        """Returns the results of a part of the cohort's users, trained from the models and tensors that they
+        were sent."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains rows on the server's labelled images."""
+        """Returns these models after training on the server's labelled images."""
 
 
 class Ranks(Protocol):
@@ -70,4 +72,4 @@ class Ranks(Protocol):
         """Returns the positions in a cohort that this process trains."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all processes' streams, and for each tensor the rows of all users, in order."""
+        """Returns the sum of all processes' streams, and each tensor with the rows of all users, in order."""

@@ -1,6 +1,6 @@
 """One round as a method sees it: `Round` implements `federation.Fed` for simulated users and for real sites.
 
-It sends models, trains, checks and averages the updates that come back, and logs what the round's events
+It sends models, trains them, checks and averages the updates that come back, and logs what the round's events
 need. `Workers` (see `protocols.py`) decides where and how users train.
 """
 
@@ -21,9 +21,9 @@ from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
 USUAL = "usual"
-"""The name of the last rounds' usual update norms in a state's memory, see `gate.py`."""
+"""The name under which a state's memory keeps the usual update norms of the last rounds, see `gate.py`."""
 TRUST = "trust"
-"""The name of the users' trust in a state's memory, see `gate.py`."""
+"""The name under which a state's memory keeps the users' trust, see `gate.py`."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class TrainedUpdates:
 
 @dataclass
 class Log:
-    """What happened in a round, for its events."""
+    """Records what happened in a round, for its events."""
 
     users: TrainedUpdates | None = None
-    """None if no user returned a model."""
+    """The users' metrics and updates; None if no user returned a model."""
     server: TrainedUpdates | None = None
     server_sent: Tensor | None = None
     """[P + Q]: the model that the server started from, if it trained."""
@@ -52,15 +52,15 @@ class Log:
     server_steps: int = 0
     """How many models the server trained."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Why the gate refused models, by their users' positions in the cohort."""
+    """Why the gate refused models, by the position of their users in the cohort."""
     cut: dict[int, float] = field(default_factory=dict)
-    """The norms of updates that were far too long and were cut, as multiples of the usual norm."""
+    """The norms of updates that were far too long and were shortened, as multiples of the usual norm."""
     usual: Tensor | None = None
     """The usual norm of an update, if there is a gate."""
     trust: Tensor | None = None
     """[n]: the trust in the cohort's users after this round, with a gate and labels at the server."""
     against: dict[int, float] = field(default_factory=dict)
-    """The weights of users that are hardly trusted, by their positions in the cohort."""
+    """The weights of users that the gate hardly trusts, by their positions in the cohort."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics that the method recorded."""
     sent_bytes: int = 0
@@ -70,7 +70,7 @@ class Log:
 
 
 class Round:
-    """The `Fed` of one round."""
+    """Implements `Fed` for one round."""
 
     def __init__(self, sim: Experiment, state: State, cohort: Cohort, workers: Workers, keep: bool) -> None:
         self.sim, self.state, self.cohort, self.workers = sim, state, cohort, workers
@@ -122,11 +122,12 @@ class Round:
     # --- training -------------------------------------------------------------------------------------------
 
     def train_server(self, row: Tensor) -> Trained:
-        """Trains a row on the server's labelled images."""
+        """Returns a model after training on the server's labelled images."""
         return self._train_server(row[None])[1]
 
     def _train_server(self, sent: Tensor) -> tuple[Tensor, Trained]:
-        """Trains the server's rows, one or a replica for each group; returns all of them, and the first."""
+        """Returns the server's models after training, and the first of them. There is one, or one replica for
+        each group."""
         if not self.has_server:
             raise MethodError(
                 "the round trains the server, which has no labelled images: check fed.has_server first",
@@ -151,7 +152,8 @@ class Round:
         replicas: int = 1,
         send: Extra | None = None,
     ) -> Users:
-        """Sends every user the model of its group, lets it train, and averages the updates that come back."""
+        """Sends each participant the model of its group, trains it there, and averages the updates that come
+        back."""
         if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
                 f"the round needs {NEEDS['sends']}: add 'sends' to what needs() returns", key="sends"
@@ -175,8 +177,8 @@ class Round:
         server_weight: float | None,
         send: Extra | None,
     ) -> "CohortResult | None":
-        """Trains the cohort, a part at a time. Each part's models are added to their groups' sums at once, so
-        that only one part is held in memory, unless all models are needed together."""
+        """Trains the cohort, a part at a time. The models of each part are added to their groups' sums at
+        once, so that only one part is in memory, unless all models are needed together."""
         count, ranks = len(cohort.users), self.sim.ranks
         if not count:
             return None
@@ -227,7 +229,8 @@ class Round:
         server_results: list[tuple[Tensor, Trained]],
         server_weight: float | None,
     ) -> Users:
-        """Returns the groups' means of the models that came back, with the server's share."""
+        """Returns the average of each group: the models that came back, and the server's model with its
+        weight."""
         cohort = self.cohort
         matrix, momentum = (None, ()) if returned is None else (returned.matrix, returned.momentum)
         counted, groups = list(range(len(cohort.users))), cohort.groups
@@ -263,8 +266,8 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Returns the models with long updates shortened, their weights, and the positions of the users that
-        count: those that the gate accepted and whose weight is above 0."""
+        """Returns the models after the gate, their weights, and the positions of the users that count: the
+        gate accepted their models, and their weight is above 0."""
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
@@ -285,7 +288,7 @@ class Round:
         return rows, weight, counted
 
     def _trust(self, users: list[int], updates: Tensor) -> Tensor | None:
-        """Returns the trust in the cohort's users after this round; None if the server has no labels."""
+        """Returns the trust of the cohort's users after this round; None if the server has no labels."""
         before = self.state.memory.get(TRUST)
         direction = None if before is None else self.sim.descent(self.state.average, self.state.round)
         if before is None or direction is None:
@@ -293,7 +296,7 @@ class Round:
         return trusted(before[users], updates[:, : self.layout.weights], direction)
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
-        """Returns the mean or robust average of a group's rows, or of all rows if the group is empty."""
+        """Returns the mean or robust average of a group's models, or of all models if the group is empty."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -320,7 +323,7 @@ class Round:
     def _exchanged(
         self, ranks: Ranks, sums: Tensor, own: TrainedUpdates, momentum: Tensor, count: int
     ) -> tuple[Tensor, TrainedUpdates, Tensor]:
-        """Returns the sums, the metrics and the momentum of all users, from those of this process."""
+        """Returns the sums, the metrics and the momentum of all users, given those of this process."""
         each = [torch.stack([*own.metrics.values(), own.norms], dim=1).to(sums.dtype)]
         if len(self.state.momentum):
             each.append(momentum)
@@ -336,7 +339,7 @@ class Round:
 
 @dataclass(frozen=True)
 class CohortResult:
-    """The trained models of a cohort."""
+    """The result of a cohort's training."""
 
     sums: Tensor
     """[S, P + Q]: the users' part of the groups' averages."""
@@ -344,29 +347,30 @@ class CohortResult:
     """[S, 1 + C]: the mixing matrix; None if users keep models of their own."""
     momentum: Momentum
     held: list[tuple[Tensor, Returned]]
-    """The rows sent and the results of each part of the cohort, if all models are needed together."""
+    """The models sent and the results of each part of the cohort, if all models are needed together."""
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
-    """Returns the rows, the weights and the reports of all parts of a cohort."""
+    """Returns the models, the weights and the reports of all parts of a cohort together."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report
 
 
 def _only(momentum: Momentum, places: list[int]) -> Momentum:
-    """Returns the momentum of these positions: users that do not count leave no trace."""
+    """Returns the momentum at these positions only: users that do not count leave no trace."""
     return tuple((slots[places], values[places]) for slots, values in momentum)
 
 
 def _regrouped(groups: Sequence[Sequence[int]], counted: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups without the models that do not count, as positions among those that do."""
+    """Returns the groups without models that do not count. Positions are those among the models that
+    count."""
     position = {place: number for number, place in enumerate(counted)}
     return tuple(tuple(position[place] for place in group if place in position) for group in groups)
 
 
 def _together(parts: list[TrainedUpdates], names: Sequence[str], like: Tensor, keep: bool) -> TrainedUpdates:
-    """Joins the parts of a cohort; without parts the result is that of an empty cohort."""
+    """Returns the metrics and updates of all parts of a cohort; without parts, those of an empty cohort."""
     if not parts:
         nobody = like.new_zeros(0)
         return TrainedUpdates(dict.fromkeys(names, nobody), nobody, like[:0] if keep else None)

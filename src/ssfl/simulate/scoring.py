@@ -25,7 +25,8 @@ class ModelScore(NamedTuple):
 
 
 def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> ModelScore:
-    """Evaluates a network on uint8 images on the pool's device; waits for the device once."""
+    """Returns the accuracy and loss of a network on uint8 images on the pool's device. It waits for the
+    device only once."""
     outputs = logits(model, pool, images)
     loss = nn.functional.cross_entropy(outputs, labels)
     correct = outputs.argmax(1) == labels
@@ -36,7 +37,7 @@ def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes:
 
 
 def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
-    """Returns a network's logits [B, classes], on the CPU, for uint8 images on the pool's device."""
+    """Returns the network's logits [B, classes], on the CPU, for uint8 images on the pool's device."""
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
         parts = [model(pool.normalised(part, pool.wide)) for part in images.split(BATCH)]
@@ -45,7 +46,7 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
 
 @contextmanager
 def _tensor_cores(allowed: bool) -> Iterator[None]:
-    """Allows TF32, which rounds float32 inputs to ten bits, if training rounds to eight bits anyway."""
+    """Allows TF32, which rounds inputs to ten bits, if training rounds to eight bits (bfloat16) anyway."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     if allowed:
@@ -61,8 +62,9 @@ def descent(
 ) -> Tensor:
     """Returns the direction [P] in which the loss on strong views of labelled images falls fastest.
 
-    It is the negative gradient at the model `row` [P + Q], summed over one view for each of `places` in the
-    pool, drawn with its key in `keys`. Weak views are used if the pool keeps no strong ones.
+    This is the negative gradient at the model `row` [P + Q], summed over one view of each image in `places`
+    of the pool. Each view is drawn with its key in `keys`. Weak views are used if the pool has no strong
+    ones.
     """
     kind = "strong" if pool.features is None or len(pool.features.views) > 1 else "weak"
     tensors = {name: tensor.detach().clone() for name, tensor in layout.unflatten(row).items()}

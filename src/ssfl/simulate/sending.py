@@ -1,4 +1,5 @@
-"""What simulated users send back: their models, clipped and with noise if [privacy] is set, or an attack."""
+"""What simulated users send back: their models, or manipulated models of attackers. With [privacy] they are
+clipped and have noise."""
 
 from collections.abc import Sequence
 
@@ -19,8 +20,8 @@ def sent_back(
     sent: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Returns the rows [n, P + Q] that the server gets from users that were `sent` rows and trained
-    `rows`."""
+    """Returns the models [n, P + Q] that the server gets from users that were `sent` models and trained them
+    to `rows`."""
     federation, seed = config.federation, config.run.seed
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:

@@ -1,6 +1,7 @@
-"""A federation on one machine: plays rounds, evaluates models, and returns events.
+"""A federation on one machine: runs rounds, evaluates models, and returns events.
 
-`runs/assemble.py` makes one from a config; `runs/round_loop.py` plays its rounds. Nothing here writes a file.
+`runs/assemble.py` makes a simulation from a config, and `runs/round_loop.py` runs its rounds. Nothing here
+writes a file.
 """
 
 from dataclasses import dataclass, field, replace
@@ -34,12 +35,12 @@ from ssfl.simulate.rounds import TRUST, USUAL, Round
 from ssfl.simulate.workers import Simulated
 
 SLOW = "slow"
-"""The name of the slow average over rounds in a state's memory."""
+"""The name under which a state's memory keeps the slow average over rounds."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One experiment, ready to play rounds."""
+    """One experiment, ready to run its rounds."""
 
     dataset: Dataset
     parts: split.Parts
@@ -53,7 +54,7 @@ class Simulation:
     make: external.Factory | None = None
     """The function that makes the network, if it was passed as a Python object."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """Digests that identify a network and a method from outside: `assemble.brought`."""
+    """Digests that identify a network and a method from outside, see `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """The next round's cohort and work, prepared while the device was busy."""
 
@@ -68,7 +69,7 @@ class Simulation:
 
     @property
     def ranks(self) -> Dist | None:
-        """The processes of torchrun, if users are spread over several."""
+        """The processes of torchrun, if users are divided among several."""
         return self.engine if isinstance(self.engine, Dist) else None
 
     @property
@@ -95,7 +96,7 @@ class Simulation:
         return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
 
     def initial(self) -> State:
-        """Returns the state before round 0: all groups and the server start from the same weights
+        """Returns the state before round 0. All groups and the server start from the same weights
         (run.seed)."""
         network = network_of(self.config, self.dataset, self.make)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
@@ -120,7 +121,8 @@ class Simulation:
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """Plays a round; returns the next state and the round's events. Raises if a number is not finite."""
+        """Runs one round, and returns the next state and the round's events. Raises if a number is not
+        finite."""
         ready = self._ahead.get(state.round)
         cohort, users_work, server_work = self.plan.prepare(state.round) if ready is None else ready
         every = self.config.run.diversity_every
@@ -148,13 +150,14 @@ class Simulation:
         return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
 
     def make_views(self, round: int, phases: Phases) -> None:
-        """Computes the features that are new in a round, if the network has a frozen part."""
+        """Computes the features of the views that are new in a round, if the network has a frozen part."""
         if self.pool.features is not None:
             with phases.during("features"):
                 self.pool.use(round)
 
     def played(self, state: State, fed: Round) -> State:
-        """Plays the method's round, and applies the settings that every method has in common."""
+        """Returns the state after the method's round, with the settings applied that all methods have in
+        common."""
         new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
@@ -180,14 +183,14 @@ class Simulation:
         return new
 
     def prepare(self, round: int) -> None:
-        """Prepares the next round on the CPU while a GPU works."""
+        """Prepares the next round on the CPU while a GPU is busy."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
 
     def evaluate(self, state: State) -> Event:
-        """Returns the evaluation event: the averaged model on the test images, if run.test asks for them now,
-        and on the validation images, if there are any."""
+        """Returns the evaluation event of the averaged model. It covers the test images if run.test asks for
+        them now, and the validation images if there are any."""
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
@@ -217,7 +220,7 @@ class Simulation:
 
     def final_row(self, state: State) -> Tensor:
         """Returns the model to evaluate and save: w_avg, or its slow average. With model.norm_statistics =
-        "recompute" its running statistics are computed on the server's images."""
+        "recompute", its running statistics are computed on the server's images."""
         row = evaluated_row(state)
         if self.config.model.norm_statistics != "recompute":
             return row
@@ -239,8 +242,8 @@ class Simulation:
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """Returns the averaged model's tensors by their names in the plain network, also the frozen ones if
-        the network is saved whole."""
+        """Returns the tensors of the averaged model by their names in the plain network. Frozen ones are
+        included if the network is saved whole."""
         trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
         if not is_saved_whole(self.config):
             return trained
@@ -248,7 +251,7 @@ class Simulation:
         return whole.state_dict() | trained
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
-        """Evaluates a model on these images."""
+        """Returns the accuracy and loss of a model on these images."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
@@ -266,8 +269,8 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns images to evaluate models on, about `most`, some of every class, and their labels. They are
-        the server's labelled images, or with train.server_held_out only those that it does not train on."""
+        """Returns about `most` images to evaluate models on, some of every class, and their labels. They are
+        the server's labelled images; with train.server_held_out, only those on which it does not train."""
         places, labels = self._server_places(most)
         if self.pool.features is None:
             return self.pool.images[places], labels
@@ -277,7 +280,7 @@ class Simulation:
         return self._server_pixels[most], labels
 
     def _server_places(self, most: int | None) -> tuple[Tensor, Tensor]:
-        """Where those images are in the pool, and their labels on the CPU."""
+        """Returns the positions of the images of `server_images` in the pool, and their labels on the CPU."""
         if most not in self._server_images:
             images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
@@ -287,8 +290,8 @@ class Simulation:
         return self._server_images[most]
 
     def descent(self, row: Tensor, round: int) -> Tensor | None:
-        """The direction [P] that the server's labels give, on strong views drawn for this round; None without
-        labels."""
+        """Returns the direction [P] in which the loss on the server's labelled images falls fastest, on
+        strong views drawn for this round; None without labels."""
         if not self.has_server:
             return None
         places = self._server_places(VIEWS)[0]
@@ -299,19 +302,20 @@ class Simulation:
 
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """What `server_images` has returned before, by `most`."""
+        """The results of earlier calls of `server_images`, by `most`."""
         return {}
 
     @cached_property
     def _server_pixels(self) -> dict[int | None, Tensor]:
-        """The same images, kept if their features are: then they are evaluated without being read again."""
+        """The same images. They are kept if their features are, so that an evaluation need not read them
+        again."""
         return {}
 
     def message_bytes(self) -> int:
-        """Returns the size of one model when it is sent."""
+        """Returns how many bytes one model has when it is sent."""
         return self.layout.length * self.pool.wide.itemsize
 
 
 def evaluated_row(state: State) -> Tensor:
-    """Returns the row that is evaluated and saved: the slow average if there is one."""
+    """Returns the model that is evaluated and saved: the slow average if there is one, else the average."""
     return state.memory.get(SLOW, state.average)

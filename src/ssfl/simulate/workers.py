@@ -1,4 +1,4 @@
-"""The workers of a simulation: the engine trains all users and the server in this process."""
+"""The workers of a simulation: the engine trains all users and the server on this machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from ssfl.simulate.sending import sent_back
 
 @dataclass(frozen=True)
 class Simulated:
-    """The `Workers` of a simulation for one round."""
+    """Implements `Workers` for one round of a simulation."""
 
     config: Config
     layout: Layout
@@ -33,11 +33,11 @@ class Simulated:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends nothing: dropouts were drawn with the cohort."""
+        """Sends nothing, and returns the cohort. Its dropouts were already drawn."""
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
-        """Trains some of the cohort's users."""
+        """Returns the results of a part of the cohort's users."""
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
@@ -45,7 +45,7 @@ class Simulated:
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the server, one model or several."""
+        """Returns the server's models after training, one or several."""
         assert self.server_work is not None
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
