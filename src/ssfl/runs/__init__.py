@@ -1,4 +1,4 @@
-"""A run, from its config to its folder and its model: assemble, train, resume, track, use.
+"""A run, from its config to its folder and its model: prepare, train, resume, log, and use the model.
 
-Open `train.py` first, then `round_loop.py`; `folder.py` says what a run folder holds.
+Read `train.py` first, then `round_loop.py`. `folder.py` says what a run folder contains.
 """

@@ -1,4 +1,4 @@
-"""From a config to a simulation that is ready to train; `resolve.py` does the part about the data.
+"""Makes a simulation that is ready to train from a config. `resolve.py` does the part about the data.
 
 Every mistake in the input is found here, before anything is written.
 """
@@ -34,7 +34,7 @@ CORES = torch.get_num_threads()
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device of a name; raises if this machine does not have it."""
+    """Returns the device with this name; raises if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -55,15 +55,15 @@ def choose_device(name: str) -> torch.device:
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes fast in bfloat16, which GPUs do since 2020."""
+    """Returns whether a device computes fast in bfloat16, as GPUs do since 2020."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def make(
     config: Config, model: external.Factory | str | None = None, data: Data | str | None = None
 ) -> Simulation:
-    """Returns a simulation that is ready to play. `model` builds its network and `data` are its images; both
-    may be import paths."""
+    """Returns a simulation that is ready to run. `model` is a function that makes the network, and `data` are
+    the images; both may be import paths."""
     config = with_data(config, data)
     if model is not None:
         if isinstance(model, str):
@@ -90,7 +90,8 @@ def make(
 
 
 def scaled_for(config: Config, dataset: Dataset) -> Dataset:
-    """Returns the data set with the normalisation that a pretrained network was trained with."""
+    """Returns the data set with the normalisation constants that the pretrained network needs; unchanged for
+    other networks."""
     if config.model.name not in backbones.NAMES:
         return dataset
     channels = dataset.shape[0]
@@ -98,9 +99,11 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns what identifies your own network and method when a run is resumed: the path, the digest of the
-    file (None for an object) and, for a network, the fingerprint of its frozen weights. The networks and
-    methods of the package need no entry, except that pretrained weights have a fingerprint."""
+    """Returns what identifies your own network and method when a run is resumed: the import path, the digest
+    of the file (None for an object) and, for a network, the fingerprint of its frozen weights.
+
+    The package's own networks and methods need no entry, except for the fingerprint of pretrained weights.
+    """
     identities: dict[str, dict[str, Any]] = {}
     for section, name in (("model", config.model.name), ("method", config.method.name)):
         if name is not None and outside.is_outside(name):
@@ -122,8 +125,8 @@ def build(
     make: external.Factory | None = None,
     features: Features | None = None,
 ) -> Simulation:
-    """Returns the simulation of a resolved config, with these images and owners. `features` are those of
-    another simulation of the same network, to use them again."""
+    """Returns the simulation of a resolved config, with these images and owners. `features` come from another
+    simulation of the same network, and are used again."""
     dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(validation):
         raise ConfigError(
@@ -200,7 +203,7 @@ def _with_features(
     known: Features | None,
 ) -> tuple[nn.Module, Features]:  # fmt: skip
     """Returns the part of a network that is trained, and the features that its frozen part computes from the
-    training images. `known` are used again if they suffice."""
+    training images. The features in `known` are used again if they cover these images."""
     module, count = external.plain(whole), config.model.cached_views or 0
     if not is_divided(module):
         raise ConfigError(
@@ -229,8 +232,8 @@ def _with_features(
 def _make_engine(
     config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device, state_bytes: int
 ) -> tuple[choice.Engine, RunSettings]:
-    """Returns the engine, and [run] with every choice made that depends on the machine. `state_bytes` of the
-    memory are taken by the state."""
+    """Returns the engine, and [run] with all choices made that depend on the machine. `state_bytes` is the
+    memory that the state needs."""
     train, run, method = config.train, config.run, config.method
     spread_out = run.engine == "dist"
     participants = -(-(config.federation.participants or 1) // (choice.dist.ranks() if spread_out else 1))

@@ -1,7 +1,8 @@
-"""The runs that a run is compared with: a server-only model, and folds of the labelled images.
+"""The runs that a run is compared with: a server-only model, and cross-validation folds of the labelled
+images.
 
-Both are inside the folder of the run and have their own checkpoints, so that a run that was killed during
-them continues there.
+Both are inside the folder of the run and have their own checkpoints. So if the run is killed during them, it
+continues there.
 """
 
 import json
@@ -30,34 +31,35 @@ BASELINE, FOLDS = "baseline", "folds"
 """The folders of the server-only run and of the folds, inside the run folder."""
 FOLDS_FILE = "folds.json"
 LEAST = 20
-"""The runs of a fold have at least this many rounds, if the run itself has as many."""
+"""The runs of a fold have at least this many rounds, unless the run itself has fewer."""
 
 
 class Play(Protocol):
-    """Plays a run inside this one, from its last checkpoint, and returns its last state."""
+    """A function that trains a run inside the folder of another, from its last checkpoint, and returns its
+    last state."""
 
     def __call__(self, sim: Simulation, path: Path, what: str) -> State: ...
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The outcome of a comparison."""
+    """The outcome of the comparison with a server-only model."""
 
     verdict: dict[str, Any] | None = None
-    """See `verdict.judge`; None if there was nothing to compare."""
+    """What `verdict.judge` returned; None if there was nothing to compare."""
     folds: dict[str, Any] | None = None
-    """The accuracy over the folds, of the kind of model that the run keeps."""
+    """The accuracy over the folds, for the kind of model that the run keeps."""
     alone: tuple[Simulation, State] | None = None
     """The server-only model."""
 
     @property
     def kept_alone(self) -> bool:
-        """Whether the server-only model is the run's model."""
+        """Whether the run keeps the server-only model."""
         return self.verdict is not None and self.verdict["kept"] == verdict.SERVER_ONLY
 
 
 def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
-    """Train the models that the run is compared with, and return the outcome."""
+    """Trains the models that the run is compared with, and returns the outcome."""
     config = sim.config
     if not config.run.baseline and not config.run.folds:
         return Compared()
@@ -85,8 +87,8 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
 
 
 def server_only(config: Config) -> Config:
-    """Returns the config of the same run without users: the server's start, images, steps and learning rates
-    stay the same."""
+    """Returns the config of the same run without users. The server's initial weights, images, steps and
+    learning rates stay the same."""
     federation = replace(
         config.federation, participants=1, groups=1, group_sizes="even", attackers=0.0, head_start=0.0,
         gate=False, combine="mean", median_fallback=False, dropout=0.0,
@@ -101,12 +103,12 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """Returns [run] of a run inside another."""
+    """Returns the section [run] for a run inside the folder of another."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
 def _users(config: Config) -> str:
-    """Returns what the users contribute, in words, for the verdict."""
+    """Returns in words what the users contribute, for the verdict."""
     unlabelled = config.split.labels_at == "server" and "labels" not in config.method.needs()
     return "unlabelled images" if unlabelled else "users' images"
 
@@ -114,6 +116,7 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
+    """Returns the simulation and the last state of a run inside this one."""
     inner = assemble.build(
         config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
     )  # fmt: skip
@@ -122,7 +125,8 @@ def _played(
 
 
 def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State) -> list[verdict.Comparison]:
-    """Compares the federated model with the server-only one, on the test and on the validation images."""
+    """Returns the comparisons of the federated model with the server-only one, on test and on validation
+    images."""
     data, rows = sim.dataset, (sim.final_row(state), other.final_row(alone))
     sets: list[tuple[str, Tensor, Tensor]] = []
     if sim.config.run.test != "never" and len(data.test_labels):
@@ -140,7 +144,8 @@ def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State)
 
 @dataclass(frozen=True)
 class Held:
-    """Predictions for the labelled images, each by a model that was not trained on that image."""
+    """Predictions for the labelled images. Each image's prediction comes from a model that was not trained on
+    it."""
 
     labels: Tensor
     federated: Tensor
@@ -167,7 +172,8 @@ class Held:
 
 
 def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
-    """Hold out each labelled image in one fold, and return the predictions; folds.json saves the progress."""
+    """Trains the runs of all folds, each of which holds out some labelled images, and returns the predictions
+    for them. The file folds.json saves the progress."""
     config, data, server = sim.config, sim.dataset, sim.parts.server
     count, rounds = config.run.folds, fold_rounds(config)
     labels = data.labels.numpy()[server]
@@ -204,9 +210,10 @@ def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
 
 
 def fold_rounds(config: Config) -> int:
-    """Returns the rounds of a fold's runs, such that all folds together cost about as much as the run itself.
+    """Returns the number of rounds of a fold's runs, such that all folds together cost about as much as the
+    run itself.
 
-    Rounds on cached features are cheap, so there every fold has as many rounds as the run.
+    Rounds on cached features are cheap, so with these every fold has as many rounds as the run.
     """
     rounds = config.federation.rounds or 1
     if config.model.cached_views:
@@ -215,15 +222,16 @@ def fold_rounds(config: Config) -> int:
 
 
 def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
-    """Returns the two configs of a fold: shorter, and evaluated only on the images of the fold."""
+    """Returns the configs of a fold's two runs. They are shorter, and evaluated only on the images of the
+    fold."""
     run = replace(_inside(config), test="never", eval_every=rounds)
     short = replace(config, federation=replace(config.federation, rounds=rounds), run=run)
     return {"federated": short, "alone": server_only(short)}
 
 
 def _without(sim: Simulation, held: Index) -> split.Parts:
-    """Returns the owners without the images of a fold, which users have too if the server shares its
-    images."""
+    """Returns the owners without the images of a fold. The images are also taken from users, who have them if
+    the server shares its images."""
     parts = sim.parts
     users = parts.users
     if sim.config.split.shared:
@@ -234,7 +242,7 @@ def _without(sim: Simulation, held: Index) -> split.Parts:
 
 
 def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of folds.json if it has the same plan, else None."""
+    """Returns the content of folds.json if it belongs to the same plan, else None."""
     try:
         saved = plain_files.parse_json(plain_files.read(file))
         return saved if all(saved[key] == value for key, value in plan.items()) else None
@@ -243,8 +251,8 @@ def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def expected(config: Config, pace: float, server: float) -> float:
-    """Returns about how many seconds the comparison takes, from the seconds of a round and of its server
-    part."""
+    """Returns about how many seconds the comparison takes, given the seconds of a round and of the server's
+    part of it."""
     rounds = config.federation.rounds or 1
     seconds = rounds * server if config.run.baseline else 0.0
     if config.run.folds:

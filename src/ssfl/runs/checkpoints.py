@@ -1,6 +1,6 @@
 """Checkpoints of a run: everything that the next round needs, in safetensors.
 
-A checkpoint is written completely or not at all, and checked when it is read. The one before it is kept, so
+A checkpoint is written completely or not at all, and checked when it is read. The previous one is kept, so
 that a damaged file costs a few rounds and never the run.
 """
 
@@ -28,17 +28,18 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state, with the totals and the conditions of the run at that time."""
+    """A state, with the run's totals and conditions at that time."""
 
     state: State
     totals: dict[str, float]
     """Seconds and bytes so far."""
     conditions: dict[str, str]
-    """What the last digits of the results depend on: versions, device, engine, threads, users at once."""
+    """Everything that the last digits of results depend on: versions, device, engine, threads, users at
+    once."""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Write checkpoints/round-N.safetensors, then remove all but the newest few."""
+    """Writes checkpoints/round-N.safetensors, then removes all but the newest few."""
     state = checkpoint.state
     with (path / "events.jsonl").open("rb") as events:
         os.fsync(events.fileno())  # a checkpoint never outlives the events before it
@@ -85,7 +86,8 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
-    """Raises if the state has other tensors than the method keeps: another version of the method wrote it."""
+    """Raises if the tensors in the state are not those that the method keeps, because another version of the
+    method wrote them."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
         if name in state.memory:
             problem = f"has the tensor {name!r}, which this version of the method does not use"

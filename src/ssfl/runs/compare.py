@@ -1,4 +1,4 @@
-"""The first round, user and quantity in which two runs differ (`ssfl compare`)."""
+"""Finds the first round, user and quantity in which two runs differ, for `ssfl compare`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from ssfl.runs import folder
 
 
 def settings(first: Path, second: Path) -> list[str]:
-    """Returns the settings in which two runs differ, each as `key: a | b`."""
+    """Returns the settings in which two runs differ, each as `key: first | second`."""
     a, b = (as_dict(folder.read_config(path)) for path in (first, second))
     return [
         f"{section}.{key}: {a[section].get(key, '-')} | {b[section].get(key, '-')}"
@@ -19,7 +19,8 @@ def settings(first: Path, second: Path) -> list[str]:
 
 
 def first_difference(first: Path, second: Path) -> str | None:
-    """Returns the first difference between the events of two runs in words, or None; times are ignored."""
+    """Returns the first difference between the events of two runs in words, or None if there is none. Times
+    are ignored."""
     one, two = (list(folder.read_events(path)) for path in (first, second))
     for a, b in zip(one, two, strict=False):
         where = f"round {a['round']}"
@@ -37,7 +38,8 @@ def first_difference(first: Path, second: Path) -> str | None:
 
 
 def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
-    """Returns the first difference inside a quantity, with the user if it has a value for each user."""
+    """Returns the first difference within a quantity. If the quantity has one value per user, it names the
+    user."""
     x, y = a.get(key), b.get(key)
     if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
         place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)

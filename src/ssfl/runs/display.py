@@ -19,7 +19,7 @@ LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
 
 
 def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
-    """Returns the result of `play`, which is called with a reporter of its events unless `quiet`."""
+    """Calls `play` and returns its result. Unless `quiet`, `play` gets a function that shows its events."""
     if quiet:
         return play(None)
     with Reporter() as reporter:
@@ -37,7 +37,7 @@ def accuracy(event: Event) -> str:
 
 
 class _Left(ProgressColumn):
-    """The remaining time, which runs down between events, as on the board."""
+    """The column with the remaining time, which counts down between events, as on the board."""
 
     def __init__(self, left: Callable[[], str]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Left(ProgressColumn):
 
 
 class Reporter:
-    """Shows events as they come; a context manager."""
+    """Shows events on the terminal as they come. It is a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -81,14 +81,15 @@ class Reporter:
         return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
-        """Update the seconds that are left in total; a run inside another knows only its own."""
+        """Sets the remaining seconds. A run inside another, such as a baseline, knows only its own; the total
+        then keeps counting down."""
         end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
             self.whole = end
         self.inner = end if self.what else None
 
     def _prepare(self, text: str) -> None:
-        """Shows the progress of a preparation during the rounds."""
+        """Shows the progress of a preparation that happens during the rounds."""
         self.bar.update(self.task, metrics=text or self.metrics)
 
     def __call__(self, event: Event) -> None:

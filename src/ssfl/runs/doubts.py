@@ -16,7 +16,7 @@ from ssfl.runs.text import loose, untested
 
 
 def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Parts, validation: Index) -> None:
-    """Issue the warnings; `as_written` is the config before open choices were made."""
+    """Issues the warnings. `as_written` is the config before open choices were made."""
     lines = [*_network(as_written, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
     lines += [*_unread(config), *_newcomers(config)]
     lines += _owners(dataset, parts, validation)
@@ -54,7 +54,7 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
 
 
 def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
-    """Returns warnings about owners that the data name."""
+    """Returns warnings about users or a server that the data themselves name."""
     if dataset.users is None:
         return []
     lines = loose(dataset.loose)
@@ -131,7 +131,7 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _newcomers(config: Config) -> list[str]:
-    """Returns a warning if users have their own models and do not all take part from the start."""
+    """Returns a warning if every user keeps its own model and not all take part in every round."""
     users, participants = config.split.users, config.federation.participants or config.split.users
     if config.method.start != "user" or participants >= users:
         return []

@@ -1,4 +1,4 @@
-"""The evaluation of a model on a folder of labelled images, with a sub-folder for each class."""
+"""Evaluates a model on a folder of labelled images, with a sub-folder for each class."""
 
 import warnings
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Evaluation:
     classes: tuple[str, ...]
     answers: list[Answer] = field(repr=False)
     broken: list[str]
-    """A line for each file that cannot be read; these files are left out."""
+    """One line for each file that cannot be read. These files are left out."""
     white: int = WHITE
     """The value that became 255 in image files of more than 8 bits."""
 
@@ -65,7 +65,8 @@ class Evaluation:
 
     @property
     def confusion(self) -> list[list[int]]:
-        """The number of images of each true class (row) that are predicted as each class (column)."""
+        """The confusion matrix: how many images of each true class (row) are predicted as each class
+        (column)."""
         labels, predictions = (
             [getattr(answer, key) for answer in self.answers] for key in ("label", "predicted")
         )
@@ -83,7 +84,7 @@ class Evaluation:
 
     @property
     def bins(self) -> list[statistics.Bin]:
-        """Confidence and accuracy in bins of confidence."""
+        """The mean confidence and the accuracy in each bin of confidence."""
         confidences = [answer.confidence for answer in self.answers]
         return statistics.reliability(confidences, [answer.correct for answer in self.answers], BINS)
 
@@ -140,7 +141,7 @@ class Evaluation:
 
 
 def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
-    """Evaluate the model of a run on a folder of images with a sub-folder for each class.
+    """Returns the evaluation of a run's model on a folder of images with a sub-folder for each class.
 
     Files are read exactly as `predict` reads them. Files that cannot be read are left out and listed in
     `broken`.

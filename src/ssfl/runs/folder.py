@@ -1,4 +1,4 @@
-"""The run folder: resolved config, events, split, model and summary; `checkpoints.py` has its checkpoints.
+"""The run folder: resolved config, events, split, model and summary. `checkpoints.py` writes its checkpoints.
 
 All files are safetensors, JSON or TOML. Each is written completely or not at all.
 """
@@ -43,7 +43,8 @@ def versions() -> dict[str, str]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new one."""
+    """Writes a temporary file, flushes it to disk and renames it. So readers see either the old file or the
+    new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -65,7 +66,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str, Any] | None = None) -> None:
-    """Create a run folder; raises if it exists.
+    """Creates a run folder; raises if it exists.
 
     `brought` identifies code that is not part of the package: paths and digests, by section of the config.
     """
@@ -89,14 +90,14 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
 
 
 def write_split(path: Path, parts: dict[str, Any]) -> None:
-    """Write split.json."""
+    """Writes split.json."""
     write_atomic(path / "split.json", _json(parts))
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
     """Raises if the code of your network or method has changed since the run was started.
 
-    The file must have been named in this process; nothing is imported here.
+    A person must have named the file in this process. Nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -120,8 +121,8 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
 
 def again(path: Path, real: bool = False, names: Mapping[str, str | None] | None = None) -> str:
     """Returns the command that continues a run, or a line of Python if an object was passed from there.
-    `real` means a federation on several machines. `names` are those of the network ("model"), the data
-    and the method."""
+    `real` means a federation of real sites. `names` are those of the network ("model"), the data and the
+    method."""
     names = names or {}
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = "".join(f", {key}={objects[key]}" for key, name in names.items() if name == outside.IN_MEMORY)
@@ -147,7 +148,7 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock the run folder against other processes; the lock ends with the process."""
+    """Locks the run folder against other processes. The lock ends with the process."""
     folder = os.open(path, os.O_RDONLY)
     try:
         for _ in range(10):  # a process that only tests the lock holds it for a moment
@@ -167,7 +168,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
-    """Whether another process holds the lock of an open run folder; if not, LOCK_EX takes the lock."""
+    """Returns whether another process holds the lock of an open run folder. If none does, and `kind` is
+    LOCK_EX, this process then holds it."""
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,7 +181,7 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
 
 @contextmanager
 def recorded_failures(path: Path) -> Iterator[None]:
-    """Write the error that ends a training to the run folder, for the board and for reports.
+    """Writes the error that ends a training to the run folder, for the board and for reports.
 
     Ctrl-C and SIGTERM are not errors.
     """
@@ -204,7 +206,7 @@ def next_free(base: Path) -> Path:
 
 
 def _known(*folders: Path) -> str:
-    """Returns a hint with existing runs: those in the folder itself, such as a contest's, or in runs/."""
+    """Returns a hint that names existing runs, in these folders (such as a contest's) or in runs/."""
     candidates = (
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
@@ -213,7 +215,7 @@ def _known(*folders: Path) -> str:
 
 
 def read_config(path: Path) -> Config:
-    """Returns the resolved config of a run folder; raises if it is not a run folder."""
+    """Returns the resolved config of a run folder; raises if the path is not a run folder."""
     if not path.is_dir():
         raise RunError(f"there is no folder {path}{_known()}", value=str(path))
     if not (path / "config.toml").is_file():
@@ -238,13 +240,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def require_resumable(path: Path) -> None:
-    """Raises if the first release started the run: its method may have worked differently."""
+    """Raises if the first release started the run, because its method may have worked differently."""
     if first_release.is_old(_read_toml(path)):
         raise RunError(f"{path} was started with ssfl 0.1: finish it with that version, or start a new run")
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Add one line to events.jsonl."""
+    """Adds one line to events.jsonl."""
     try:
         with (path / "events.jsonl").open("ab") as file:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
@@ -273,8 +275,8 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Remove the events after a round. With `counted`, raises if an event is lost, since privacy is accounted
-    from the events."""
+    """Removes the events after a round. With `counted`, raises if an event before it is missing, since the
+    privacy spent is computed from the events."""
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
     if counted and lost:
@@ -288,7 +290,7 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
 
 
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
-    """Write the tensors of the averaged model by name, with a card that says how to build the network."""
+    """Writes the tensors of the averaged model by name, with a card that says how to build the network."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
@@ -315,18 +317,19 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def end_of(summary: dict[str, Any]) -> Any:
-    """Returns the accuracy in a summary; on validation images if test images are never used."""
+    """Returns the final accuracy in a summary. It is that on validation images if test images are never
+    used."""
     return summary.get("accuracy", summary.get("validation_accuracy"))
 
 
 def broke_down(path: Path) -> str | None:
-    """Returns the error if training diverged in this folder, else None: the same run would diverge again."""
+    """Returns the error if training diverged in this folder, else None. The same run would diverge again."""
     failure = _object(path / FAILURE)
     return str(failure.get("error")) if failure.get("kind") == DivergedError.__name__ else None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; empty if there is none or it is damaged."""
+    """Returns the object in a JSON file; an empty one if the file is missing or damaged."""
     try:
         content = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):

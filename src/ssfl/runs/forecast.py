@@ -1,5 +1,5 @@
-"""The expected time and memory of a run, measured before its first round with one step, or with one round if
-rounds are short."""
+"""Forecasts the time and memory of a run. Before the first round it measures one step, or one round if rounds
+are short."""
 
 import os
 import threading
@@ -38,9 +38,9 @@ class Forecast:
     evaluation: float
     """Seconds per evaluation."""
     compared: float
-    """Seconds for the models that the run is compared with."""
+    """Seconds for training the models that the run is compared with."""
     features: float
-    """Seconds for views of images whose features are computed during training."""
+    """Seconds for computing the features of views during training."""
     memory: int
     """Bytes used by all processes of the run."""
 
@@ -51,8 +51,8 @@ class Forecast:
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
-    """Returns the forecast for the rounds after `state`. None if a step cannot be tried: it is compiled, runs
-    on several machines, or needs something that only a round has."""
+    """Returns the forecast for the rounds after `state`; None if a step cannot be tried. This is so if it is
+    compiled, runs on several machines, or needs something that only a round has."""
     if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
@@ -75,7 +75,7 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
-    """Returns what the run will do, and its expected cost, as lines of text."""
+    """Returns lines of text that say what the run will do and what it will cost."""
     federation, train = sim.config.federation, sim.config.train
     channels, height, width = sim.dataset.shape
     parameters = f"{sim.layout.weights:,} parameters"
@@ -114,7 +114,7 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
 
 
 def _users(sim: Simulation, state: State) -> float:
-    """Returns the seconds that the users of a round take."""
+    """Returns how many seconds the users of a round take."""
     cohort, work, _ = sim.plan.prepare(sim.rounds - 1)
     count = min(len(cohort.users), sim.plan.at_once)
     if not count:
@@ -129,7 +129,7 @@ def _users(sim: Simulation, state: State) -> float:
 
 
 def _server(sim: Simulation, state: State) -> float:
-    """Returns the seconds that the server takes in a round."""
+    """Returns how many seconds the server takes in a round."""
     if not sim.has_server or not sim.method.trains_server:
         return 0.0
     work = sim.plan.server_work(sim.rounds - 1)
@@ -139,7 +139,8 @@ def _server(sim: Simulation, state: State) -> float:
 
 
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
-    """Returns the seconds for all steps of some work, from one step, or two if steps are short."""
+    """Returns how many seconds all steps of some work take, measured on one step, or on two if steps are
+    short."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
     if work.played == 1 or first > LONG:
         return first * work.played
@@ -149,7 +150,7 @@ def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> floa
 
 
 def _cut(work: Work, steps: int) -> Work:
-    """Returns the first steps of some work."""
+    """Returns the same work with only its first steps."""
     labelled = None if work.labelled is None else work.labelled[:, :steps]
     taken = None if work.taken is None else work.taken.clamp(max=steps)
     return replace(
@@ -163,7 +164,7 @@ def _cut(work: Work, steps: int) -> Work:
 
 
 def _evaluation(sim: Simulation, state: State) -> float:
-    """Returns the seconds that an evaluation takes."""
+    """Returns how many seconds an evaluation takes."""
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
     count = min(SCORED, len(sim.dataset.test_labels))
     test = sim.dataset.test_images[:count].to(sim.device), sim.dataset.test_labels[:count]
@@ -183,7 +184,8 @@ def _timed(sim: Simulation, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _watched(device: torch.device) -> Iterator[list[int]]:
-    """Yields a list whose only number becomes the most bytes that this process and its children use."""
+    """Yields a list with one number: the largest memory in bytes that this process and its children have used
+    so far."""
     most, done = [0], threading.Event()
 
     def watch() -> None:
@@ -205,8 +207,8 @@ def _watched(device: torch.device) -> Iterator[list[int]]:
 
 
 def _held() -> int:
-    """Returns the bytes that this process and its children use. Shared pages count once. Pages of files, such
-    as the decoded images, do not count, since the system can drop them."""
+    """Returns how many bytes of memory this process and its children use. Shared pages count once. Pages of
+    files, such as the decoded images, do not count, since the system can drop them."""
     total = 0
     for process in (os.getpid(), *_children()):
         with suppress(OSError, ValueError):

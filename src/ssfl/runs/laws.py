@@ -1,4 +1,5 @@
-"""The tests of `ssfl check`: rules that every engine relies on, for a method and a network.
+"""The tests of `ssfl check`: rules that a method and a network must follow, because every engine relies on
+them.
 
 Each rule is tried on the digits, in float64, with a few users and rounds. If one fails, the output names the
 likely cause.
@@ -35,13 +36,14 @@ SETTINGS = (
     "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
 )  # fmt: skip
 MASKED = (0.2, 0.95)
-"""The mask rates between which a comparison is meaningful: at 0 nothing is trained, so all engines agree."""
+"""The range of mask rates in which a comparison is meaningful. At a mask rate of 0 nothing is trained, so all
+engines agree."""
 THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
 """For methods with a threshold: values that are tried until the mask rate is in this range."""
 
 
 class Law(NamedTuple):
-    """The outcome of one rule."""
+    """The outcome of testing one rule."""
 
     name: str
     holds: bool
@@ -50,7 +52,8 @@ class Law(NamedTuple):
 
 
 def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = None) -> list[Law]:
-    """Test every rule with a method, given by its name, import path or object, and a network."""
+    """Returns the outcome of every rule for a method, given by its name, import path or object, and for a
+    network."""
     overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
     config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
     with reproducible(), warnings.catch_warnings():
@@ -134,7 +137,8 @@ def _played(config: Config, model: Factory | str | None, rates: list[float] | No
 
 
 def _resumed(config: Config, model: Factory | str | None) -> State:
-    """As `_played`, with a checkpoint and a new simulation after two rounds."""
+    """Returns the same as `_played`, but continues from a checkpoint with a new simulation after two
+    rounds."""
     first = assemble.make(config, model)
     with closing(first.engine), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -159,8 +163,8 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
-    """Records a user's step in round 0, replays it with the tensors of round 3, and returns the difference
-    from the step itself."""
+    """Returns how much a replayed step differs from the step itself. A user's step is recorded in round 0 and
+    replayed with the tensors of round 3."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         if not sim.method.trains_users:
@@ -175,7 +179,7 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns a function of plain tensors for the gradient of a user's step, and its arguments in a round."""
+    """Returns the gradient of a user's step as a function of plain tensors, and its arguments in a round."""
     from ssfl.engines import local
     from ssfl.engines.vmap import Vmap
 

@@ -1,4 +1,4 @@
-"""Load a trained model, predict with it, export it."""
+"""Loads a trained model, predicts with it, and exports it."""
 
 import io
 import json
@@ -28,7 +28,7 @@ SLACK = 1e-3
 
 
 class Classifier(nn.Module):
-    """A trained network with its normalisation: takes images, returns logits."""
+    """A trained network with its normalisation. It takes images and returns logits."""
 
     mean: Tensor
     std: Tensor
@@ -55,8 +55,8 @@ class Classifier(nn.Module):
             )
 
     def forward(self, images: Tensor | np.ndarray) -> Tensor:
-        """Returns logits [N, classes] of images, uint8 or floats from 0 to 1: a tensor [N, C, H, W], or an
-        array [N, H, W] or [N, H, W, 3] as in .npz files."""
+        """Returns the logits [N, classes] of images. These are a tensor [N, C, H, W], or an array [N, H, W]
+        or [N, H, W, 3] as in .npz files, uint8 or floats from 0 to 1."""
         if not isinstance(images, Tensor):
             images = torch.from_numpy(np.array(images)).to(self.mean.device)
             images = images.unsqueeze(-1) if images.dim() == 3 else images
@@ -77,8 +77,8 @@ class Classifier(nn.Module):
 
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a card that no run writes, before a network of the size that it names is
-    built."""
+    """Raises ValueError for a card that no run would write. It is called before the network is built, since a
+    wrong card could name a huge one."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
         raise ValueError("its card names no network")
     classes, shape = card.get("classes"), card.get("shape")
@@ -103,8 +103,8 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
-    """Returns the averaged model of a run, in eval mode, with `.classes`. If the run is not finished, returns
-    the model of its last checkpoint, with a warning.
+    """Returns the averaged model of a run, in eval mode, with `.classes`. If the run is not finished, it is
+    the model of the last checkpoint, with a warning.
 
     If the run used a network of your own, `model` is the function that builds it, or its import path.
     """
@@ -154,7 +154,7 @@ def network_of(
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Returns the network that the card names; raises if it is your own and is missing or has changed.
+    """Returns the network that the card names. If it is your own, raises if it is missing or has changed.
 
     Frozen weights are taken from `tensors` if the model was saved with them.
     """
@@ -191,7 +191,7 @@ def network_of(
 def _require_frozen(
     network: nn.Module, saved: dict[str, Tensor] | None, identity: dict[str, Any], path: Path
 ) -> None:
-    """Load the `saved` tensors, and raise if the frozen weights are not those that the model was trained
+    """Loads the `saved` tensors, and raises if the frozen weights are not those that the model was trained
     with."""
     if saved is not None:
         external.plain(network).load_state_dict(saved)
@@ -205,8 +205,8 @@ def _require_frozen(
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
-    """Returns the model of a network with these trained tensors; the network has its frozen weights
-    already."""
+    """Returns the model of a network with these trained tensors. The network already has its frozen
+    weights."""
     names = set(rows.layout_of(network).names)
     if card.get("whole"):
         names = set(external.plain(network).state_dict())
@@ -226,9 +226,9 @@ def predict(
     *,
     model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns class and confidence of each image file; a folder means all images in it.
+    """Returns the class and confidence of each image file. A folder stands for all images in it.
 
-    If a file cannot be read, this raises, or adds a line to `broken` if that is passed.
+    If a file cannot be read, this raises; if a list `broken` is passed, a line is added to it instead.
     """
     classifier = load_model(run, model)
     files = sources.image_files(images)
@@ -256,7 +256,8 @@ def predict(
 
 
 def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
-    """Write TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program).
+    """Writes TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program), and returns
+    their paths.
 
     The program takes uint8 images [N, C, H, W] and includes the normalisation.
     """
@@ -274,7 +275,7 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
 
 
 def free_files(target: str | Path) -> list[Path]:
-    """Returns the three files of an export; raises if one exists."""
+    """Returns the paths of the three files of an export; raises if one exists."""
     target = Path(target)
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
@@ -294,7 +295,7 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Write a model: the safetensors file, and its JSON card, which says how image files are read."""
+    """Writes a model as a safetensors file, and its JSON card, which says how image files are read."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"

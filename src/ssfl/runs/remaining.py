@@ -1,4 +1,4 @@
-"""The time that a run still needs, which the terminal and the board both show."""
+"""Estimates the time that a run still needs, for the terminal and the board."""
 
 import time
 
@@ -10,7 +10,7 @@ from ssfl.runs import baseline
 
 class Clock:
     """Measures the seconds per round, including everything between rounds. Views that are computed in the
-    first rounds are counted apart."""
+    first rounds are counted separately."""
 
     def __init__(self, config: Config, first: int, features: Features | None = None) -> None:
         self.config, self.first, self.features = config, first, features
@@ -19,7 +19,8 @@ class Clock:
         self.rounds = config.federation.rounds or 0
 
     def left(self, event: Event) -> float:
-        """Returns the seconds left after a round, for the rounds and for the models of the comparison."""
+        """Returns how many seconds are left after a round, for the other rounds and for the models that the
+        run is compared with."""
         played: int = event["round"] - self.first
         phases = event.get("phases", {})
         self.server += float(phases.get("server", 0.0))

@@ -1,6 +1,7 @@
-"""From a config to images, owners and a config without open choices.
+"""Turns a config into images, their owners, and a resolved config: one in which every setting has a value.
 
-Every mistake that only the data show is found here, before anything is written."""
+Every mistake that only the data can show is found here, before anything is written.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from ssfl.models import backbones, networks
 from ssfl.simulate.privacy import library
 
 VIEWS = 4
-"""The number of weak and of strong views of an image that are cached if a network has a frozen trunk."""
+"""How many weak and strong views of an image are cached if a network has a frozen trunk."""
 
 
 def load_data(config: Config, data_object: Data | None = None) -> Dataset:
-    """Returns the images of `data_object`, or those that [data] names, with the views of data.views unless
-    the data have their own."""
+    """Returns the images of `data_object`, or those that [data] names. Their augmentation is that of
+    data.views, unless the data have their own."""
     dataset = _loaded(config, data_object)
     weak, strong = gentle.KINDS[config.data.views]
     return replace(
@@ -77,7 +78,7 @@ def with_data(config: Config, data: Data | str | None) -> Config:
 
 
 def planned_rounds(config: Config) -> float:
-    """Returns the number of rounds; if it follows from federation.epochs, before rounding."""
+    """Returns the number of rounds. If it follows from federation.epochs, it is not rounded."""
     federation = config.federation
     if federation.rounds is not None:
         return federation.rounds
@@ -86,7 +87,7 @@ def planned_rounds(config: Config) -> float:
 
 
 def resolve(config: Config, dataset: Dataset) -> Config:
-    """Returns the config with every choice made that depends on the data."""
+    """Returns the config with all settings filled in that depend on the data."""
     config = _with_owners(config, dataset)
     federation, split_settings = config.federation, config.split
     participants = federation.participants or split_settings.users
@@ -178,8 +179,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
 
 
 def _compared(config: Config, server_labels: int) -> bool:
-    """Whether a run also trains a server-only model: if users and server train, and by default only on your
-    own images."""
+    """Returns whether a run also trains a server-only model. This needs users and a server that train; by
+    default it is done only for your own images."""
     is_own_data = config.data.path is not None or outside.is_outside(config.data.name)
     wanted = (
         is_own_data and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
@@ -198,7 +199,7 @@ def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
-    """Returns the config for data that come with their owners; [split] then divides nothing."""
+    """Returns the config for data that name their owners, in which case [split] does not divide images."""
     if dataset.users is None:
         return config
     owners, users = len(dataset.users), config.split.users
@@ -226,14 +227,14 @@ def require_users(users: int, owners: int, folder: bool) -> None:
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
-    """Returns the validation images, and all others."""
+    """Returns the validation images, and all other images."""
     if dataset.validation is None:
         return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
     return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
 
 
 def _server_images(config: Config, dataset: Dataset) -> Index:
-    """Returns the labelled images of the server: those that the data name, or all that belong to no user."""
+    """Returns the labelled images of the server: those that the data name, or all that no user owns."""
     _, available = set_aside(config, dataset)
     if config.split.labels_at == "users":
         return available[:0]
@@ -249,7 +250,7 @@ def _absolute(path: str) -> str:
 
 
 def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
-    """Returns who gets which images, and the validation images."""
+    """Returns which images the server and each user get, and the validation images."""
     settings = config.split
     labels = dataset.labels.numpy()
     if settings.users > len(labels):
@@ -280,7 +281,7 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
 
 
 def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the users that the data name, without validation images, and the server's images."""
+    """Returns the images of the server and of the users that the data name, without validation images."""
     labels, settings = dataset.labels.numpy(), config.split
     left = np.zeros(len(labels), bool)
     left[available] = True
@@ -292,7 +293,8 @@ def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
 
 
 def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the images divided as [split] says; if the data name the server's images, it keeps them."""
+    """Returns the images divided as [split] says. If the data name the server's images, the server keeps
+    them."""
     labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
     if dataset.server is not None:
         available, count = np.setdiff1d(available, dataset.server), 0

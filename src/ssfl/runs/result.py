@@ -23,7 +23,7 @@ SCORES = (
     "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
     "validation_accuracy", "validation_correct", "validation_count", "validation_interval",
 )  # fmt: skip
-"""The keys of summary.json that say how good the model is."""
+"""The keys of summary.json that measure how good the model is."""
 MODEL = "model.safetensors"
 
 
@@ -32,13 +32,15 @@ class Result:
     """The result of a run."""
 
     accuracy: float
-    """Of the averaged model on the test images, after the last round; nan if they are never used."""
+    """The accuracy of the averaged model on the test images, after the last round; nan if test images are
+    never used."""
     history: list[Event] = field(repr=False)
     """The events in order: "round", "eval" and "diversity" objects."""
     path: Path
     """The run folder."""
     stopped: int | None = None
-    """The last round, if Ctrl-C came in it: this run is finished, but a series of runs must stop here."""
+    """The last round, if Ctrl-C or SIGTERM came during it. This run is finished, but a series of runs must
+    stop here."""
     stopped_by: int = signal.SIGINT
     """The signal that came in the last round: Ctrl-C or SIGTERM."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -52,7 +54,8 @@ class Result:
 
     @property
     def score_text(self) -> str:
-        """The accuracy in words, with its count and interval; on validation images if there is no other."""
+        """The accuracy in words, with its count and interval. It is that on validation images if there is no
+        other."""
         return text.ending(self.summary or last_event(self.history, "eval"))
 
 
@@ -64,7 +67,7 @@ def finish(
     events: list[Event],
     compared: Compared,
 ) -> Result:
-    """Write the model and summary.json of a run that has played all its rounds, and return its result."""
+    """Writes the model and summary.json of a run that has played all its rounds, and returns its result."""
     evaluation = last_event(events, "eval")
     chosen, final_state = sim, state
     if compared.alone is not None and compared.kept_alone:
@@ -105,8 +108,8 @@ def finish(
 
 
 def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
-    """Returns the accuracy of a run with its interval: on test images, else over folds, else on validation
-    images."""
+    """Returns the accuracy of a run with its interval. It comes from test images if there are any, else from
+    folds, else from validation images."""
     if "accuracy" in evaluation:
         return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
     if compared.folds is not None:

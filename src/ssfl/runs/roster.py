@@ -14,7 +14,8 @@ from ssfl.simulate.rounds import TRUST
 
 
 def begun_with(path: Path) -> list[str]:
-    """Returns the sites of a stopped run, in the order of their numbers; none if they had no keys."""
+    """Returns the names of the sites of a stopped run, in the order of their numbers; empty if sites had no
+    keys."""
     try:
         return [str(name) for name in plain_files.parse_json(plain_files.read(path / "split.json"))["sites"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -22,8 +23,8 @@ def begun_with(path: Path) -> list[str]:
 
 
 def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tuple[Config, list[str]]:
-    """Returns the config and the sites of a resumed run. New sites get the next numbers; sites whose key was
-    revoked stay away."""
+    """Returns the config and the sites of a resumed run. New sites get the next numbers. Sites whose key was
+    revoked no longer take part."""
     begun, users = begun_with(path), config.split.users
     others = not set(known) & set(begun) if known and begun else count != max(users, len(begun))
     if others:
@@ -45,9 +46,9 @@ def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tu
 
 
 def joined(config: Config, sites: int) -> Config:
-    """Returns the config with this number of sites, if it is more than the run was started with.
+    """Returns the config with this number of sites, if it is larger than at the start of the run.
 
-    config.toml stays unchanged, since checkpoints belong to it; split.json names the sites.
+    config.toml stays unchanged, because checkpoints refer to it; split.json names the sites.
     """
     users, federation = config.split.users, config.federation
     if sites <= users:
@@ -58,7 +59,7 @@ def joined(config: Config, sites: int) -> Config:
 
 
 def grown(state: State, users: int) -> State:
-    """Returns the state with an entry for new sites, of which no update has been refused yet."""
+    """Returns the state with entries for new sites, with no refused updates and a trust of zero."""
     new = users - len(state.strikes)
     trust = {name: F.pad(kept, (0, new)) for name, kept in state.memory.items() if name == TRUST}
     return replace(state, strikes=F.pad(state.strikes, (0, new)), memory=state.memory | trust)

@@ -1,4 +1,4 @@
-"""The loop over the rounds of a run: play, evaluate, write events and checkpoints, then finish."""
+"""The loop over the rounds of a run: train, evaluate, write events and checkpoints, then finish."""
 
 import math
 import shutil
@@ -24,20 +24,20 @@ from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
 SAVED = 120.0
-"""The most seconds between two checkpoints, whatever `run.checkpoint_every` says."""
+"""The longest time in seconds between two checkpoints, whatever `run.checkpoint_every` says."""
 Report = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """A round that was played."""
+    """What `ssfl.Federation` yields after each round."""
 
     round: int
     """The number of rounds played so far."""
     events: list[Event]
     """The events of this round: a "round" object, and others."""
     state: State = field(repr=False)
-    """The state that passes to the next round: streams, average, memory."""
+    """The state that passes to the next round: the groups' models, their average, and the method's memory."""
 
 
 Playing = Generator[Done, None, "Result"]
@@ -45,7 +45,7 @@ Playing = Generator[Done, None, "Result"]
 
 @dataclass(frozen=True)
 class RestOfRun:
-    """The rounds of a run that are left to play."""
+    """The remaining rounds of a run, and everything that is needed to play them."""
 
     sim: Simulation
     path: Path
@@ -62,7 +62,7 @@ class RestOfRun:
 
 
 class Interrupted(Stopped):
-    """The run was stopped by Ctrl-C or SIGTERM and saved."""
+    """Ctrl-C or SIGTERM stopped the run, and it was saved."""
 
     def __init__(self, path: Path, round: int, again: str, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; continue with `{again}`", by)
@@ -70,7 +70,7 @@ class Interrupted(Stopped):
 
 
 class SweepInterrupted(Stopped):
-    """One of several runs of a command was stopped by Ctrl-C or SIGTERM and saved."""
+    """Ctrl-C or SIGTERM stopped one of several runs of a command, and it was saved."""
 
     def __init__(self, round: int, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; run the same command to continue", by)
@@ -84,12 +84,13 @@ def again(config: Config, path: Path) -> str:
 
 
 def is_leader(config: Config) -> bool:
-    """Whether this process writes the run folder; of several ranks, only the first does."""
+    """Returns whether this process writes the run folder. Among the processes of torchrun, only the first
+    does."""
     return config.run.engine != "dist" or dist.rank() == 0
 
 
 def conditions(sim: Simulation) -> dict[str, str]:
-    """Returns everything besides the config that the last digits of a run depend on."""
+    """Returns everything besides the config on which the last digits of a run's results depend."""
     settings = {name: str(getattr(sim.config.run, name)) for name in folder.CONDITIONS}
     ranks = {} if sim.ranks is None else {"ranks": str(sim.ranks.size)}
     frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
@@ -97,7 +98,7 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 
 def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Play the remaining rounds of a run."""
+    """Plays the remaining rounds of a run, and returns its result."""
     crowded = sim.ranks is not None and sim.ranks.size > 1
     with interruptible(report is not None, crowded) as interrupted:
         left = playing(RestOfRun(sim, path, start, report, lambda: interrupted.by, sim.evaluate))
@@ -111,7 +112,7 @@ def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) 
 
 
 def playing(rest: RestOfRun) -> Playing:
-    """Yields after each of the remaining rounds; an error is recorded in the run folder.
+    """Yields after each of the remaining rounds. An error is recorded in the run folder.
 
     Closing the generator early saves the last round.
     """
@@ -214,7 +215,7 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
 def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
-    """Play a run inside the folder of another, from its last checkpoint, and return its last state."""
+    """Plays a run inside the folder of another, from its last checkpoint, and returns its last state."""
     now = conditions(sim)
     start = Checkpoint(sim.initial(), {}, now)
     if (path / "config.toml").is_file():

@@ -1,4 +1,4 @@
-"""Whether an existing run folder has the settings that are wanted now."""
+"""Checks whether the run in an existing folder has the settings that are wanted now."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,7 +9,8 @@ from ssfl.runs import folder, resolve
 
 
 def require(config: Config, path: Path) -> None:
-    """Raises if there is a run in this folder with other settings: defaults of a method may have changed.
+    """Raises if the folder holds a run with other settings, for example because a method's defaults have
+    changed.
 
     Settings that depend on the images, and the location of the images, are not compared.
     """

@@ -51,7 +51,7 @@ def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dic
 
 
 def _applies(marker: str | None, extra: str) -> bool:
-    """Whether a requirement belongs to this extra; conditions on the platform are ignored."""
+    """Returns whether a requirement belongs to this extra. Conditions on the platform are ignored."""
     named = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker or "")
     return plain(named[1]) == plain(extra) if named else not extra
 

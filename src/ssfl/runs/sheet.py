@@ -1,4 +1,4 @@
-"""A contact sheet: the worst mistakes of a model on one PNG."""
+"""A contact sheet: one PNG with the worst mistakes of a model."""
 
 import io
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ MARK = {"Software": "ssfl evaluate"}
 
 
 def write(evaluation: Evaluation, target: Path) -> Path | None:
-    """Write the worst mistakes, the most confident first; returns None if there are none."""
+    """Writes the contact sheet, with the most confident mistakes first, and returns its path. Returns None if
+    there are no mistakes."""
     worst = evaluation.mistakes[:MOST]
     if not worst:
         return None
@@ -35,7 +36,7 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
 
 
 def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image.Image:
-    """Returns a sheet of the images, each with its prediction, its true class and the name of its file."""
+    """Returns a sheet of the images, each with its prediction, its true class and its file name."""
     across = min(ACROSS, len(answers))
     down = -(-len(answers) // across)
     tall = SIDE + 3 * LINE + GAP
@@ -65,7 +66,7 @@ def _picture(file: Path, white: int) -> Image.Image:
 
 
 def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Returns a line that fits under an image, without its middle if it is too long."""
+    """Returns a line that fits under an image. If it is too long, its middle is left out."""
     line = printable(line)
     if font.getlength(line) <= SIDE:
         return line

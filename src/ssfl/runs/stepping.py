@@ -25,7 +25,7 @@ RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
     "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
-"""Names that every evaluation has already."""
+"""Names that every evaluation event uses already, so that a metric of yours cannot have them."""
 
 
 class Federation:
@@ -90,7 +90,7 @@ class Federation:
             begun = train.begun(config, self.path, model, data)
         self._sim, start = self._open.enter_context(begun)
         self.state: State = start.state
-        """The state that passes to the next round: streams, average, memory."""
+        """The state of the next round: the groups' models, their average, the method's memory."""
         rest = round_loop.RestOfRun(self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate)
         self._left: round_loop.Playing | None = round_loop.playing(rest)
         summary = folder.read_summary(self.path)
@@ -101,7 +101,7 @@ class Federation:
         return self
 
     def __next__(self) -> Done:
-        """Play the next round."""
+        """Trains the next round and returns it."""
         if self._left is None:
             raise StopIteration
         with reproducible(), enough_memory(), interruptible(False) as self._asked:
@@ -118,20 +118,20 @@ class Federation:
         return done
 
     def stop(self) -> None:
-        """Save the last round and end. A new `ssfl.Federation` with this folder, or `ssfl.resume`,
-        continues."""
+        """Saves the last round and ends the run. A new `ssfl.Federation` with this folder, or `ssfl.resume`,
+        continues it."""
         self._end(None)
 
     def evaluate(self) -> Event:
-        """Returns the accuracy of the current model and the metrics, as in an "eval" event; writes
-        nothing."""
+        """Returns the accuracy of the current model and your metrics, as in an "eval" event. Nothing is
+        written."""
         with reproducible():
             torch.set_num_threads(self._threads)
             return self._evaluate(self.state)
 
     def model(self) -> predict.Classifier:
-        """Returns a copy of the current averaged model, as `ssfl.load_model` does: takes images, returns
-        logits."""
+        """Returns a copy of the current averaged model, which takes images and returns logits, like that of
+        `ssfl.load_model`."""
         return self._model(self.state)
 
     @property

@@ -1,4 +1,4 @@
-"""Contexts of a run: reproducible arithmetic, and a clear error if memory runs out."""
+"""Context managers around a run: reproducible arithmetic, and a clear error if memory runs out."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ssfl.errors import SsflError
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Turn an out-of-memory error into one that names the settings to lower."""
+    """Turns an out-of-memory error into one that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -25,7 +25,7 @@ def enough_memory() -> Iterator[None]:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Make torch deterministic as far as it can be, and restore its global settings afterwards."""
+    """Makes torch as deterministic as possible, and restores its global settings afterwards."""
     before = torch.get_deterministic_debug_mode()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32

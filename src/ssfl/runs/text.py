@@ -11,13 +11,14 @@ MOST_USERS = 30
 
 
 def histogram(counts: list[int]) -> str:
-    """Returns a row of bars, one for each class; the largest has full height, and zero is a blank."""
+    """Returns a line of text with one bar for each class. The largest bar has full height, and zero is a
+    blank."""
     most = max([*counts, 1])
     return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
 
 
 def printable(line: str) -> str:
-    """Returns the line with a question mark for every character that could control the terminal."""
+    """Returns the line, in which a question mark replaces every character that could control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
@@ -120,8 +121,7 @@ def split(config: Config, described: dict[str, Any]) -> str:
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """Returns a line about classes without test images, if there are any. Without test images, as with folds,
-    no class is left out."""
+    """Returns a line about classes without test images, if only some classes have test images."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if not missing or len(missing) == len(classes):
         return []
@@ -132,7 +132,7 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
 
 
 def loose(images: int) -> list[str]:
-    """Returns a line about images that are directly in unlabelled/, if it has sub-folders as well."""
+    """Returns a line about images that lie directly in unlabelled/ although it has sub-folders."""
     if not images:
         return []
     return [f"{images} images directly in unlabelled/, beside its sub-folders, form one more user"]

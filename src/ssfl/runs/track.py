@@ -1,7 +1,7 @@
-"""Logging a run to TensorBoard, MLflow or Weights & Biases (`run.track`).
+"""Logs a run to TensorBoard, MLflow or Weights & Biases (`run.track`).
 
-The run folder remains the source of truth. A tracker gets each number of events.jsonl once. If it fails, the
-run continues without it. A resumed run continues the same run of its tracker.
+The run folder remains the source of truth. A tracker gets each number of events.jsonl once. If the tracker
+fails, the run continues without it. A resumed run continues the same run in the tracker.
 """
 
 import json
@@ -29,7 +29,7 @@ Numbers = dict[str, float]
 
 
 class Backend(NamedTuple):
-    """A tracker that is open for one run."""
+    """A tracker, opened for one run."""
 
     log: Callable[[int, Numbers], object]
     """Called with the round and its numbers by name."""
@@ -50,7 +50,8 @@ def require(name: str) -> None:
 
 @contextmanager
 def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
-    """Yields a function that logs an event; events of the run folder that were not logged yet come first."""
+    """Yields a function that logs an event. Events in the run folder that were not logged before are logged
+    first."""
     name = config.run.track
     if name == "none":
         yield lambda event: None
@@ -59,7 +60,7 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
     memory = Memory(path / "track.json", name)
 
     def attempt(what: Callable[[], Any]) -> Any:
-        """Call a function of the tracker; if it fails, warn once and stop using the tracker."""
+        """Calls a function of the tracker. If it fails, it warns once, and the tracker is no longer used."""
         nonlocal backend
         try:
             return what()
@@ -91,7 +92,7 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
 
 
 class Memory:
-    """What has been logged, saved in the run folder: the tracker's id of the run, and the last round of each
+    """Records in the run folder what has been logged: the tracker's id of the run, and the last round of each
     kind of event.
 
     It is written before a number is sent. So a crash can lose a number, but never log one twice.
@@ -109,12 +110,12 @@ class Memory:
             pass
 
     def name(self, id: str) -> None:
-        """Save the tracker's id of this run."""
+        """Saves the tracker's id of this run."""
         self.id = id
         self._save()
 
     def note(self, event: Event) -> bool:
-        """Record an event; returns whether it is new."""
+        """Records an event, and returns whether it is new."""
         if event["round"] <= self.logged.get(event["event"], -1):
             return False
         self.logged[event["event"]] = event["round"]
@@ -129,7 +130,8 @@ class Memory:
 
 
 def numbers(event: Event) -> Numbers:
-    """Returns the plain numbers of an event by name: `eval/accuracy`, `diversity/gradient_l2/definition`."""
+    """Returns the plain numbers of an event with names such as `eval/accuracy` or
+    `diversity/gradient_l2/definition`."""
     values: Numbers = {}
 
     def collect(name: str, value: Any) -> None:
@@ -144,8 +146,8 @@ def numbers(event: Event) -> Numbers:
 
 
 def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
-    """Writes event files in RUN/tensorboard; when a run is resumed, they are written again from its
-    history."""
+    """Returns a tracker that writes event files in RUN/tensorboard. When a run is resumed, they are written
+    again from its events."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = path / "tensorboard"
@@ -164,7 +166,8 @@ def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
 
 
 def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
-    """Logs to a run of the experiment "ssfl"; MLflow's own settings (MLFLOW_TRACKING_URI) say where."""
+    """Returns a tracker that logs to the experiment "ssfl". MLflow's own settings (MLFLOW_TRACKING_URI) say
+    where."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
@@ -189,7 +192,8 @@ def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
 
 
 def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
-    """Logs to a run of the project "ssfl", or as W&B's own settings (WANDB_PROJECT, WANDB_MODE) say."""
+    """Returns a tracker that logs to the project "ssfl", or as W&B's own settings (WANDB_PROJECT, WANDB_MODE)
+    say."""
     import wandb
 
     opened = wandb.init(

@@ -36,7 +36,8 @@ def run(
     method: Method | None = None,
     forecast: bool = False,
 ) -> Result:
-    """Train from the start in a new run folder `out` (default: the next free runs/METHOD).
+    """Trains from the start in a new run folder `out` (default: the next free runs/METHOD), and returns the
+    result.
 
     `config` may be a Config, the name of a preset, a TOML file or a folder of images. `model` is a function
     without arguments that builds the network, any `nn.Module`. `data` is an `ssfl.Data`. Both may also be an
@@ -53,14 +54,14 @@ def run(
 
 
 def with_method(config: Config | str | Path, method: Method | None) -> Config:
-    """Returns the config, loaded if it is a name or a file, with `method` if one was passed."""
+    """Returns the config, loaded if it was given as a name or a file, with `method` if one was passed."""
     if not isinstance(config, Config):
         return load_config(config, method=method)
     return config if method is None else replace(config, method=method)
 
 
 def plain_name(config: Config) -> str:
-    """Returns the name of the method in a form that can name a folder."""
+    """Returns the name of the method in a form that is allowed in a folder's name."""
     return Path(config.method.name).name.replace(":", "-").replace(" ", "-")
 
 
@@ -73,7 +74,8 @@ def resume(
     data: Data | str | None = None,
     method: Method | None = None,
 ) -> Result:
-    """Continue a run from its last valid checkpoint; the result is byte-identical to an uninterrupted run.
+    """Continues a run from its last valid checkpoint, and returns its result, which is byte-identical to that
+    of an uninterrupted run.
 
     If the network, the data or the method were passed to `ssfl.run`, pass them again.
     """
@@ -89,7 +91,7 @@ def _resume(
     data: Data | str | None = None,
     method: Method | None = None,
 ) -> Result:
-    """As `resume`; `place` says where the images are now, if they may have moved."""
+    """Does what `resume` does. `place` says where the images are now, if they may have moved."""
     config = folder.read_config(path)
     if place is not None:
         moved = replace(config.data, root=place.root, path=place.path, download=place.download)
@@ -107,7 +109,7 @@ def _resume(
 def begun(
     config: Config, path: Path, model: Factory | str | None, data: Data | str | None
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
-    """Creates a run folder, locks it, and yields its simulation before the first round."""
+    """Creates a run folder, locks it, and yields its simulation and the checkpoint before the first round."""
     leads = is_leader(config)
     if leads:
         folder.require_free(path)
@@ -158,7 +160,7 @@ def reopened(
 
 
 def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
-    """Raises if the frozen weights of your own network differ from those at the checkpoint."""
+    """Raises if the frozen weights of your own network differ from those at the time of the checkpoint."""
     if start.conditions.get("frozen") != now.get("frozen"):
         raise RunError(
             f"the layers or frozen weights of {config.model.name} have changed since {path} was started: "
@@ -169,7 +171,7 @@ def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path:
 
 
 def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
-    """Start a run in this folder, or continue the one that is there."""
+    """Starts a run in this folder, or continues the one that is there, and returns its result."""
     same.require(config, path)
     if (path / "config.toml").is_file():
         return _resume(path, report, lambda message: None, config.data)
@@ -177,13 +179,13 @@ def begin_or_resume(config: Config, path: Path, report: Report | None = None) ->
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """Returns in words which conditions have changed since the last checkpoint; "" if none has."""
+    """Returns in words which conditions have changed since the last checkpoint; "" if none have."""
     changed = [(key, value) for key, value in before.items() if key in now and value != now[key]]
     return ", ".join(f"{key} was {value} and is now {now[key]}" for key, value in changed)
 
 
 def finished(path: Path) -> bool:
-    """Whether a run has played all its rounds and written its model."""
+    """Returns whether a run has played all its rounds and written its model."""
     if folder.read_summary(path) is None:
         return False
     try:
@@ -194,7 +196,7 @@ def finished(path: Path) -> bool:
 
 
 def check_unchanged(sim: Simulation, path: Path) -> None:
-    """Raises if the images are not those that the run was started with."""
+    """Raises if the images differ from those that the run was started with."""
     try:
         before = plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -209,7 +211,8 @@ def check_unchanged(sim: Simulation, path: Path) -> None:
 
 
 def _here(config: Config, warn: Warn) -> Config:
-    """Returns the config for this machine: a device that it does not have is replaced, with a warning."""
+    """Returns the config for this machine. If the machine lacks the device, another one is used, with a
+    warning."""
     try:
         assemble.choose_device(config.run.device)
         return config
@@ -219,7 +222,8 @@ def _here(config: Config, warn: Warn) -> Config:
 
 
 def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factory | None:
-    """Returns the factory if it was passed as an object, else None; code from a file must be unchanged."""
+    """Returns the factory of the network if it was passed as an object, else None. Raises if code from a file
+    has changed."""
     name = config.model.name
     if isinstance(model, str):
         outside.trust(model)
@@ -241,7 +245,8 @@ def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factor
 
 
 def _with_its_method(config: Config, path: Path, method: Method | None) -> Config:
-    """Returns the config with the method that the run was started with; an object must be passed again."""
+    """Returns the config with the method that the run was started with. A method that was an object must be
+    passed again."""
     name = config.method.name
     if name == outside.IN_MEMORY:
         if method is None:

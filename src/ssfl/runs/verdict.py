@@ -1,4 +1,5 @@
-"""The verdict of a run, whether the unlabelled images helped: its model against a server-only model."""
+"""The verdict of a run: whether the unlabelled images helped. It compares the run's model with a server-only
+model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +11,20 @@ from ssfl.core import statistics
 from ssfl.core.statistics import FEW, Paired
 
 WORDS = {"test": "test images", "validation": "validation images", "folds": "held-out labelled images"}
-"""The images on which two models are compared."""
+"""Names for the images on which two models are compared."""
 DECIDES = ("folds", "validation")
-"""The images by which a model is chosen; test images are never used for that."""
+"""The images by which the model to keep is chosen. Test images are never used for that."""
 FEDERATED, SERVER_ONLY = "federated", "server-only"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The federated and the server-only model on the same images."""
+    """The federated and the server-only model, compared on the same images."""
 
     on: str
     """"test", "validation" or "folds"."""
     pair: Paired
-    """The first model is the federated one."""
+    """The paired comparison, in which the federated model is the first."""
     balanced: tuple[float | None, float | None] = (None, None)
     """The balanced accuracy of both."""
     uneven: bool = False
@@ -31,7 +32,7 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """ "helped", "hurt", "unclear" or "too few"."""
+        """The outcome: "helped", "hurt", "unclear" or "too few" images."""
         low, high = self.pair.interval
         if low > 0:
             return "helped"
@@ -58,7 +59,7 @@ class Comparison:
 
 
 def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: int) -> Comparison:
-    """Returns the comparison of two models from the labels that they predict."""
+    """Returns the comparison of two models, given the classes that they predict."""
     truth = labels.tolist()
     balanced, rights = [], []
     for predicted in (federated.tolist(), alone.tolist()):
@@ -72,7 +73,7 @@ def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: 
 
 
 def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -> dict[str, Any]:
-    """Returns the verdict as it is stored: its text, its numbers, and which model is kept.
+    """Returns the verdict in the form in which it is stored: its text, its numbers, and which model is kept.
 
     The server-only model is kept if the unlabelled images hurt on images held out of training. Test images
     are never used for this choice.
@@ -148,6 +149,6 @@ def _interval(one: Comparison) -> str:
 
 
 def _points(value: float) -> str:
-    """Returns a difference with its sign, and with one more digit close to zero."""
+    """Returns a difference in percentage points with its sign, and with one more digit close to zero."""
     shown = f"{value:+.0f}" if abs(value) >= 0.95 else f"{value:+.1f}"
     return shown.replace("-", "−")
