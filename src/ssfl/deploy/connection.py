@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
-from ssfl.deploy import internals
+from ssfl.deploy import Tell, internals
 from ssfl.deploy.keys import SiteKey
-from ssfl.errors import SsflError
+from ssfl.errors import SsflError, one_line
 
 BEAT = 10.0
 """The heartbeat interval that is announced to the centre, in seconds. Heartbeats are sent twice as often.
@@ -26,13 +26,15 @@ GRACE = 30.0
 """Seconds after which a refused key is an error. Before that the refusal may be temporary: a centre that has
 just started knows no keys yet, and a site that was killed still counts as connected for a while."""
 RETRY = 1.0
-"""Seconds until a heartbeat that failed is sent again."""
+"""Seconds until a heartbeat that failed is sent again, or a connection that did not work is made again."""
 RECONNECT = 5.0
 """Seconds for which a request that finds no connection is tried again, before the site starts anew."""
 IDLE = 60.0
 """Seconds after which an idle connection is closed. The centre would close it later."""
 HALFWAY = 120.0
 """Seconds after which a message that arrived only in part is given up."""
+SHOWN = 150
+"""The number of characters of a server's answer that are shown."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Connection:
 
 
 @contextmanager
-def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Connection]:
+def connected(
+    address: str, key: SiteKey | None, patience: float, tell: Tell = lambda line: None
+) -> Iterator[Connection]:
     """Connects to HOST:PORT, trying for `patience` seconds; without a key nothing is encrypted."""
     private = ec.generate_private_key(ec.SECP384R1()) if key is None else key.private
     trust: ssl.SSLContext | bool = False
@@ -70,42 +74,13 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
     with httpx.Client(verify=trust, timeout=30.0, limits=limits, event_hooks=hooks) as http:
         base = f"{'http' if key is None else 'https'}://{address}"
         call = internals.Caller(http, base, lambda: internals.signed(private, clock.now()))
-        began = time.monotonic()
+        attempts = _Attempts(address, key is not None, patience, tell)
         node = None
         while node is None:
             try:
                 node = internals.activate(call, private, BEAT, new=key is None)
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code == 403:
-                    raise SsflError(
-                        f"{address} has excluded this site: ask the operator of the centre why"
-                    ) from error
-                if error.response.status_code < 500 and time.monotonic() > began + min(patience, GRACE):
-                    raise SsflError(_refused(address, error.response.text)) from error
-            except httpx.TransportError as error:
-                if "certificate has expired" in str(error):
-                    raise SsflError(
-                        f"the certificate of {address} has expired by this machine's clock "
-                        f"({datetime.now():%Y-%m-%d %H:%M}): correct the clock, or ask the operator of the "
-                        "centre for a new site file"
-                    ) from error
-                if "certificate is not yet valid" in str(error):
-                    raise SsflError(
-                        f"the certificate of {address} is not valid yet by this machine's clock "
-                        f"({datetime.now():%Y-%m-%d %H:%M}): correct the clock"
-                    ) from error
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                    raise SsflError(
-                        f"the certificate of {address} does not match this site file: check the address, or "
-                        "ask the operator of the centre for a new site file. The operator must list this "
-                        "host in `ssfl keys init --host`"
-                    ) from error
-                if time.monotonic() > began + patience:
-                    raise SsflError(
-                        f"no answer from {address} after {patience:.0f} s ({error}): check that the centre "
-                        "is running and that no firewall blocks the port"
-                    ) from error
-            if node is None:
+            except (httpx.HTTPError, internals.CannotCarry) as error:
+                attempts.failed(error)
                 time.sleep(1)
         call.connecting = RECONNECT
         gone = threading.Event()
@@ -117,7 +92,7 @@ def connected(address: str, key: SiteKey | None, patience: float) -> Iterator[Co
             gone.set()
             call.connecting = 0.0
             heart.join()
-            with suppress(httpx.HTTPError):
+            with suppress(httpx.HTTPError, internals.CannotCarry):
                 call("fleet/deactivate-node", node_id=node.node_id)
 
 
@@ -129,14 +104,82 @@ def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -
     pause = BEAT / 2
     while not gone.wait(pause):
         pause = RETRY
-        with suppress(httpx.HTTPError):
+        with suppress(httpx.HTTPError, internals.CannotCarry):
             call("fleet/send-node-heartbeat", node=node, heartbeat_interval=BEAT)
             pause = BEAT / 2
 
 
-def _refused(address: str, reply: str) -> str:
-    return (
-        f"{address} does not accept this site's key ({' '.join(reply.split())[:150]}): the key is unknown, "
-        "revoked or in use. If it was added after the centre started, ask its operator to stop the centre "
-        "and continue with `ssfl serve --resume`"
-    )
+def connection_error(error: Exception) -> str:
+    """Returns an error of a request as one short line; for a refusal its status and text."""
+    if isinstance(error, httpx.HTTPStatusError):
+        text = " ".join(error.response.text.split())[:SHOWN]
+        return f"{error.response.status_code} {text or error.response.reason_phrase}"
+    return one_line(error, SHOWN)
+
+
+@dataclass
+class _Attempts:
+    """The attempts to connect to an address."""
+
+    address: str
+    has_key: bool
+    patience: float
+    tell: Tell
+    began: float = field(default_factory=time.monotonic)
+    said: bool = False
+
+    def failed(self, error: Exception) -> None:
+        """Raises if it is useless to try again or the time is over; otherwise says once what happens."""
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+        unreachable, why = isinstance(error, httpx.TransportError), connection_error(error)
+        if status == 403:
+            raise SsflError(
+                f"{self.address} has excluded this site: ask the operator of the centre why"
+            ) from error
+        if unreachable:
+            _check_certificate(self.address, error)
+        seconds = self.patience if unreachable or status >= 500 else min(self.patience, GRACE)
+        if unreachable:
+            what = f"cannot connect to {self.address}"
+            plain = " (and not with --insecure)" if self.has_key else ""
+            fix = (
+                f"check the address, that the centre is running{plain}, and that no firewall blocks the port"
+            )
+        elif status >= 500:
+            what = f"{self.address} answers with an error"
+            fix = "check that it is the address of the centre, and ask the operator of the centre for help"
+        else:
+            what = f"{self.address} does not let this site join"
+            fix = "check that it is the address of the centre"
+            if self.has_key:
+                fix += (
+                    ". If it is, this site's key is unknown there, revoked, or used by another site. If the "
+                    "key was added after the centre started, ask its operator to stop the centre and "
+                    "continue with `ssfl serve --resume RUN --keys FOLDER`"
+                )
+        if time.monotonic() > self.began + seconds:
+            raise SsflError(f"{what} ({why}), also after {seconds:.0f} s: {fix}") from error
+        if not self.said:
+            self.tell(f"{what} ({why}): trying again for {seconds:.0f} s")
+            self.said = True
+
+
+def _check_certificate(address: str, error: Exception) -> None:
+    """Raises if this is an error of the centre's certificate: trying again would not help."""
+    now = f"{datetime.now():%Y-%m-%d %H:%M}"
+    if "certificate has expired" in str(error):
+        raise SsflError(
+            f"the certificate of {address} has expired by this machine's clock ({now}): correct the clock, "
+            "or ask the operator of the centre for a new site file"
+        ) from error
+    if "certificate is not yet valid" in str(error):
+        raise SsflError(
+            f"the certificate of {address} is not valid yet by this machine's clock ({now}): correct the "
+            "clock"
+        ) from error
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        raise SsflError(
+            f"the certificate of {address} does not match this site file: check the address, or ask the "
+            "operator of the centre for a new site file. The operator must list this host in `ssfl keys "
+            "init --host`"
+        ) from error

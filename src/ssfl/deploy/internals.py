@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, Message
+from google.protobuf.message import DecodeError
 
 from ssfl.errors import SsflError
 
@@ -147,8 +148,11 @@ class Caller:
     def __call__(self, path: str, **fields: Any) -> Any:
         asked, answer = TYPES[path]
         content = asked(**fields).SerializeToString()
-        parsed = answer()
-        parsed.ParseFromString(self.post(f"v1/{path}", content))
+        parsed, reply = answer(), self.post(f"v1/{path}", content)
+        try:
+            parsed.ParseFromString(reply)
+        except DecodeError:
+            raise CannotCarry("the answer is not in Flower's protocol") from None
         return parsed
 
     def post(self, path: str, content: bytes) -> bytes:

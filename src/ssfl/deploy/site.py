@@ -24,7 +24,7 @@ from ssfl.core.rows import layout_of
 from ssfl.data import gentle, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import Tell, silenced, wire
-from ssfl.deploy.connection import Connection, connected
+from ssfl.deploy.connection import RETRY, Connection, connected, connection_error
 from ssfl.deploy.images import Images
 from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
@@ -59,6 +59,8 @@ class Site:
     """Why the final model could not be written."""
     unfit: SsflError | None = None
     """Why this site cannot take part: its code or frozen weights are not those of the centre."""
+    heard: float = 0.0
+    """When the centre last answered a request for work, or this site last completed its work."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
     """The simulation for the last terms, kept so that images are read only once."""
 
@@ -212,14 +214,27 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
     `patience` seconds.
     """
     app = client_app(lambda context: site)
+    site.heard, in_vain = time.monotonic(), 0
     with reproducible(), silenced():
         while not site.done:
-            with connected(address, key, patience) as connection:
-                site.tell(f"connected to {address} as {site.name} with {len(site.images)} images")
+            before = site.heard
+            with connected(address, key, patience, site.tell) as connection:
+                if in_vain < 2:
+                    site.tell(f"connected to {address} as {site.name} with {len(site.images)} images")
                 try:
                     _attend(connection, app, site)
                 except (httpx.HTTPError, CannotCarry) as error:
-                    site.tell(f"lost the connection to {address} ({error}): connecting again")
+                    why = connection_error(error)
+                    in_vain = in_vain + 1 if site.heard == before else 0
+                    if isinstance(error, httpx.HTTPError) and time.monotonic() > site.heard + patience:
+                        raise SsflError(
+                            f"{address} has answered no request for work for {patience:.0f} s ({why}): ask "
+                            "the operator of the centre to check it"
+                        ) from error
+                    if in_vain < 2:
+                        site.tell(f"lost the connection to {address} ({why}): connecting again")
+                    else:  # it is there, but does not work: say so only once
+                        time.sleep(RETRY)
     for reason in (site.unfit, site.not_kept):
         if reason is not None:
             raise reason
@@ -229,11 +244,13 @@ def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
     """Answers messages until the run is over."""
     while not site.done:
         message = connection.receive()
+        site.heard = time.monotonic()
         if message is None:
             time.sleep(POLL)
             continue
         began = time.perf_counter()
         reply = _answer(app, message, connection.node.node_id, site)
+        site.heard = time.monotonic()  # training may take longer than the patience
         connection.send(reply, time.perf_counter() - began)
     if site.unfit is not None:
         time.sleep(GRACE)

@@ -1,0 +1,87 @@
+"""What a site says, and what it keeps to itself: servers that do not work, errors, and a full federation."""
+
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from ssfl.deploy import internals
+
+Answer = Callable[[str], tuple[int, bytes]]
+
+
+@contextmanager
+def serving(answer: Answer, ring: Path | None) -> Iterator[tuple[str, list[str]]]:
+    """A real web server with an answer for each path; its address, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            asked.append(self.path)
+            status, body = answer(self.path)
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        if ring is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(ring / "centre.crt", ring / "centre.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+
+
+def broken(path: str) -> tuple[int, bytes]:
+    return 503, b"back\nsoon"
+
+
+def half_broken(path: str) -> tuple[int, bytes]:
+    """Lets every site in, and then answers no request for work."""
+    if not path.endswith("/activate-node"):
+        return broken(path)
+    return 200, internals.TYPES["fleet/activate-node"][1](node_id=7).SerializeToString()
+
+
+@pytest.mark.parametrize("answer", [broken, half_broken])
+def test_a_centre_that_answers_with_errors_is_given_up_after_the_patience(
+    answer: Answer, folders: Path, ring: Path, ssfl: Call
+) -> None:
+    with serving(answer, ring) as (place, asked):
+        code, out, err = ssfl("join", place, "--data", str(folders / "aachen"), "--key",
+                              str(ring / "aachen.site"), "--device", "cpu", "--patience", "3")  # fmt: skip
+    assert code == 2
+    assert len(asked) > 2  # it was tried again, and said so once
+    assert out.count("503 back soon") == 1
+    [line] = err.splitlines()
+    assert place in line
+    assert "503 back soon" in line
+
+
+@pytest.mark.parametrize(("status", "body"), [(404, b"not here"), (200, b"<html>hello</html>")])
+def test_a_server_that_is_no_centre_is_one_clear_line(
+    status: int, body: bytes, folders: Path, ssfl: Call
+) -> None:
+    with serving(lambda path: (status, body), None) as (place, _):
+        code, out, err = ssfl("join", place, "--data", str(folders / "aachen"), "--insecure", "--patience", "2")
+    assert code == 2
+    assert out.count("trying again") == 1
+    [line] = err.splitlines()
+    assert place in line
+    assert "key" not in line
