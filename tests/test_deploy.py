@@ -333,6 +333,38 @@ def test_a_site_that_fails_says_why(folders: Path, hall: Open) -> None:
     assert any("calais" in line and "no disk" in line for line in lines)
 
 
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left", "/home/a/ward-7/cache"), ValueError("ward-7 is odd"),
+    DataError("ward-7/scan.png: damaged"), None,
+])  # fmt: skip
+def test_what_a_site_calls_its_files_stays_there(
+    error: Exception | None, folders: Path, hall: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    made, grid, lines = hall(config_of(folders, []))
+    own = tmp_path / "ward-7"
+    own.mkdir()
+    for number in range(3):
+        Image.new("L", (8, 8), number).save(own / f"{number}.png")
+    grid.sites[55].images = ImageFiles(sorted(own.iterdir()))
+    made.fleet.gather()  # it has joined
+    (own / "1.png").write_bytes(b"no image any more")
+    if error is not None:
+
+        def fail(*args: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(grid.sites[55], "train", fail)
+    _, events = made.play(made.initial())
+    [event] = events
+    assert event["returned"] == [0, 2]
+    assert "ward-7" not in "\n".join(lines) + json.dumps(events)
+    [line] = [line for line in lines if line.startswith("bonn answered with an error")]
+    kind = "1 of its 3 images" if error is None else type(error).__name__
+    assert kind in line
+    assert "ward-7" in capsys.readouterr().out  # the site itself says which file
+
+
 def test_a_round_goes_on_with_a_quorum_and_names_who_is_missing(folders: Path, hall: Open) -> None:
     made, grid, lines = hall(config_of(folders, []))
     state, _ = made.play(made.initial())
@@ -692,7 +724,7 @@ def test_sites_bring_the_same_network_or_none(
     one = grid.sites[55]
     one._ready.clear()
     monkeypatch.setattr(outside, "_trusted", set())
-    with pytest.raises(ConfigError, match="--with"):
+    with pytest.raises(SsflError, match="--with"):
         one.simulation(made.terms, 1)
     outside.supply(["mine.py"])
     Path("mine.py").write_text(OWN + "# another\n")

@@ -29,7 +29,7 @@ def test_flowers_own_commands_end_with_the_same_bytes(folders: Path, stage: Stag
                 "--disable-runtime-dependency-installation", **around)  # fmt: skip
     stage.until("link", "Uvicorn running")
     for name in NAMES:
-        node = f'data="{folders / name}" device="cpu" threads=1'
+        node = f'data="{folders / name}" name="{name}" device="cpu" threads=1'
         stage.start(name, programs / "flower-supernode", *alone, "--superlink", f"127.0.0.1:{port}", "--port",
                     free_port(), "--node-config", node, **around)  # fmt: skip
     settings = " ".join([*SHORT, "federation.rounds=2"])

@@ -1,5 +1,6 @@
 """What travels between a centre and its sites: the traffic of a whole federation is recorded and searched."""
 
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -99,3 +100,41 @@ def test_no_image_label_or_path_ever_travels(folders: Path, stage: Stage) -> Non
             assert labels.to(kind).numpy().tobytes() not in up + down
     for text in (str(folders), str(stage.folder), str(Path.home()), *NAMES):
         assert text.encode() not in up + down
+
+
+@pytest.mark.slow
+def test_an_image_that_breaks_during_the_run_is_named_at_its_site_alone(folders: Path, stage: Stage) -> None:
+    port, out, ward = free_port(), stage.folder / "run", stage.folder / "ward-7"
+    shutil.copytree(folders / "aachen", ward)
+    file = sorted(ward.iterdir())[0]
+    serve = stage.ssfl("serve", "serve", "--data", folders / "labelled", "--insecure", "--sites", 3, "--port",
+                       port, "--out", out, *sets("federation.rounds=12"))  # fmt: skip
+    stage.until("serve", "listening")
+
+    def join(number: int, place: int, data: Path) -> None:
+        stage.ssfl(f"site-{number}", "join", f"127.0.0.1:{place}", "--insecure", "--data", data, "--name",
+                   f"site-{number}", "--device", "cpu", "--threads", 1)  # fmt: skip
+
+    with recorded(port) as (near, heard):
+        join(0, near, ward)
+        stage.until("site-0", "connected")
+        content = file.read_bytes()
+        file.write_bytes(content[:40])
+        for number in (1, 2):
+            join(number, port, folders / NAMES[number])
+        stage.until("serve", "round 2/12  accuracy")
+        file.write_bytes(content)  # repaired, the site takes part again
+        assert stage.ended(serve) == 0, stage.said("serve")
+        assert stage.ended(stage.started[1]) == 0
+    rounds = [event for event in folder.read_events(out) if event["event"] == "round"]
+    assert [event["returned"] for event in rounds[:2]] == [[1, 2]] * 2
+    assert rounds[-1]["returned"] == [0, 1, 2], stage.said("serve")
+    assert str(file) in stage.said("site-0")
+    assert "site-0 answered with an error: 1 of its" in stage.said("serve")
+    up = b"\n".join(heard["up"])
+    assert b"1 of its" in up
+    received = [up.decode("latin1"), stage.said("serve")]
+    received += [part.read_bytes().decode("latin1") for part in out.rglob("*") if part.is_file()]
+    for text in (ward.name, file.name, str(stage.folder)):
+        assert not any(text in one for one in received[:1])
+    assert not any(ward.name in one for one in received)

@@ -79,7 +79,9 @@ def test_a_server_that_is_no_centre_is_one_clear_line(
     status: int, body: bytes, folders: Path, ssfl: Call
 ) -> None:
     with serving(lambda path: (status, body), None) as (place, _):
-        code, out, err = ssfl("join", place, "--data", str(folders / "aachen"), "--insecure", "--patience", "2")
+        code, out, err = ssfl(
+            "join", place, "--data", str(folders / "aachen"), "--insecure", "--patience", "2"
+        )
     assert code == 2
     assert out.count("trying again") == 1
     [line] = err.splitlines()

@@ -39,7 +39,7 @@ def test_own_network_data_and_method_in_a_real_federation(tmp_path: Path) -> Non
         changed = stage.ssfl("changed", *join, "--name", "b", *CODE[:2], "--with", other)
         assert stage.ended(changed) == 2
         assert "adamatch.py" in stage.said("changed").splitlines()[-1]
-        stage.until("serve", "adamatch.py:AdaMatch")  # the centre is told which file, and why there is no model
+        stage.until("serve", "adamatch.py:AdaMatch")  # the centre is told which file
         stage.ssfl("b", *join, "--name", "b", *CODE)
         assert stage.ended(centre) == 0, stage.said("serve")
     finally:

@@ -17,6 +17,7 @@ from rich.console import Console
 from ssfl.config.loading import load_config
 from ssfl.data import sources
 from ssfl.deploy import centre, silenced
+from ssfl.deploy.disclosure import PublicError
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.images import usable
 from ssfl.deploy.site import Site, client_app
@@ -28,16 +29,17 @@ from ssfl.runs.surroundings import reproducible
 @cache
 def _site(name: str, data: str, device: str, threads: int | None, keep: str | None) -> Site:
     files = usable(sources.image_files([data]), print)
-    return Site(name or Path(data).name, files, device, threads, keep=Path(keep) if keep else None)
+    return Site(name, files, device, threads, keep=Path(keep) if keep else None)
 
 
 def site_of(context: Context) -> Site:
     """Returns the site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
     settings: dict[str, Any] = dict(context.node_config)
-    if "data" not in settings:
-        raise ConfigError("no image folder is set: use flower-supernode --node-config 'data=\"FOLDER\"'")
+    for key in ("data", "name"):  # the name is not that of the folder, because the centre gets it
+        if not settings.get(key):
+            raise PublicError(f"{key} is not set: use flower-supernode --node-config '{key}=\"...\"'")
     return _site(
-        str(settings.get("name", "")), str(settings["data"]), str(settings.get("device", "auto")),
+        str(settings["name"]), str(settings["data"]), str(settings.get("device", "auto")),
         settings.get("threads"), settings.get("keep"),
     )  # fmt: skip
 

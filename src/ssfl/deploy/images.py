@@ -8,6 +8,7 @@ from torch import Tensor
 from ssfl.core import outside
 from ssfl.data import arrays, decoding, formats, pictures
 from ssfl.deploy import Tell
+from ssfl.deploy.disclosure import PublicError
 from ssfl.errors import DataError
 
 
@@ -28,7 +29,11 @@ class ImageFiles(list[Path]):
         """Returns the decoded images, resized to the centre's size."""
         decoded = decoding.decoded(self, shape[1:], shape[0], white)
         if decoded.broken:  # they could be read when this site joined
-            raise DataError(decoding.describe_broken(decoded.broken, len(self)))
+            raise PublicError(
+                f"{decoding.describe_broken(decoded.broken, len(self))}; they could be read when this site "
+                "joined: restore them, or stop with Ctrl-C and join again",
+                public=f"{len(decoded.broken):,} of its {len(self):,} images can no longer be read",
+            )
         if decoded.cut:
             tell(
                 f"{decoded.cut:,} of {len(self):,} images have pixel values above {white:,}, the largest "
@@ -54,9 +59,10 @@ class Loaded:
             return self.images
         if self.images.shape[1] != channels or height != width:
             here, there = ("x".join(map(str, one)) for one in (self.images.shape[1:], shape))
-            raise DataError(
+            raise PublicError(
                 f"{self.name} returns images of {here} (channels x height x width), but the centre trains on "
-                f"{there}: return them in that shape"
+                f"{there}: return them in that shape",
+                public=f"its images are {here} (channels x height x width), not {there}",
             )
         return formats.resized(self.images, height)
 
@@ -75,8 +81,10 @@ def usable(files: list[Path], tell: Tell) -> ImageFiles:
         else:
             good.append(files[number])
     if not good:
+        if len(files) == 1 and not files[0].exists():
+            raise DataError(f"{files[0]}: there is no such file or folder; check the path after --data")
         raise DataError(
-            f"none of the {len(files)} image files can be read: repair them, or give another folder with "
-            "--data"
+            f"none of the image files can be read ({len(files)} tried, see the reasons above): check the "
+            "path after --data, or repair the files"
         )
     return good

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
+from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
@@ -25,11 +25,12 @@ from ssfl.data import gentle, split
 from ssfl.data.dataset import Dataset
 from ssfl.deploy import Tell, silenced, wire
 from ssfl.deploy.connection import RETRY, Connection, connected, connection_error
+from ssfl.deploy.disclosure import PublicError, for_centre
 from ssfl.deploy.images import Images
 from ssfl.deploy.internals import CannotCarry
 from ssfl.deploy.keys import SiteKey
 from ssfl.engines import local
-from ssfl.errors import DataError, SsflError
+from ssfl.errors import DataError, SsflError, one_line, with_class
 from ssfl.models import backbones
 from ssfl.runs import assemble, predict
 from ssfl.runs.surroundings import reproducible
@@ -38,6 +39,8 @@ from ssfl.simulate.simulation import Simulation
 
 GRACE = 2.0
 """Seconds for which a site that cannot take part stays connected, so that the centre gets the reason."""
+LONGEST = 500
+"""The number of characters of an error's text that are sent to the centre."""
 POLL = 0.5
 """Seconds between two requests for work to the centre."""
 
@@ -70,7 +73,7 @@ class Site:
         if key not in self._ready:
             agreed = wire.read_terms(terms)
             if not 0 <= user < agreed.config.split.users:
-                raise SsflError(
+                raise PublicError(
                     f"the centre numbers this site as user {user}, but has only {agreed.config.split.users} "
                     "users: ask the operator of the centre to restart it"
                 )
@@ -90,24 +93,29 @@ class Site:
             if config.privacy.clip is not None:
                 self.tell(privacy.describe(privacy.planned(config)))
             self._ready.clear()
-            with self._leaving_if_unfit():
+            with self._leaving_if_unfit(config.model.name):
                 _require_same(agreed, "model.digest", config.model.name, outside.digest)
+            with self._leaving_if_unfit(config.method.name):
                 _require_same(agreed, "method.digest", config.method.name, outside.digest)
             sim = assemble.build(config, data, split.Parts(nothing, owned), nothing, device)
             frozen = sim.brought.get("model", {}).get("frozen", "")
-            with self._leaving_if_unfit():
+            with self._leaving_if_unfit(config.model.name):
                 _require_same(agreed, "model.frozen", config.model.name, lambda name: str(frozen))
             self._ready[key] = sim
         return self._ready[key]
 
     @contextmanager
-    def _leaving_if_unfit(self) -> Iterator[None]:
-        """Ends the site's work if its code differs from the centre's: asking again would not help."""
+    def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
+        """Ends the site's work if the code or weights that the centre calls `name` are missing or differ:
+        asking again would not help."""
         try:
             yield
         except SsflError as error:
+            public = f"{name} is missing at this site or differs from the centre's, so the site has left"
             self.unfit, self.done = error, True
-            raise
+            raise PublicError(
+                str(error), public=public, key=error.key, value=error.value, fix=error.fix
+            ) from error
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
         """Trains one round as a simulated user would: the same images, draws, loss and learning rates."""
@@ -179,9 +187,24 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     return predict.write(model, predict.free_files(target)[:2])
 
 
-def client_app(site_of: Callable[[Context], Site], *mods: Mod) -> ClientApp:
-    """Returns a site's ClientApp: "query" asks for its name or says that the run is over, "train" trains."""
-    app = ClientApp(mods=list(mods))
+def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = print) -> ClientApp:
+    """Returns a site's ClientApp: "query" asks for its name or says that the run is over, "train" trains.
+
+    If it fails, `tell` shows why, and the answer to the centre is an error that names nothing of the site.
+    """
+
+    def report_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        try:
+            return call_next(message, context)
+        except Exception as error:
+            why = one_line(error) if isinstance(error, SsflError) else with_class(error)
+            tell(
+                f"the centre's request failed here ({why}); the centre was told, and this site waits for its "
+                "next request"
+            )
+            return Message(Error(code=0, reason=for_centre(error)[:LONGEST]), reply_to=message)
+
+    app = ClientApp(mods=[report_errors, *mods])
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -213,7 +236,12 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
     Without a key the connection is not encrypted. If the centre cannot be reached, the site tries again for
     `patience` seconds.
     """
-    app = client_app(lambda context: site)
+
+    def tell_failure(line: str) -> None:
+        if site.unfit is None:  # otherwise the command ends with this line
+            site.tell(line)
+
+    app = client_app(lambda context: site, tell=tell_failure)
     site.heard, in_vain = time.monotonic(), 0
     with reproducible(), silenced():
         while not site.done:
@@ -249,19 +277,8 @@ def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
             time.sleep(POLL)
             continue
         began = time.perf_counter()
-        reply = _answer(app, message, connection.node.node_id, site)
+        reply = app(message, Context(message.metadata.run_id, connection.node.node_id, {}, RecordDict(), {}))
         site.heard = time.monotonic()  # training may take longer than the patience
         connection.send(reply, time.perf_counter() - began)
     if site.unfit is not None:
         time.sleep(GRACE)
-
-
-def _answer(app: ClientApp, message: Message, node: int, site: Site) -> Message:
-    """Returns the ClientApp's answer, or an error message."""
-    context = Context(message.metadata.run_id, node, {}, RecordDict(), {})
-    try:
-        return app(message, context)
-    except Exception as error:  # tell the centre why it gets no model
-        if site.unfit is None:  # otherwise the command ends with this line
-            site.tell(f"training failed in this round: {error}")
-        return Message(Error(code=0, reason=str(error)[:500]), reply_to=message)

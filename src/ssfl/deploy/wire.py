@@ -19,6 +19,7 @@ from ssfl.config.checks import obstacle
 from ssfl.config.loading import as_dict, from_dict, to_toml
 from ssfl.config.settings import Config, DataSettings, RunSettings
 from ssfl.data.dataset import WHITE, Dataset
+from ssfl.deploy.disclosure import PublicError
 from ssfl.engines.local import Returned
 from ssfl.errors import ConfigError, DataError, MethodError
 from ssfl.federation import METRICS, Named
@@ -96,20 +97,23 @@ def read_terms(text: str) -> Terms:
         white = int(fields["white"])
         known = {str(key): str(value) for key, value in dict(fields.get("outside", {})).items()}
     except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"the centre's message cannot be read ({error}): {SAME_VERSION}") from error
+        raise PublicError(
+            f"the centre's settings cannot be read ({error}): {SAME_VERSION}",
+            public=f"the centre's settings cannot be read: {SAME_VERSION}",
+        ) from error
     for key, value in as_dict(config)["method"].items():
         if value is not None and key not in table.get("method", {}):  # the two defaults may differ
-            raise DataError(f"the centre's message has no value for method.{key}: {SAME_VERSION}")
+            raise PublicError(f"the centre's message has no value for method.{key}: {SAME_VERSION}")
     channels = shape[0] if len(shape) == 3 else 0
     fits = channels in (1, 3) and all(4 <= side <= 1024 for side in shape[1:])
     if not (fits and len(mean) == len(std) == channels and 2 <= classes <= MOST_CLASSES):
-        raise DataError(
+        raise PublicError(
             f"the centre sent the image shape {shape} and {classes} classes. Expected: 1 or 3 channels, "
             f"sides of 4 to 1024 pixels, 2 to {MOST_CLASSES} classes. Ask the operator of the centre to "
             "check its data"
         )
     if not (np.isfinite(mean + std).all() and min(std) > 0 and 255 <= white <= WHITE):
-        raise DataError(
+        raise PublicError(
             f"the centre sent the normalisation mean {mean}, std {std} and largest pixel value {white}, "
             "which cannot be used: ask the operator of the centre to check its data"
         )
@@ -195,7 +199,7 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
     for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
         values = np.asarray(value, np.float64)
         if values.ndim > 1 or values.size > MOST_NUMBERS or not (np.abs(values) <= LARGEST).all():
-            raise DataError(
+            raise PublicError(
                 f"the centre sent {values.size} numbers named {name!r} with the model. A site accepts at "
                 f"most {MOST_NUMBERS} finite ones: ask the operator of the centre to check its method"
             )
@@ -211,18 +215,18 @@ def unpack(content: RecordDict, length: int) -> Tensor:
     record = content.array_records.get(MODEL)
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
         names = [f"{name}/{inner}" for name, one in content.array_records.items() for inner in one]
-        raise DataError(f"the arrays {', '.join(names)[:100] or 'none'} instead of {MODEL}/{ROW}")
+        raise PublicError(f"the arrays {', '.join(names)[:100] or 'none'} instead of {MODEL}/{ROW}")
     array, header = record[ROW], _header(length)
     size = len(header) + 4 * length
     if array.shape != (length,) or array.dtype != "float32":
-        raise DataError(f"a model of {array.dtype} {array.shape}"[:80] + f" instead of float32 ({length},)")
+        raise PublicError(f"a model of {array.dtype} {array.shape}"[:80] + f" instead of float32 ({length},)")
     if len(array.data) != size or not array.data.startswith(header):
-        raise DataError(f"a truncated or altered model of {len(array.data)} bytes instead of {size}")
+        raise PublicError(f"a truncated or altered model of {len(array.data)} bytes instead of {size}")
     numbers = np.frombuffer(array.data, "<f4", length, len(header))
     if not np.isfinite(numbers).all():
-        raise DataError("a model with values that are not finite")
+        raise PublicError("a model with values that are not finite")
     if np.abs(numbers).max(initial=0) > LARGEST:
-        raise DataError(f"a model with absolute values above {LARGEST:g}")
+        raise PublicError(f"a model with absolute values above {LARGEST:g}")
     return torch.from_numpy(numbers.astype(np.float32))
 
 
@@ -301,7 +305,9 @@ def _number(value: object) -> float:
 def whole(value: object) -> int:
     """Returns a value of the centre's message if it is a whole number; raises otherwise."""
     if not isinstance(value, int):
-        raise DataError(f"the centre's message has {value!r} instead of a whole number: {SAME_VERSION}"[:300])
+        raise PublicError(
+            f"the centre's message has {value!r} instead of a whole number: {SAME_VERSION}"[:300]
+        )
     return value
 
 
@@ -310,4 +316,4 @@ def settings(content: RecordDict) -> ConfigRecord:
     try:
         return content.config_records["config"]
     except KeyError:
-        raise DataError(f"the centre's message has no settings: {SAME_VERSION}") from None
+        raise PublicError(f"the centre's message has no settings: {SAME_VERSION}") from None
