@@ -1,4 +1,4 @@
-"""`ssfl board`: the runs under a folder, live in a browser on this machine. It only reads.
+"""`ssfl board` shows the runs under a folder, live in a browser on this machine. It never changes a run.
 
-Open `app.py` first, the web server; `untrusted.py` reads run folders that are not trusted.
+Read `app.py` first, the web server. `untrusted.py` reads run folders without trusting their content.
 """

@@ -1,8 +1,9 @@
-"""The board's web server: pages, a little JSON, and reports made when asked for.
+"""The web server of the board: pages, a little JSON, and reports that are made on request.
 
 It listens only on this machine, answers only GET and HEAD, and writes nothing. Requests that name another
 host (DNS rebinding) or come from the page of another site are refused. Pages may run only the board's own
-scripts."""
+scripts.
+"""
 
 import asyncio
 import socket
@@ -54,7 +55,7 @@ HEADERS = {
 
 
 class ReadOnly:
-    """Refuses requests that write, name another host, or come from the pages of another site."""
+    """Refuses requests that would write, that name another host, or that come from pages of another site."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -83,7 +84,7 @@ class ReadOnly:
 
 
 def make_app(root: Path) -> Starlette:
-    """Returns the web application for the runs of a folder."""
+    """Returns the web application for the runs under a folder."""
     followers, known = Followers(), describe.Finished()
     one_at_a_time = asyncio.Semaphore(1)
 
@@ -131,7 +132,8 @@ def make_app(root: Path) -> Starlette:
 
 
 async def _made(paths: list[str]) -> Response:
-    """Returns a report, made in a separate process, so that a crafted run folder cannot stop the board."""
+    """Returns the response with a report. It is made in a separate process, so that a malicious run folder
+    cannot stop the board."""
     command = [sys.executable, "-m", "ssfl.board.reporting", *paths]
     child = await asyncio.create_subprocess_exec(
         *command,
@@ -152,8 +154,8 @@ async def _made(paths: list[str]) -> Response:
 
 
 def _report_policy() -> str:
-    """Returns the policy of a report: only its own scripts may run, and it cannot reach anything, not even
-    the board."""
+    """Returns the Content-Security-Policy of a report: only its own scripts may run, and it cannot reach
+    anything, not even the board."""
     scripts = ("\n" + page.asset(name) for name in ("charts.js", "page.js"))
     hashes = " ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -163,7 +165,7 @@ def _report_policy() -> str:
 
 
 def serve(root: Path, port: int) -> None:
-    """Serve the runs of a folder until Ctrl-C."""
+    """Serves the runs of a folder until Ctrl-C."""
     if not root.is_dir():
         raise SsflError(
             f"there is no folder {root}: `ssfl run` creates runs/, or name the folder with your runs",

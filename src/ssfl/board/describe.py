@@ -1,4 +1,4 @@
-"""The description of a run, for the list and beside its curves."""
+"""Describes a run, for the list of runs and beside its curves."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from ssfl.report.gather import finite
 TAIL = 1 << 18
 SETTINGS = 300
 VERDICT = 2000
-"""The most characters of a verdict."""
+"""The most characters of a verdict that are shown."""
 SCORES = {
     "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
     "validation_correct": "validation_correct", "validation_count": "validation_count",
 }  # fmt: skip
-"""The scores of a model: their names on the page, and in evaluations and the summary."""
+"""The scores of a model: for each name on the page, the name in evaluations and in the summary."""
 LARGEST = {
     "config.toml": untrusted.SMALL, "summary.json": untrusted.SMALL, "split.json": 1 << 26,
     "events.jsonl": 1 << 28,
@@ -30,7 +30,7 @@ LARGEST = {
 
 
 def run(handle: int, name: str) -> dict[str, Any]:
-    """Returns the description of a run in the list."""
+    """Returns the description of a run for the list."""
     config, summary = untrusted.read_config(handle), untrusted.read_json(handle, "summary.json")
     state, error = untrusted.state(handle)
     data = config.get("data", {})
@@ -54,14 +54,14 @@ def run(handle: int, name: str) -> dict[str, Any]:
 
 
 def _verdict(summary: dict[str, Any]) -> str | None:
-    """Returns the verdict, whether the unlabelled images helped."""
+    """Returns the verdict of a run: whether the unlabelled images helped."""
     judged = summary.get("verdict")
     text = judged.get("text") if isinstance(judged, dict) else None
     return "".join(sign for sign in text[:VERDICT] if sign.isprintable()) if isinstance(text, str) else None
 
 
 def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
-    """Returns the 95 % intervals of the accuracies, if their counts are known."""
+    """Returns the 95 % intervals of the accuracies whose counts are known."""
     intervals = {}
     for name, correct, count in (
         ("interval", description["correct"], description["count"]),
@@ -73,13 +73,13 @@ def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
 
 
 class Finished:
-    """A cache of the descriptions of finished runs, valid as long as their files do not change."""
+    """Caches the descriptions of finished runs for as long as their files do not change."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def run(self, handle: int, name: str) -> dict[str, Any]:
-        """As `run`, from the cache if possible."""
+        """Returns what the function `run` returns, from the cache if possible."""
         stamp = tuple(_changed(handle, file) for file in ("config.toml", "summary.json"))
         known, description = self._held.get(name, ((), {}))
         if known == stamp:
@@ -99,8 +99,9 @@ def _changed(handle: int, file: str) -> int:
 
 
 def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
-    """Returns round, accuracy (also on validation images, since test images may come last) and seconds left
-    of an unfinished run, from its last events. The seconds left are those that the terminal shows."""
+    """Returns the round, the accuracies and the seconds left of an unfinished run, from its last events. The
+    validation accuracy is included, because test images may be used only at the end. The seconds left are
+    those that the terminal shows."""
     progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
     for event in _last_events(handle):
@@ -150,7 +151,8 @@ def settings(handle: int) -> dict[str, str]:
 
 
 def strange(handle: int) -> str | None:
-    """Returns the name of a file that no run would write, or None; no report is made then."""
+    """Returns the name of a file that no run would write, or None if there is none. No report is made of a
+    folder with such a file."""
     for file, most in (*LARGEST.items(), ("checkpoints", None)):
         try:
             status = os.stat(file, dir_fd=handle, follow_symlinks=False)
@@ -163,7 +165,7 @@ def strange(handle: int) -> str | None:
 
 
 def _age(handle: int) -> float | None:
-    """Returns the seconds since the run last wrote an event."""
+    """Returns how many seconds ago the run wrote its last event."""
     changed = _changed(handle, "events.jsonl")
     return max(0.0, time.time() - changed / 1e9) if changed else None
 

@@ -1,4 +1,5 @@
-"""The events of a run as curves, read from where the last reading ended, in bounded memory."""
+"""Reads the events of a run as curves. Each reading continues where the last one ended, and memory is
+limited."""
 
 import json
 import os
@@ -14,15 +15,17 @@ CURVES = {
     "accuracy": "eval", "validation_accuracy": "eval", "mask_rate": "round", "pseudo_accuracy": "round",
     "loss": "round", "server_loss": "round", "seconds": "round",
 }  # fmt: skip
-"""The curves, each with its kind of event; gradient diversity comes in addition."""
+"""The curves, each with the kind of event that it comes from. Gradient diversity comes in addition."""
 CHUNK, LONGEST, AT_ONCE = 1 << 20, 1 << 23, 1 << 26
-"""The most bytes of a chunk, of a line, and of one reading of a file; the next reading continues."""
+"""The most bytes of a chunk, of a line, and of one reading of a file. The next reading continues from
+there."""
 KEPT = 800
 FOLLOWED = 32
 
 
 class Curve:
-    """The points of a curve; if there are many, only every second is kept, then every fourth, and so on."""
+    """The points of a curve. If there are too many, only every second point is kept, then every fourth, and
+    so on."""
 
     def __init__(self) -> None:
         self.points: Points = []
@@ -57,7 +60,7 @@ class Follower:
         self.curves: dict[str, Curve] = {}
 
     def look(self, run: int) -> None:
-        """Read new events; if the file was replaced or truncated, read it from the start."""
+        """Reads new events. If the file was replaced or truncated, it is read from the start."""
         handle = untrusted.open_plain(run, "events.jsonl")
         if handle is None:
             return
@@ -76,7 +79,7 @@ class Follower:
                 self.damaged = self.damaged or len(self.rest) > LONGEST
 
     def _take(self, line: bytes) -> None:
-        """Add one event; a damaged line ends the reading, as everywhere."""
+        """Adds one event to the curves. A damaged line ends the reading, as for all readers of events."""
         if self.damaged:
             return
         try:
@@ -107,7 +110,7 @@ class Follower:
 
 
 class Followers:
-    """The followers of the runs that were shown last."""
+    """The followers of the runs that were shown most recently."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

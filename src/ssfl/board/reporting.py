@@ -1,4 +1,4 @@
-"""`python -m ssfl.board.reporting RUN...`: a report on the standard output, for the board."""
+"""Writes a report to the standard output, for the board: `python -m ssfl.board.reporting RUN...`."""
 
 import sys
 from pathlib import Path

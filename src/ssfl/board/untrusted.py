@@ -1,8 +1,8 @@
-"""Safe reading of run folders that are not trusted: no link is followed, only plain files are opened, and no
+"""Reads run folders safely without trusting them: no link is followed, only regular files are opened, and no
 more is read than a real run would write.
 
-A run's state: "finished" when its summary is there; otherwise "running" while a process holds the folder's
-lock, "failed" when training ended with an error (failed.json), and "stopped" when neither.
+A run is "finished" if its summary exists. Otherwise it is "running" while a process holds the folder's lock,
+"failed" if training ended with an error (failed.json), and "stopped" in all other cases.
 """
 
 import json
@@ -18,13 +18,14 @@ from ssfl.report.gather import finite
 from ssfl.runs import folder as runs
 
 DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
-"""Limits: how deep runs may be, how many folders are searched, and how many runs are listed (the newest)."""
+"""Limits: how many folders deep runs may be, how many folders are searched, and how many runs are listed (the
+newest)."""
 SMALL = 1 << 20
 LETTERS = 200
 
 
 class NotThere(Exception):
-    """Raised if there is no such run in the folder."""
+    """There is no such run in the folder."""
 
 
 def names(root: Path) -> list[str]:
@@ -50,7 +51,8 @@ def names(root: Path) -> list[str]:
 
 @contextmanager
 def opened(root: Path, name: str) -> Iterator[int]:
-    """Yields the open folder of a run, reached step by step from the root without following a link."""
+    """Yields the open folder of a run. Its path is opened one folder at a time, from the root, without
+    following a link."""
     parts = name.split("/")
     if len(parts) > DEPTH or not all(_printable(part) and part not in ("", ".", "..") for part in parts):
         raise NotThere(name)
@@ -72,7 +74,8 @@ def opened(root: Path, name: str) -> Iterator[int]:
 
 
 def open_plain(folder: int, file: str) -> int | None:
-    """Returns a plain file of a folder, open for reading; None if there is none."""
+    """Returns a file descriptor of a regular file in a folder, open for reading; None if there is no such
+    file."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -91,7 +94,7 @@ def is_plain(folder: int, file: str) -> bool:
 
 
 def read(folder: int, file: str, most: int = SMALL) -> bytes:
-    """Returns the content of a plain file; empty if there is none, or if it is larger than `most`."""
+    """Returns the content of a regular file; empty if it does not exist or is larger than `most` bytes."""
     handle = open_plain(folder, file)
     if handle is None:
         return b""
@@ -101,7 +104,7 @@ def read(folder: int, file: str, most: int = SMALL) -> bytes:
 
 
 def read_json(folder: int, file: str) -> dict[str, Any]:
-    """Returns the object of a JSON file; empty if there is none."""
+    """Returns the object in a JSON file; an empty one if there is none."""
     try:
         content = json.loads(read(folder, file))
     except (ValueError, RecursionError):
@@ -110,7 +113,8 @@ def read_json(folder: int, file: str) -> dict[str, Any]:
 
 
 def read_config(folder: int) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a run's config, unchecked: the board also shows runs of other versions."""
+    """Returns the sections of a run's config without checking them, because the board also shows runs of
+    other versions."""
     try:
         sections = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
     except (ValueError, RecursionError):
@@ -135,5 +139,6 @@ def text(value: Any) -> str:
 
 
 def _printable(name: str) -> bool:
-    """Whether a name can be shown and requested: valid Unicode without invisible characters."""
+    """Returns whether a name can be shown and requested: it must be valid Unicode without invisible
+    characters."""
     return name.isprintable() and "/" not in name

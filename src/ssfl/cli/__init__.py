@@ -1,4 +1,4 @@
-"""The command line: one small file per command.
+"""The command line, with one small file per command.
 
-Open `main.py` first; `verbs.py` has the help, completion and the answers to mistyped commands.
+Read `main.py` first. `verbs.py` has the help texts, shell completion and the answers to mistyped commands.
 """

@@ -1,4 +1,4 @@
-"""`ssfl keys`, `ssfl serve` and `ssfl join`."""
+"""`ssfl keys`, `ssfl serve` and `ssfl join`: the commands of a real federation."""
 
 import ipaddress
 import signal
@@ -225,7 +225,8 @@ def join(
 
 
 def tell(line: str) -> None:
-    """Print a line and flush it, so that a log file has it at once; a full disk loses only this line."""
+    """Prints a line and flushes it, so that a log file has it at once. If the disk is full, only this line is
+    lost."""
     from ssfl.runs.text import printable
 
     with suppress(OSError):
@@ -233,7 +234,7 @@ def tell(line: str) -> None:
 
 
 def _site_name(data: str) -> str:
-    """Returns the name of a site without a key: that of its folder, or of the file with its function."""
+    """Returns the name of a site without a key: the name of its folder, or of the file with its function."""
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SHEET = "mistakes.png"
 MOST_BROKEN = 20
 MOST_CLASSES = 20
-"""With more classes than this, only --json has the confusion matrix."""
+"""With more classes than this, the confusion matrix is printed only with --json."""
 
 
 def evaluate(
@@ -57,7 +57,7 @@ def evaluate(
 
 
 def described(judged: "Evaluation") -> list[str]:
-    """Returns the evaluation as lines of text."""
+    """Returns the evaluation as lines of text for the terminal."""
     from ssfl.core import statistics
     from ssfl.runs import text
 

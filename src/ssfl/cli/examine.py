@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """Returns the state of this machine as plain values; `broken` lists everything that prevents training."""
+    """Returns what this machine can do, as plain values. `broken` lists everything that prevents training."""
     broken = [line for name in NEEDED if (line := _cannot_import(name))]
     report: dict[str, Any] = {
         "ssfl": VERSION,
@@ -54,7 +54,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Returns a report of `examine` as lines of text."""
+    """Returns the result of `examine` as lines of text."""
     shown = [f"ssfl {report['ssfl']}, Python {report['python']}, torch {report['torch']}", "", "this machine"]
     for device in report.get("devices", ()):
         shown.append(
@@ -98,7 +98,7 @@ def _cannot_import(name: str) -> str | None:
 
 
 def _devices(broken: list[str]) -> dict[str, Any]:
-    """Returns the CPU and every GPU; each GPU is tested with a matrix product."""
+    """Returns the CPU and all GPUs. Each GPU is tested with a matrix product."""
     import torch
 
     from ssfl.engines import memory

@@ -1,4 +1,4 @@
-"""The text of `ssfl settings`, from the docstrings under the fields of `config/settings.py`."""
+"""Makes the text of `ssfl settings` from the docstrings under the fields of `config/settings.py`."""
 
 import ast
 import inspect
@@ -17,12 +17,12 @@ from ssfl.methods import METHODS, find
 
 @dataclass(frozen=True)
 class Explained:
-    """One setting."""
+    """The description of one setting."""
 
     key: str
     """section.name, as --set takes it."""
     default: str
-    """As it is written in a config; "–" if it is chosen once the data are known."""
+    """The default as it is written in a config; "–" if it is chosen when the data are known."""
     about: str
 
 
@@ -43,7 +43,7 @@ def section(name: str, kind: type) -> tuple[str, list[Explained]]:
 
 
 def _allowed(limits: Limits, text: str) -> str:
-    """Returns the allowed values of a setting, if its text does not name them."""
+    """Returns the allowed values of a setting, unless its description names them already."""
     if not all(choice in text for choice in limits.choices):
         return f"(one of {', '.join(limits.choices)})"
     if limits.least is not None and limits.most is not None and limits.most <= 65536:
@@ -54,7 +54,7 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """Returns the default, after the defaults of the methods that have another one."""
+    """Returns the default in words. Defaults of methods that have another one come first."""
     others: dict[str, list[str]] = {}
     for method in METHODS if section != "method" else ():
         value = find(method).defaults.get(section, {}).get(name, default)
@@ -69,7 +69,7 @@ def _written(value: Any) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Returns the string under each field of a class and of the classes that it inherits from."""
+    """Returns the description under each field of a class, including the classes that it inherits from."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
@@ -86,7 +86,8 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def lines(word: str = "") -> list[str]:
-    """Returns the settings whose name or text contains the word; for the name of a method, its settings."""
+    """Returns the settings whose name or description contains the word. If it is the name of a method,
+    returns its settings."""
     if word in METHODS or ":" in word:
         return _lines("method", find(word), "", f"method.name = {word}")[1:]
     shown: list[str] = []
@@ -112,7 +113,8 @@ def lines(word: str = "") -> list[str]:
 
 
 def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
-    """Returns the settings of one section that contain the word, after an empty line and a title."""
+    """Returns the settings of one section that contain the word. An empty line and a title come before
+    them."""
     width = max(60, min(110, shutil.get_terminal_size().columns))
     about, rows = section(name, kind)
     rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]

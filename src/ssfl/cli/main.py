@@ -1,4 +1,4 @@
-"""The command line put together; each command has a file of its own beside this one."""
+"""Puts the command line together. Each command has a file of its own beside this one."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def common(
 
 
 def _tell_warnings() -> None:
-    """Show our own warnings as one line, and leave other warnings as Python shows them."""
+    """Shows warnings of ssfl as one line each. Other warnings look as Python shows them."""
     # on CPUs without bfloat16 torch falls back to BLAS, and warns about it with a C++ stack trace
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
     shown = warnings.showwarning

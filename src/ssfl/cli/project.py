@@ -1,4 +1,4 @@
-"""The text that `ssfl new` writes: a config with comments for a folder of images, which runs as it is."""
+"""The config that `ssfl new` writes for a folder of images. It has comments and can be run as it is."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from ssfl.runs.text import loose, printable, untested
 
 
 def project(folder: Path, images: Path | None) -> list[str]:
-    """Write DIR/ssfl.toml, and return the lines to print."""
+    """Writes DIR/ssfl.toml, and returns the lines to print."""
     target = folder / PROJECT
     if target.exists():
         raise ConfigError(f"{target} already exists and is not overwritten: choose another DIR, or move it")
@@ -39,7 +39,7 @@ def project(folder: Path, images: Path | None) -> list[str]:
 
 
 def summary(facts: Facts, chosen: Choice) -> list[str]:
-    """Returns the content of the folder and the chosen settings in words."""
+    """Returns in words what the folder contains, and the chosen settings."""
     files, names, users = facts.files, list(facts.files.train), chosen.settings["split"]["users"]
     labelled, test = (sum(map(len, part.values())) for part in (files.train, files.test))
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -64,7 +64,7 @@ def summary(facts: Facts, chosen: Choice) -> list[str]:
 
 
 def config(facts: Facts, chosen: Choice) -> str:
-    """Returns the TOML with its comments."""
+    """Returns the TOML file with its comments."""
     about = "\n".join(f"# {line.strip()}" for line in summary(facts, chosen))
     testing = (
         "# test images come from test/"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
-    """Call `start` with or without a progress display, then print the result."""
+    """Calls `start`, with or without a progress display, then prints the result."""
     from ssfl.engines import dist
     from ssfl.report import collapse, gather
     from ssfl.runs import display

@@ -1,5 +1,5 @@
-"""Help and errors of the command line: commands in groups with an example each, one line for each mistake,
-and shell completion."""
+"""Help and errors of the command line. Commands are listed in groups with an example each, every mistake gets
+one line, and there is shell completion."""
 
 import difflib
 import inspect
@@ -23,7 +23,8 @@ GROUPS = {
 }
 """The commands as `ssfl --help` shows them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The error that click raises. Newer versions of typer include their own click, hence the detour."""
+"""The error class that click raises. It is found in this way because newer versions of typer include their
+own click."""
 With = Annotated[
     list[str] | None,
     typer.Option(
@@ -36,7 +37,7 @@ With = Annotated[
 
 
 class Verbs(TyperGroup):
-    """A group of commands that lists them in order, by title, with a description and an example each."""
+    """A group of commands. Its help lists them under titles, with a description and an example each."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         known = [name for names in GROUPS.values() for name in names]
@@ -118,7 +119,7 @@ def _instead(option: str, known: Sequence[str]) -> str:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Shell completion of --set: keys, then the values of those that have a choice."""
+    """Yields completions of --set for the shell: keys, then values for keys that have a fixed choice."""
     from ssfl.config.settings import SECTIONS
     from ssfl.core.fields import limits_of
 
@@ -132,7 +133,7 @@ def complete_setting(incomplete: str) -> Iterator[str]:
 
 
 def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
-    """Raises at once if --set is wrong: the imports of the command may take seconds."""
+    """Raises at once if --set is wrong, because the imports of the command may take seconds."""
     from ssfl.config.loading import check_overrides
 
     if not context.resilient_parsing:  # it is set while a shell completes an unfinished line
@@ -141,7 +142,7 @@ def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] 
 
 
 def complete_run(incomplete: str) -> Iterator[str]:
-    """Shell completion of run folders, and of the folders on the way to them."""
+    """Yields completions for the shell: run folders, and the folders that lead to them."""
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
@@ -154,7 +155,7 @@ def complete_run(incomplete: str) -> Iterator[str]:
 
 
 def complete_config(incomplete: str) -> Iterator[str]:
-    """Shell completion of presets and TOML files."""
+    """Yields completions for the shell: presets and TOML files."""
     from ssfl.config.loading import presets
 
     yield from (name for name in presets() if name.startswith(incomplete))

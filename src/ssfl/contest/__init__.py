@@ -1,4 +1,4 @@
-"""Comparison of methods under one protocol.
+"""Contests: comparisons of methods under one protocol.
 
-Open `play.py` first; `standings.py` writes the table, the file and the picture.
+Read `play.py` first. `standings.py` writes the table, the JSON file and the picture.
 """

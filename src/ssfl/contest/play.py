@@ -1,8 +1,9 @@
-"""Comparison of methods under one protocol: the same split, network, views and user work.
+"""Compares methods under one protocol: the same split, network, views and amount of user work.
 
-A seed sets the initial weights, the random draws and the split: with few labels, it matters most which images
-have them. `protocol.py` has the rules. Choices are made on validation images, which are set aside before the
-split and never trained on. Test images are used once, in the last round, and never in runs that choose.
+A seed sets the initial weights, the random draws and the split. The split belongs to it because with few
+labels it matters most which images have them. `protocol.py` has the rules. Choices are made on validation
+images, which are set aside before the split and never trained on. Test images are used once, in the last
+round, and never in runs that choose settings.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from ssfl.runs import display, folder, resolve, round_loop, same, train
 from ssfl.runs.text import percent
 
 COLLAPSE = 0.1
-"""A run has collapsed if its last validation accuracy is this far below its best."""
+"""A run has collapsed if its last validation accuracy is this much below its best (0.1 is ten points)."""
 Tell = Callable[[str], None]
 __all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
@@ -43,10 +44,10 @@ def play(
     tell: Tell,
     quiet: bool = False,
 ) -> list[Standing]:
-    """Runs every method with every seed, and returns the standings, best first; skips finished runs.
+    """Runs every method with every seed, and returns the standings, best first. Finished runs are skipped.
 
     With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
-    of half the length. `choose` names values to choose from, in runs of full length.
+    of half the length. `choose` names further values to choose from, in runs of full length.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -102,8 +103,8 @@ def play(
 
 
 def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
-    """Returns the score of each learning rate and then, with the best one, of each threshold, in runs of half
-    the length."""
+    """Returns the validation score of each learning rate and then, with the best one, of each threshold. The
+    runs have half the length."""
     config = rules.entry(method, CHOOSING, half=True).config
 
     def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
@@ -116,13 +117,14 @@ def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[flo
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:
-    """Returns the standings, best first; methods with a diverged seed come after all others, because their
+    """Returns the standings, best first. Methods with a diverged seed come after all others, because their
     mean leaves that seed out."""
     return sorted(standings, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
 
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
-    """Returns what a method chooses from; values of [method] count only if the method has that setting."""
+    """Returns the runs between which a method chooses. Values of [method] are used only if the method has
+    that setting."""
     settings = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
@@ -152,7 +154,7 @@ def _values(choice: str) -> list[str]:
 
 
 def _require_playable(entries: Sequence[Entry]) -> Config:
-    """Returns the first config, resolved; raises if any entry cannot run with the data."""
+    """Returns the resolved config of the first entry; raises if any entry cannot run with the data."""
     data = resolve.load_data(entries[0].config)
     resolved, dealt = [], set()
     for candidate in entries:
@@ -178,10 +180,10 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
-    """Write protocol.json, or raise if the folder has a contest with other settings.
+    """Writes protocol.json, or raises if the folder has a contest with other settings.
 
-    Execution settings and file locations are not part of the protocol. The network is, also if it is not set,
-    because then the machine decides which one is used.
+    Execution settings and file locations are not part of the protocol. The network is, even if no setting
+    names it, because then it depends on the machine.
     """
     written = {
         f"{section}.{key}": value
@@ -217,7 +219,7 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
 
 
 def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
-    """Runs an entry unless it is done, and returns its folder; None if training diverged."""
+    """Runs an entry unless it is finished, and returns its folder; None if training diverged."""
     same.require(entry.config, entry.path)
     if folder.read_summary(entry.path) is not None:
         tell(f"{entry.path.name}: already finished")
@@ -304,8 +306,9 @@ def _portable(config: Config) -> dict[str, Any]:
 
 
 def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:
-    """Returns the user images, megabytes and validation accuracy at each evaluation, by round; and the cost
-    of the run: user images, megabytes, server images, and the users' forward and backward passes."""
+    """Returns for each evaluation, by round, the user images, megabytes and validation accuracy so far; and
+    the cost of the whole run: user images, megabytes, server images, and the users' forward and backward
+    passes."""
     federation, train = config.federation, config.train
     step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
     seen = sent = server_images = work = 0
@@ -326,5 +329,5 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Returns the mean of each number over the seeds; with dropout, seeds differ in their cost."""
+    """Returns the mean of each number over the seeds. With dropout, the cost differs between seeds."""
     return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

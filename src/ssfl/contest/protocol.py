@@ -1,8 +1,9 @@
-"""The rules of a contest: the run of a method, and what a method may choose.
+"""The rules of a contest: how a method is run, and what it may choose.
 
-The config and --set apply to all methods, except [method]. Some general settings (`COMMON`), if they are not
-set, are those of the recommended method, for all: no method should win by a normalisation, by views of the
-server's images or by a slow average that others could use too. Other settings are each method's defaults.
+The config and --set apply to all methods, except the section [method]. Some general settings (`COMMON`) are
+the same for all methods: if nobody sets them, they are those of the recommended method. So no method can win
+by a normalisation, by views of the server's images or by a slow average that the others could use too. All
+other settings are each method's own defaults.
 """
 
 import itertools
@@ -21,12 +22,13 @@ from ssfl.runs import resolve
 VALIDATION = 0.05
 """The part of the training images for validation, if the config does not set it."""
 CHOOSING = 0
-"""The seed of the runs that choose, with their own split; the seeds of the contest are 1, 2, ..."""
+"""The seed of the runs that choose settings, which have a split of their own. The seeds of the contest are 1,
+2, ..."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
 """General settings that are the same for every method."""
 RATES = (1.0, 1 / 3, 3.0)
-"""The learning rates that a method tries, as multiples of the config's; the first of equally good ones wins.
-"""
+"""The learning rates that a method tries, as multiples of the config's. If several are equally good, the
+first wins."""
 THRESHOLDS = (0.8, 0.95)
 """The thresholds that a method tries besides its own."""
 
@@ -44,21 +46,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for every run of a contest."""
+    """The rules that hold for every run of a contest."""
 
     source: str
     sets: tuple[str, ...]
     out: Path
     equal: str = "images"
-    """Users train on equally many "images", or make equally many forward and backward "passes"."""
+    """What is equal for all methods: the number of images that users train on ("images"), or their forward
+    and backward "passes"."""
 
     def entry(self, method: str, seed: int, options: tuple[str, ...] = (), *, half: bool = False) -> Entry:
-        """Returns a run of a method; with `half`, of half the length."""
+        """Returns a run of a method; with `half`, one of half the length."""
         return entry(self.source, method, seed, self.sets, options, self.out, equal=self.equal, half=half)
 
 
 def passes(config: Config) -> int:
-    """Returns the forward and backward passes per image in a user's step."""
+    """Returns how many forward and backward passes a user makes for each image in a step."""
     return config.method.passes() if config.method.trains_users else 0
 
 
@@ -73,7 +76,8 @@ def entry(
     equal: str = "images",
     half: bool = False,
 ) -> Entry:
-    """Returns a run of a method: the settings of the config, those of the method, and equal user work."""
+    """Returns a run of a method. It has the settings of the config, those of the method, and the same user
+    work as all others."""
     methods.check_name(method)
     for override in sets:
         key, _, value = (part.strip() for part in override.partition("="))
@@ -113,14 +117,15 @@ def entry(
 
 
 def common() -> dict[tuple[str, str], Any]:
-    """Returns the general settings of the recommended method, which apply if the config does not set them."""
+    """Returns the general settings of the recommended method, which apply to all methods unless the config
+    sets them."""
     defaults = methods.find(methods.DEFAULT).defaults
     return {(section, key): defaults[section][key] for section, key in COMMON if key in defaults[section]}
 
 
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
-    """Returns the config with as many rounds as give users the same work in every method (`equal` says what
-    counts as work), or half of that. Rounds in which only the server trains are added."""
+    """Returns the config with the number of rounds that gives users the same work in every method, or half of
+    it. `equal` says what counts as work. Rounds in which only the server trains are added."""
     work, head = passes(config), config.federation.head_start
     divisor = work if equal == "passes" else 1
     if divisor <= 1 and not head and not half:
@@ -145,7 +150,8 @@ def rates(config: Config) -> list[str]:
 
 
 def thresholds(config: Config) -> list[str]:
-    """Returns the thresholds that a method tries besides its own, as options; none if it has no threshold."""
+    """Returns the thresholds that a method tries besides its own, as options; empty if it has no
+    threshold."""
     default = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get(
         "threshold"
     )

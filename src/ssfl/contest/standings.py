@@ -18,20 +18,21 @@ ROOM = 12.0
 
 @dataclass(frozen=True)
 class Standing:
-    """The results of a method."""
+    """The results of one method in a contest."""
 
     method: str
     options: tuple[str, ...]
     accuracies: list[float]
-    """On test images after the last round, one for each seed that did not diverge."""
+    """The accuracy on test images after the last round, one for each seed that did not diverge."""
     diverged: int
     images: int
-    """User images in one run, counted over the steps of all rounds; the same for every method."""
+    """The number of user images in one run, counted over the steps of all rounds. It is the same for every
+    method."""
     megabytes: float
-    """Sent to and from users in one run."""
+    """Megabytes sent to and from users in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
-    """(images, megabytes, validation accuracy), the mean over seeds."""
+    """Points (images, megabytes, validation accuracy), each the mean over seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """For each run that did not diverge: seed, test accuracy, seconds, device, commit."""
     server_images: int = 0
@@ -39,7 +40,7 @@ class Standing:
     tries: list[dict[str, Any]] = field(default_factory=list)
     """The values that were tried, with their validation accuracy."""
     flag: str = ""
-    """A note that readers need, such as that the method uses the labels of the users."""
+    """A remark that readers need, such as that the method uses the users' labels."""
     passes: int = 0
     """Forward and backward passes of user images in one run."""
     collapsed: int = 0
@@ -59,7 +60,7 @@ class Standing:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean accuracy for this number of test images, in percent."""
+        """The 95 % interval of the mean accuracy in percent, which follows from the number of test images."""
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
@@ -67,7 +68,7 @@ class Standing:
 
     @property
     def correct(self) -> tuple[str, str]:
-        """The mean number of correct test images over the seeds, and the interval of their share, in
+        """The mean number of correct test images over the seeds, and the interval of the accuracy, in
         words."""
         if self.mean is None or self.interval is None or self.images_tested is None:
             return "–", "–"
@@ -119,7 +120,7 @@ def _images(standings: Sequence[Standing]) -> str:
 
 
 def _behind(standing: Standing, first: Standing) -> str:
-    """Returns the distance to the first method in points, with its interval over seeds, in words."""
+    """Returns in words how many points a method is behind the first one, with the interval over seeds."""
     interval = _interval(standing, first)
     if interval is None:
         return "–"
@@ -128,8 +129,8 @@ def _behind(standing: Standing, first: Standing) -> str:
 
 
 def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
-    """Returns the mean difference over common seeds, and half the width of its 95 % interval by Student's t
-    (None for one seed); None if there is no common seed."""
+    """Returns the mean difference of two methods over their common seeds, and half the width of its 95 %
+    interval by Student's t (None for one seed). Returns None if there is no common seed."""
     from scipy.stats import t
 
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
@@ -141,8 +142,8 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
-    """Returns the mean difference over common seeds with its standard error, in words; `sign` is a format
-    option."""
+    """Returns the mean difference over common seeds with its standard error, in words. `sign` is a format
+    option, such as "+"."""
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not apart:
         return "–"
@@ -151,8 +152,8 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
 
 
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns the mean difference from the first method and the ends of its 95 % interval, paired by seed,
-    since a seed has the same split for both."""
+    """Returns the mean difference from the first method and the ends of its 95 % interval. Differences are
+    paired by seed, since both methods have the same split with a seed."""
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
     apart = difference(best, theirs)
     if apart is None or standing is first:
@@ -162,7 +163,7 @@ def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
 
 
 def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> Path:
-    """Write contest.json: the standings, and how they were made."""
+    """Writes contest.json, which has the standings and how they were made."""
     entries = [
         {
             "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
@@ -186,7 +187,7 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
 
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Draw validation accuracy against user images and against megabytes, as PNG and SVG."""
+    """Draws the validation accuracy against user images and against megabytes, as PNG and SVG."""
     from ssfl.report import plots
 
     plt = plots.pyplot()

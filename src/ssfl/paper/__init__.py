@@ -1,4 +1,4 @@
-"""The paper's experiments: what was printed, how to run it, and what came out.
+"""The paper's experiments: the published numbers, how to run the experiments, and our results.
 
-Open `rows.py` first: the fifty rows as data.
+Read `rows.py` first, which has the fifty rows of the experiment table as data.
 """

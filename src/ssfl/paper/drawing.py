@@ -1,7 +1,7 @@
-"""The parts of the paper's figures: the choice of results, lines, titles, files.
+"""Parts that the paper's figures share: choosing results, drawing lines, titles and files.
 
-Gradient diversity is drawn twice: as in Definition 1, and as the authors' scripts print it (n·Δ within each
-group, which grows with the size of the group).
+Gradient diversity is drawn in two ways: as in Definition 1, and as the authors' scripts print it (n·Δ within
+each group, which grows with the size of the group).
 """
 
 from collections import Counter
@@ -26,29 +26,31 @@ GIVEN_L2 = "gradient_l2_squared"
 
 @dataclass(frozen=True)
 class Line:
-    """The seeds of a run, which are drawn as one line."""
+    """The results of a run with several seeds, drawn as one line."""
 
     run: PaperRun
-    """The run that was trained, which differs from the row's own run with fidelity `recommended`."""
+    """The run that was trained. With the fidelity `recommended` it differs from the run in the paper's
+    row."""
     results: list[PaperResult]
     place: int
-    """Its colour and style, the same in every panel."""
+    """The number of the line's colour and style, the same in every panel."""
 
     changes: tuple[str, ...] = ()
-    """The settings changed with `--set`, which make it another experiment."""
+    """The settings that were changed with `--set`, which make this another experiment."""
 
     @property
     def name(self) -> str:
-        """The method's name in the paper, and the changed settings."""
+        """The method's name in the paper, followed by the changed settings."""
         return self.named(NAMES[self.run.method])
 
     def named(self, name: str) -> str:
-        """Returns another name with the changed settings."""
+        """Returns another name, followed by the changed settings."""
         return ", ".join([name, *(change.partition(".")[2] for change in self.changes)])
 
 
 class Drawing:
-    """Chooses the results of one fidelity, data and scale, and records which runs are missing."""
+    """Chooses the results for a figure, all of one fidelity, data set and scale, and records which runs are
+    missing."""
 
     def __init__(self, results: Sequence[PaperResult], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
@@ -60,15 +62,18 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that are trained for these runs with this fidelity, each once."""
+        """Returns the runs that are trained in place of these runs with this fidelity, each once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(
         self, runs: Iterable[PaperRun], by: Callable[[PaperRun], Hashable] = lambda run: run.method
     ) -> list[Line]:
-        """Returns the lines of runs that are compared, all of one scale and data: those of most runs, then
-        the largest scale. Runs without results are left out. Runs that differ in `by`, and changed runs,
-        which come last, have their own colour and style."""
+        """Returns the lines of runs to compare, all of one scale and data set: the ones with results for most
+        runs, and among those the largest scale.
+
+        Runs without results are left out. Runs that differ in `by` have their own colour and style, and so
+        have changed runs, which come last.
+        """
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
         mine = [one for one in self.results if one.name in names]
@@ -106,7 +111,7 @@ class Drawing:
             axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
-        """Write both files, with the data, fidelity, scale and seeds under the title."""
+        """Writes the figure as PNG and SVG, with the data, fidelity, scale and seeds under its title."""
         if not self.used:
             raise RunError(
                 f"there is no finished run for figure {name} with fidelity {self.fidelity}: it needs "
@@ -139,7 +144,8 @@ def percents(results: Sequence[PaperResult]) -> list[float]:
 
 
 def beside(results: Sequence[PaperResult], key: str) -> Points:
-    """Returns a field of the "round" events at the evaluations, such as the mask rate, over epochs."""
+    """Returns a field of the "round" events, such as the mask rate, over epochs, at the rounds with an
+    evaluation."""
     return _over(results, "curve", lambda point: point.get(f"round_{key}"))
 
 
@@ -163,7 +169,7 @@ def _over(
 
 
 def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
-    """Write the figure as PNG and SVG, and return the files."""
+    """Writes the figure as PNG and SVG, and returns the files."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
@@ -173,7 +179,7 @@ def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
 
 
 def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
-    """Add grids and the label of the epochs, and mark empty panels."""
+    """Adds grids and the label of the epoch axis, and marks panels without lines."""
     for axis in axes:
         axis.grid(alpha=0.3)
         if epochs and axis.get_subplotspec().is_last_row():
@@ -183,7 +189,7 @@ def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """Add one legend below all panels, with each name once."""
+    """Adds one legend below all panels, with each name once."""
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):

@@ -1,7 +1,7 @@
-"""The settings of the paper's runs with three fidelities: the paper's text, the authors' code, or
-recommended.
+"""The settings of the paper's runs, which follow one of three rules ("fidelities"): the paper's text, the
+authors' code, or our recommendation.
 
-Each fidelity is a set of ordinary settings; docs/fidelity.md lists every difference.
+Each fidelity is a set of ordinary settings. docs/fidelity.md lists every difference.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,8 @@ FIDELITIES = ("paper", "reference", "recommended")
 IMAGES = 65536  # M, images of an epoch
 BATCH = 64  # B
 TRIAL = {"images": 1437, "batch": 32, "labels": 50, "users": 100}
-"""For the bundled digits: training images, batch size B, and the most labels and users that make sense."""
+"""For a trial on the bundled digits: training images, batch size B, and the most labels and users that make
+sense."""
 
 # Table A.1. Rows 42-45 (STL-10) and 49-50 (ResNet-9) print no settings of their own: CIFAR-10's.
 _CIFAR = {"epochs": 300, "lr": 0.146, "warmup": 5, "cycles": 2.3, "model": "resnet18"}
@@ -33,15 +34,15 @@ AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 
 
 def actual(run: PaperRun, fidelity: str) -> PaperRun:
-    """Returns the run that is trained: `recommended` replaces FedAvg and grouping by the recommended
-    method."""
+    """Returns the run that is trained. The fidelity `recommended` replaces FedAvg and grouping by the
+    recommended method."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
         return replace(run, method="anchored", groups=None, published=None, where="")
     return run
 
 
 def require(fidelity: str) -> None:
-    """Raises if there is no such fidelity."""
+    """Raises if there is no fidelity of this name."""
     if fidelity not in FIDELITIES:
         raise ConfigError(
             f"--fidelity {fidelity}: use one of {', '.join(FIDELITIES)}", key="--fidelity", value=fidelity
@@ -56,7 +57,7 @@ def settings(
     data: str | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
-    """Returns the config of a run; `data` is a file to use instead of the row's data set, or "digits"."""
+    """Returns the config of a run. `data` is a file to use instead of the row's data set, or "digits"."""
     require(fidelity)
     if not 0 < scale <= 1:
         raise ConfigError(
@@ -111,7 +112,7 @@ def _environment(run: PaperRun, seed: int) -> Sections:
 
 
 def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, trial: bool) -> None:
-    """Set the values of Table A.1, with schedule, warm-up and rounds shortened to `scale`."""
+    """Sets the values of Table A.1. Schedule, warm-up and rounds are shortened by the factor `scale`."""
     known = OPTIMIZER[run.data]
     images, batch = (TRIAL["images"], TRIAL["batch"]) if trial else (IMAGES, BATCH)
     period = values["federation"]["period"]
@@ -135,7 +136,8 @@ def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, tri
 
 
 def _as_printed(values: Sections, run: PaperRun) -> None:
-    """ "SGD with momentum", "flip-and-shift" views, models alone are exchanged."""
+    """Sets what the paper's text says: "SGD with momentum", "flip-and-shift" views, and only models are
+    exchanged."""
     values["data"]["flip"] = True
     values["train"]["floor"] = 1e-4
     if run.method != "fedmatch":
@@ -145,7 +147,7 @@ def _as_printed(values: Sections, run: PaperRun) -> None:
 
 
 def _as_coded(values: Sections, run: PaperRun) -> None:
-    """Set the values of the authors' public code."""
+    """Sets the values of the authors' public code."""
     method, train = values["method"], values["train"]
     values["data"]["flip"] = True
     values["split"]["seed"] += 1  # 2020
@@ -180,13 +182,13 @@ def _as_coded(values: Sections, run: PaperRun) -> None:
 
 
 def _recommended(values: Sections, run: PaperRun) -> None:
-    """Use the library's own defaults; the server trains after the users instead of at the same time."""
+    """Sets the library's own defaults. The server trains after the users instead of at the same time."""
     if run.method != "fedmatch":
         values["train"] |= {"cycles": 0.5, "floor": 0.0}
 
 
 def _on_digits(values: Sections) -> None:
-    """Adapt the settings to a trial on small data: 1,437 images of ten digits."""
+    """Adapts the settings to a trial on small data: 1,437 images of ten digits."""
     values["data"] = {"name": "digits", "flip": False}
     values["model"]["name"] = "small"
     values["train"]["batch_size"] = TRIAL["batch"]

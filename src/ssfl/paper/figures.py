@@ -1,4 +1,4 @@
-"""The paper's figures from finished runs, in its arrangement: PNG and SVG."""
+"""Draws the paper's figures from finished runs, with the same panels as in the paper, as PNG and SVG."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ COUNTS = {4: "four", 5: "five"}
 def draw(
     name: str, results: Sequence[PaperResult], out: Path, fidelity: str = "paper", with_changes: bool = False
 ) -> list[Path]:
-    """Draws a figure by its number in the paper; a letter means every figure of that appendix. Runs changed
-    with `--set` are left out, or drawn as additional lines."""
+    """Draws a figure by its number in the paper, and returns the files. A letter stands for every figure of
+    that appendix. Runs changed with `--set` are left out, or drawn as additional lines."""
     wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
     if not wanted:
         raise ConfigError(
@@ -45,7 +45,7 @@ def draw(
 
 
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
-    """Figure 2: the final accuracy of the five methods."""
+    """Draws Figure 2: the final accuracy of the five methods."""
     wanted = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
     lines = drawing.of(rows.METHODS.runs)
     names = dict(enumerate(wanted)) | {line.place: line.name.replace(", ", "\n") for line in lines}
@@ -65,7 +65,8 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path], list[Path]]:
-    """Figures 3 and 4: convergence, and gradient diversity in both measures."""
+    """Returns a function that draws Figure 3 or 4: convergence, and gradient diversity in both
+    normalisations."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 4), sharex=True, layout="constrained")
@@ -84,7 +85,7 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 
 
 def _factors(drawing: Drawing, out: Path) -> list[Path]:
-    """Figure 5: accuracy against R, T and N_s; hollow marks are the paper's own figures."""
+    """Draws Figure 5: accuracy against R, T and N_s. Hollow marks are the numbers that the paper prints."""
     figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     panels: list[tuple[str, tuple[int, ...], Callable[[PaperRun], float]]] = [
         ("non-iidness R", (1, 2, 3), lambda run: run.skew),
@@ -122,7 +123,8 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _factor_ticks(axis: Any, periods: bool) -> None:
-    """Periods are powers of two and written out; where there is one value, it is the one tick."""
+    """Sets the ticks of an axis. Periods T are powers of two, so each gets its own tick; if there is only one
+    value, it is the only tick."""
     values = sorted({float(x) for line in axis.lines for x in line.get_xdata()})
     if periods:
         axis.set_xscale("log", base=2)
@@ -131,7 +133,8 @@ def _factor_ticks(axis: Any, periods: bool) -> None:
 
 
 def _participants(drawing: Drawing, out: Path) -> list[Path]:
-    """Figure 6: FedAvg and grouping on EMNIST by C; mask rate and pseudo-labels beside the diversity."""
+    """Draws Figure 6: FedAvg and grouping on EMNIST for different C, with mask rate, pseudo-labels and
+    gradient diversity."""
     figure, axes = _by_participants(drawing)
     for line, column in _columns(drawing, axes):
         for axis, measure in zip(column[1:3], MEASURES, strict=True):
@@ -148,7 +151,8 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
-    """Five lines of panels, the convergence on top, in three columns by C: Figure 6 and Appendix D."""
+    """Returns a figure with five rows of panels, the convergence on top, and one column for each of three
+    values of C. Figure 6 and Appendix D use it."""
     shape = {"figsize": (11, 12), "sharex": True, "sharey": "row", "layout": "constrained"}
     figure, axes = drawing.plt.subplots(5, 3, **shape)
     axes[0, 0].set_ylabel("test accuracy, %")
@@ -158,7 +162,8 @@ def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
 
 
 def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
-    """Draws the convergence of every line of row 16, and yields each line with the panels of its C."""
+    """Draws the convergence of every line of row 16 of the experiment table, and yields each line with the
+    panels of its C."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
         drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
@@ -166,7 +171,7 @@ def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Lin
 
 
 def _versus(drawing: Drawing) -> str:
-    """Returns the methods that Figure 6 and Appendix D compare."""
+    """Returns the names of the methods that Figure 6 and Appendix D compare."""
     methods = dict.fromkeys(run.method for run in drawing.wanted(rows.row("16").runs))
     return " and ".join(NAMES[method] for method in methods)
 
@@ -191,8 +196,8 @@ def _lines(
 
 
 def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], list[Path]]:
-    """Appendix D: four of the sixteen measures, with a colour for each method and a style for each
-    normalisation."""
+    """Returns a function that draws a figure of Appendix D: four of the sixteen measures of diversity, with a
+    colour for each method and a line style for each normalisation."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = _by_participants(drawing)
@@ -217,7 +222,8 @@ def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], li
 
 
 def schedules(out: Path) -> list[Path]:
-    """Draws the learning rate over training for each fidelity; by the paper's formula it rises again."""
+    """Draws the learning rate over training for each fidelity. By the paper's formula it rises again at the
+    end."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for axis, number in zip(axes, ("10", "13", "16"), strict=True):

@@ -1,4 +1,5 @@
-"""The result.json files of finished runs, which tables and figures read."""
+"""Reads and writes result.json, the result of a finished run of the paper. Tables and figures are made from
+these files."""
 
 import json
 import statistics
@@ -24,24 +25,24 @@ class PaperResult:
     name: str
     """The run's name, as in `rows.py`."""
     data: str
-    """The images it was trained on: the row's data set or another."""
+    """The images that it was trained on: the data set of the row, or another."""
     fidelity: str
     scale: float
     seed: int
     accuracy: float | None
-    """None if training diverged."""
+    """The test accuracy; None if training diverged."""
     changes: tuple[str, ...]
     """Settings that differ from the row's."""
     whole: dict[str, Any]
-    """The whole file: config, curve, diversity, seconds, device, commit."""
+    """The whole content of the file: config, curve, diversity, seconds, device, commit."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Several seeds of the same run."""
+    """The mean over several seeds of the same run."""
 
     accuracy: float | None
-    """None if every seed diverged."""
+    """The mean accuracy; None if every seed diverged."""
     deviation: float | None
     seeds: int
     diverged: int
@@ -53,7 +54,8 @@ class Mean:
 
 
 def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
-    """Write result.json of a run that is finished or has diverged; `origin` has its command and options."""
+    """Writes result.json of a run that is finished or has diverged. `origin` holds the command and its
+    options."""
     summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in origin:
         raise RunError(
@@ -99,7 +101,7 @@ def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
 
 
 def _compact(whole: dict[str, Any]) -> str:
-    """Returns readable JSON: a line for each point of a curve, and numbers of six digits."""
+    """Returns readable JSON, with one line for each point of a curve, and numbers rounded to six digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -136,7 +138,7 @@ def read(places: Sequence[Path]) -> list[PaperResult]:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run folder has a readable result.json."""
+    """Returns whether a run folder has a readable result.json."""
     return bool(_read_one(path / FILE))
 
 
@@ -154,7 +156,8 @@ def _read_one(file: Path) -> list[PaperResult]:
 
 
 def means(results: Iterable[PaperResult]) -> list[Mean]:
-    """Returns the means over seeds of one run, for each scale, fidelity, data and changes."""
+    """Returns the means over seeds, one for each combination of run, scale, fidelity, data and changed
+    settings."""
     kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
     for result in results:
         kind = (result.fidelity, result.data, -result.scale, result.changes)

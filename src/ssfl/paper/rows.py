@@ -1,7 +1,7 @@
 """The fifty rows of the paper's experiment table (Appendix A.5), with every value of every run.
 
-`published` is the accuracy in percent that the paper prints for a run, and `where` the table or figure. The
-tables print "-" for S if it follows from C, and for N_s if the server has no data.
+`published` is the accuracy in percent that the paper prints for a run, and `where` is the table or figure
+that has it. The paper's tables print "-" for S if S follows from C, and for N_s if the server has no data.
 """
 
 from dataclasses import dataclass, replace
@@ -21,37 +21,37 @@ NAMES = {
     "anchored": "Anchored",
     "alternate": "Alternate",
 }  # fmt: skip
-"""The names of our methods in the paper."""
+"""The names that our methods have in the paper."""
 
 
 @dataclass(frozen=True)
 class PaperRun:
-    """One training run: a data set, a method and the paper's environmental factors."""
+    """One training run: a data set, a method, and the values of the factors that the paper varies."""
 
     data: str
     method: str
     skew: float
-    """R."""
+    """R, the skew."""
     period: int
-    """T."""
+    """T, the number of local steps per round."""
     server_labels: int
-    """N_s; 0 if the server has no data."""
+    """N_s, the server's labelled images; 0 if the server has no data."""
     participants: int
-    """C."""
+    """C, the number of users per round."""
     users: int
-    """K."""
+    """K, the number of users."""
     groups: int | None
-    """S, with grouping."""
+    """S, the number of groups, if the method uses grouping."""
     epochs: int | None = None
-    """E, if it differs from the data set's usual one."""
+    """E, the number of epochs, if it differs from the usual one of the data set."""
     labels_at: str = "server"
     published: float | None = None
     where: str = ""
-    """Where the accuracy is printed."""
+    """The table or figure that prints the accuracy."""
 
     @property
     def name(self) -> str:
-        """The name of the run; rows with the same settings share their runs."""
+        """The name of the run. Rows with the same settings share their runs."""
         parts = [
             self.data, self.method, f"R{self.skew:g}", f"T{self.period}", f"Ns{self.server_labels}",
             f"C{self.participants}", f"K{self.users}",
@@ -69,7 +69,7 @@ class Row:
     number: int | str
     title: str
     where: str
-    """The table or figure that shows it."""
+    """The table or figure of the paper that shows the row."""
     runs: tuple[PaperRun, ...]
     note: str = ""
 
@@ -91,8 +91,8 @@ def _row(
     note: str = "",
     labels_at: str = "server",
 ) -> Row:
-    """Returns a row with a run for every combination of the values; `published` is keyed by method and the
-    value that varies."""
+    """Returns a row with a run for every combination of the values. The keys of `published` are a method and
+    the value of the factor that varies."""
 
     def each(value: Any) -> tuple[Any, ...]:
         return value if isinstance(value, tuple) else (value,)
@@ -119,7 +119,8 @@ _BOTH = (_F, _G)
 
 
 def _printed(method: str, where: str, **accuracies: float) -> dict[tuple[str, float], tuple[float, str]]:
-    """x10=92.86 is 92.86 at the varying value 10; R04 is R = 0.4."""
+    """Returns the accuracies that the paper prints for a method, by the value of the factor that varies. The
+    argument x10=92.86 means 92.86 at the value 10; R04 means R = 0.4."""
     return {
         (method, int(key[1:]) / (10 if key[0] == "R" else 1)): (accuracy, where)
         for key, accuracy in accuracies.items()
@@ -251,11 +252,11 @@ _ROWS_38_50 = (
          S=2, published=_printed(_G, "Table 3", R00=63.32, R10=63.24), note=_JEONG),
 )  # fmt: skip
 _AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
-"""Table 3's other half: the labels are the users'."""
+"""The half of Table 3 in which the labels are at the users."""
 
 
 def _completed(row: Row) -> Row:
-    """Returns a row with the runs that the appendices add."""
+    """Returns a row with the additional runs of the appendices."""
     if row.number == 15:
         longer = replace(row.runs[-1], epochs=120, published=94.93, where=_T1)
         return replace(row, runs=(*row.runs, longer))
@@ -285,7 +286,7 @@ TABLES: dict[str, tuple[int, ...]] = {
 
 
 def row(number: str) -> Row:
-    """Returns a row by its number, or the set "methods"."""
+    """Returns a row by its number, or the set of rows "methods"."""
     for one in (*ROWS, METHODS):
         if str(one.number) == number:
             return one
@@ -295,7 +296,8 @@ def row(number: str) -> Row:
 
 
 def table(name: str) -> tuple[Row, ...]:
-    """Returns the rows of a table by its number: 2, or E.1 (E for short); or "methods", or "all" rows."""
+    """Returns the rows of a table by its number, such as 2 or E.1 (E for short). The names "methods" and
+    "all" also work."""
     special = {"methods": (METHODS,), "all": (*ROWS, METHODS)}
     if name in special:
         return special[name]

@@ -1,4 +1,5 @@
-"""Runs rows one after another; skips finished runs and continues stopped ones."""
+"""Runs the rows of the experiment table one after another. Finished runs are skipped, and stopped ones are
+continued."""
 
 import hashlib
 import itertools
@@ -26,20 +27,20 @@ class Options:
     seeds: int = 1
     data: str | None = None
     only: str = ""
-    """Runs whose name contains this."""
+    """If set, only runs whose names contain this text."""
     sets: tuple[str, ...] = ()
     """Further settings, `section.key=value`."""
     out: Path = Path("runs/paper")
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The settings that make it another experiment, without file locations and execution settings."""
+        """The settings that make this another experiment. File locations and execution settings do not."""
         aside = ("data.root", "data.download", "run.")
         return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 
 
 def folder(run: PaperRun, options: Options, seed: int) -> Path:
-    """Returns the folder of a run; rows that share a run share its folder."""
+    """Returns the folder of a run. Rows that share a run share its folder."""
     parts = [fidelity.actual(run, options.fidelity).name, options.fidelity]
     if options.data:
         parts.append(Path(options.data).stem)

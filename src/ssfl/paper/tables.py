@@ -1,4 +1,4 @@
-"""The paper's tables from finished runs: published, ours, difference, scale, seeds."""
+"""Makes the paper's tables from finished runs: published accuracy, ours, difference, scale, seeds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +13,8 @@ HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "
 
 
 def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns a line for each run and each way in which it was run; runs without results have a line too."""
+    """Returns one line for each run and each way in which it was run (scale, fidelity, data). Runs without
+    results have a line too."""
     rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
     seen: set[tuple[str, float | None]] = set()

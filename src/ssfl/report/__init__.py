@@ -1,4 +1,4 @@
-"""A run, or several, as one HTML page and as figures.
+"""Reports: one run, or several, as one HTML page and as figures.
 
-Open `page.py` first; `gather.py` reads the run folder, `sections.py` writes the parts.
+Read `page.py` first. `gather.py` reads the run folder, and `sections.py` writes the parts.
 """

@@ -1,7 +1,7 @@
-"""The blocks of a report: plain dicts that page.js draws in a browser and figures.py with matplotlib.
+"""The blocks of a report: plain dicts that page.js draws in a browser, and figures.py draws with matplotlib.
 
 A section is {id, title, blocks}. A block's "kind" says what it is: text, say, tiles, heading, line, matrix,
-bars, table, images, views or pre. A block with a "figure" is a figure of that name.
+bars, table, images, views or pre. A block with the key "figure" is also saved as a figure of that name.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def heading(content: str) -> Block:
 
 
 def say(head: str, content: str, bad: bool) -> Block:
-    """Returns a highlighted message."""
+    """Returns a message that is highlighted on the page."""
     return {"kind": "say", "head": head, "text": content, "bad": bad}
 
 
@@ -35,7 +35,7 @@ def table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Block:
 
 
 def half(block: Block) -> Block:
-    """Returns a block that takes half of a wide page, with the next one beside it."""
+    """Returns a block that takes half the width of a wide page, beside the next block."""
     return {**block, "half": True}
 
 
@@ -45,5 +45,5 @@ def bars(figure: str, title: str, items: list[Block], form: str, note: str = "")
 
 
 def named(blocks: Sequence[Block], prefix: str) -> list[Block]:
-    """Returns the blocks with a prefix to the names of their figures."""
+    """Returns the blocks, where the names of figures have a prefix."""
     return [{**block, "figure": prefix + block["figure"]} if "figure" in block else block for block in blocks]

@@ -1,4 +1,4 @@
-"""Diagnosis of a collapse: users are confident in wrong pseudo-labels, and accuracy falls."""
+"""Diagnoses a collapse: users are confident in wrong pseudo-labels, and the accuracy falls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
 """Limits of a collapse: mask rate at least SURE, share of correct pseudo-labels at most WRONG, accuracy at
-least FELL below its best, and n·Δ at most ONE_WAY (1: all updates are parallel, n: they are orthogonal; the
-quickstart has more than 6)."""
+least FELL below its best, and n·Δ at most ONE_WAY. Here n·Δ is 1 if all updates are parallel, and n if they
+are orthogonal; the quickstart has more than 6."""
 STAYS = 3
-"""The number of rounds in a row that it must last."""
+"""The number of rounds in a row for which the signs of a collapse must last."""
 
 
 @dataclass(frozen=True)
 class Collapse:
-    """The diagnosis of a run."""
+    """The diagnosis of a run: whether it collapsed, and when."""
 
     head: str
     text: str
@@ -27,7 +27,7 @@ class Collapse:
 
 
 def judge(run: Run) -> Collapse:
-    """Returns the diagnosis of a run from its mask rate, pseudo-labels, accuracy and diversity."""
+    """Returns the diagnosis of a run, from its mask rate, pseudo-labels, accuracy and gradient diversity."""
     masks, pseudo_accuracy = run.series("mask_rate"), dict(run.series("pseudo_accuracy"))
     method = run.config.method
     if not method.trains_users or "labels" in method.needs():
@@ -69,7 +69,7 @@ def judge(run: Run) -> Collapse:
 
 
 def _first_to_stay(rounds: Sequence[int], marked_rounds: Sequence[int]) -> int | None:
-    """Returns the first round from which on several rounds in a row are marked, or None."""
+    """Returns the first of several marked rounds in a row (at least `STAYS`), or None."""
     marked = set(marked_rounds)
     for place, at in enumerate(rounds[: len(rounds) - STAYS + 1]):
         if marked.issuperset(rounds[place : place + STAYS]):
@@ -78,7 +78,7 @@ def _first_to_stay(rounds: Sequence[int], marked_rounds: Sequence[int]) -> int |
 
 
 def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
-    """Returns the best accuracy up to a round, and how far the last one is below it."""
+    """Returns the best accuracy up to a round, and how far the last accuracy is below it."""
     if since is None or not accuracy:
         return 0.0, 0.0
     best = max((value for at, value in accuracy if at <= since), default=accuracy[0][1])
@@ -86,8 +86,7 @@ def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
 
 
 def _way(run: Run, since: int) -> str:
-    """Returns in words whether the updates are parallel from a round on, by the median of n·Δ within
-    groups."""
+    """Returns in words whether the updates after a round are parallel, by the median of n·Δ within groups."""
     values = sorted(value for at, value in run.diversity("authors_groups") if at >= since)
     if not values:
         return ""

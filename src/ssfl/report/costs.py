@@ -20,7 +20,7 @@ the peak of the main process (and of its GPU, if any), without additional proces
 
 
 def blocks(runs: Sequence[Run]) -> list[Block]:
-    """Returns the costs of one or several runs."""
+    """Returns the blocks that show the costs of one or several runs."""
     made: list[Block] = []
     if len(runs) == 1:
         items: list[Block] = [
@@ -58,7 +58,8 @@ def phases(run: Run) -> dict[str, float]:
 
 
 def totals(run: Run) -> dict[str, float]:
-    """Returns the seconds of all rounds and evaluations, the median seconds of a round, and the bytes."""
+    """Returns the seconds of all rounds and evaluations, the median seconds of a round, and the bytes
+    sent."""
     seconds = sorted(value for _, value in run.series("seconds"))
     return {
         "seconds": sum(seconds) + _sum(run, "seconds", "eval"),
@@ -68,7 +69,7 @@ def totals(run: Run) -> dict[str, float]:
 
 
 def size(count: float) -> str:
-    """Returns a number of bytes with a unit, in powers of a thousand."""
+    """Returns a number of bytes in words, with decimal units (1 kB is 1,000 bytes)."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,5 @@
-"""The figures of a report as PNG and SVG files, from the same data as its page (the extra `report`)."""
+"""Draws the figures of a report as PNG and SVG files, from the same data as its page. Needs the extra
+`report`."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from ssfl.report.predictions import unpacked
 
 Block = dict[str, Any]
 COLOURS = ["#0072b2", "#c2510a", "#008562", "#b0568a", "#9a6b00", "#2b87c0", "#1b1f24", "#6a6f77"]
-"""As in report.css: Okabe and Ito's, which people without full colour vision tell apart."""
+"""The colours of report.css, by Okabe and Ito, which people without full colour vision can tell apart."""
 MARKERS = "os^DxvP*"
 
 
 def draw(sections: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write every figure of the sections, and return the files; the names are those of the page."""
+    """Writes every figure of the sections, and returns the files. Their names are those on the page."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -1,7 +1,7 @@
-"""The data of one run folder for a report, finished or not.
+"""Reads the data of one run folder, finished or not, for a report.
 
-Old folders lack some fields, and a damaged or crafted one may have anything in it. So every number is
-checked, and missing values are left out.
+Old folders lack some fields, and a damaged or malicious folder may contain anything. So every number is
+checked, and values that are missing or wrong are left out.
 """
 
 import math
@@ -20,13 +20,13 @@ from ssfl.runs import folder, roster
 
 Points = list[tuple[int, float]]
 MOST_POINTS = 400
-"""The most points of a curve: more would not be visible, and the file would grow with every round."""
+"""The most points of a curve. More would not be visible, and the page would grow with every round."""
 MEASURE = "gradient_l2_squared"
 
 
 @dataclass(frozen=True)
 class Score:
-    """An accuracy with its counts."""
+    """An accuracy, with the number of correct images and of all images."""
 
     on: str
     """"test", "validation" or "folds"."""
@@ -43,7 +43,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, read."""
+    """What a report needs to know about a run folder."""
 
     path: Path
     name: str
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def played(self) -> int:
-        """The last round of the events."""
+        """The number of the last round in the events."""
         return max((event["round"] for event in self.events), default=0)
 
     @property
@@ -82,7 +82,8 @@ class Run:
 
     @cached_property
     def watched(self) -> Points:
-        """Accuracy over the rounds; on validation images if test images are used only at the end."""
+        """The accuracy over the rounds. It is that on validation images if test images are used only at the
+        end."""
         return self.validation if self.test_kept else self.accuracy
 
     @cached_property
@@ -91,7 +92,7 @@ class Run:
 
     @property
     def judged_by(self) -> str:
-        """The images by which the run is judged: "test", "validation" if test images are never used, or
+        """The images that decide how good the run is: "test", "validation" if test images are never used, or
         "folds" for cross-validation on the labelled images."""
         if self.summary.get("judged_by") == "folds" or (
             self.config.run.folds and self.split.get("test") == 0
@@ -101,7 +102,7 @@ class Run:
 
     @cached_property
     def score(self) -> "Score | None":
-        """The accuracy of the model at the end, or so far."""
+        """The accuracy of the final model, or of the latest one while the run is unfinished."""
         kind = self.judged_by
         prefix = "validation_" if kind == "validation" else ""
         scores: dict[str, Any] = self.summary
@@ -126,7 +127,7 @@ class Run:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the classes of the test images differ much in size."""
+        """Whether the numbers of test images per class differ much."""
         return statistics.is_uneven([count or 0 for count in numbers(self.split.get("test_classes"))])
 
     @property
@@ -137,7 +138,7 @@ class Run:
 
     @property
     def test_kept(self) -> bool:
-        """Whether test images are used only in the last round or never, so that curves show validation
+        """Whether test images are used only in the last round or never. Curves then show validation
         images."""
         return self.config.run.test != "every"
 
@@ -148,7 +149,7 @@ class Run:
 
     @cached_property
     def class_accuracy(self) -> list[float | None]:
-        """The accuracy of each class on the test images, from the last evaluation that has it."""
+        """The accuracy of each class on the test images, from the last evaluation that recorded it."""
         values_by_evaluation = [numbers(event.get("class_accuracy")) for event in self.evaluations]
         return next((values for values in reversed(values_by_evaluation) if values), [])
 
@@ -172,22 +173,23 @@ class Run:
         return self.streams > 1 and self.config.method.start == "group"
 
     def curve(self, value: Callable[[Event], Any], kind: str) -> Points:
-        """Returns a number of the events of a kind over the rounds."""
+        """Returns points of round and number, where `value` computes the number from each event of this
+        kind."""
         points = [(event["round"], finite(value(event))) for event in self.events if event["event"] == kind]
         return [(at, number) for at, number in points if number is not None]
 
     def series(self, key: str, kind: str = "round") -> Points:
-        """Returns a field of the events of a kind over the rounds."""
+        """Returns points of round and number, for a field of the events of this kind."""
         return self.curve(lambda event: event.get(key), kind)
 
     def diversity(self, normalisation: str) -> Points:
-        """Returns the gradient diversity, "definition" (Definition 1) or "authors" (n·Δ), over the rounds;
-        "..._groups" is within groups."""
+        """Returns the gradient diversity over the rounds. The normalisation is "definition" (Definition 1) or
+        "authors" (n·Δ); with "..._groups" it is measured within groups."""
         return self.curve(lambda event: inside(event.get(MEASURE), normalisation), "diversity")
 
 
 def read(path: Path, name: str) -> Run:
-    """Returns the data of a run folder under a name; raises if it is not a run folder."""
+    """Returns the data of a run folder, with a name for the report; raises if it is not a run folder."""
     config = folder.read_config(path)
     try:
         events = list(folder.read_events(path))
@@ -200,7 +202,7 @@ def read(path: Path, name: str) -> Run:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a finite number, or None."""
+    """Returns the value as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -210,12 +212,13 @@ def finite(value: Any) -> float | None:
 
 
 def numbers(values: Any) -> list[float | None]:
-    """Returns a list of numbers, with None for values that are not numbers; empty if it is not a list."""
+    """Returns a list of numbers, with None for values that are not numbers; an empty list if the argument is
+    no list."""
     return [finite(value) for value in values] if isinstance(values, list) else []
 
 
 def whole(values: Any) -> list[int]:
-    """Returns the whole numbers of a list, such as users."""
+    """Returns the whole numbers in a list, such as the numbers of users; other items are left out."""
     return [value for value in values if type(value) is int] if isinstance(values, list) else []
 
 
@@ -225,7 +228,7 @@ def inside(value: Any, key: str) -> Any:
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most MOST_POINTS of the points, evenly spaced, with the first and the last."""
+    """Returns at most MOST_POINTS of the points, evenly spaced, always with the first and the last."""
     if len(points) <= MOST_POINTS:
         return points
     last = len(points) - 1

@@ -1,4 +1,5 @@
-"""The mistakes of a model: the confusion matrix, the worst classes, images, and the training views."""
+"""Shows the mistakes of a model: the confusion matrix, the worst classes and example images. Also shows
+training views."""
 
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
@@ -11,7 +12,7 @@ Shares = list[list[float | None]]
 
 
 def confusion(run: Run, seen: Seen | str) -> list[Block]:
-    """Returns the confusion matrix and the worst classes."""
+    """Returns the blocks with the confusion matrix and the worst classes."""
     if isinstance(seen, str):
         return [*_recorded(run), text(seen, "note")]
     totals = [sum(row) for row in seen.confusion]
@@ -45,7 +46,7 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
 
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
-    """Returns the confusion matrix; with very many classes, only that of the worst."""
+    """Returns the block with the confusion matrix. With very many classes, it shows only the worst ones."""
     rows, columns, values, note = classes, classes, shares, ""
     many: list[list[int]] | None = counts
     if len(classes) > MOST_CLASSES:
@@ -66,7 +67,7 @@ def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[l
 
 
 def images(seen: Seen) -> list[Block]:
-    """Returns test images with their predictions."""
+    """Returns the blocks with test images and their predictions."""
     made: list[Block] = []
     for title, items in seen.examples:
         if items:
@@ -79,7 +80,7 @@ def images(seen: Seen) -> list[Block]:
 
 
 def views(run: Run, seen: Seen) -> list[Block]:
-    """Returns the section that shows images beside their weak and strong views."""
+    """Returns the blocks that show training images beside their weak and strong views."""
     method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
     sentence = (
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
@@ -109,7 +110,7 @@ def views(run: Run, seen: Seen) -> list[Block]:
 
 
 def _recorded(run: Run) -> list[Block]:
-    """Returns the accuracy of the worst classes from the last evaluation."""
+    """Returns the accuracy of the worst classes, as the last evaluation recorded it."""
     each = zip(run.class_accuracy, run.classes, strict=False)
     known = [(value, name) for value, name in each if value is not None]
     items: list[Block] = [{"name": name, "value": value} for value, name in sorted(known)[:WORST]]

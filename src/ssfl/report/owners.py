@@ -1,5 +1,5 @@
-"""The owners of the images: classes by user, the measured R, accuracy for each user's mix of classes, and the
-groups of the rounds; for ten users or for 100,000."""
+"""Shows the owners of the images: the classes of each user, the measured skew R, the expected accuracy of
+each user, and the groups in each round. The charts are made for ten users as well as for 100,000."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 
 
 def holdings(run: Run) -> list[Block]:
-    """Returns how many images the server and the users have, by class."""
+    """Returns the blocks that show how many images of each class the server and the users have."""
     if not run.split:
         return [text("split.json is missing or damaged, so the owners of the images are unknown.")]
     rows = run.user_classes
@@ -78,7 +78,7 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
 
 
 def _variety(run: Run, rows: list[list[float | None]]) -> Block:
-    """Returns how many classes the users mostly have, for a run with many users."""
+    """Returns a chart of how many classes make up most of a user's images, for a run with many users."""
     needed = Counter(_nine_tenths([value or 0 for value in row]) for row in rows if any(row))
     low, high = min(needed), max(needed)
     width = -(-(high - low + 1) // 12)
@@ -93,8 +93,8 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
 
 
 def expected(run: Run) -> list[Block]:
-    """Returns the expected accuracy for each user: the accuracy of every class, weighted by its own
-    classes."""
+    """Returns the blocks with each user's expected accuracy: the accuracies of all classes, weighted by the
+    user's own mixture of classes."""
     shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
     known = {user: share for user, share in shares.items() if share is not None}
     if not known:
@@ -115,7 +115,7 @@ def expected(run: Run) -> list[Block]:
 
 
 def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
-    """Returns the mean accuracy of the classes, weighted by the number of images."""
+    """Returns the mean of the class accuracies, weighted by a user's number of images of each class."""
     if len(row) != len(each):
         return None
     known = [(count, share) for count, share in zip(row, each, strict=True) if count and share is not None]
@@ -124,7 +124,7 @@ def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
 
 
 def groups(run: Run) -> list[Block]:
-    """Returns which user was in which group in each round."""
+    """Returns the blocks that show which user was in which group in each round."""
     known = [event for event in run.rounds if isinstance(event.get("returned"), list)]
     with_users = [event for event in known if event["returned"] or event.get("participants")]
     if not with_users or not run.config.method.trains_users:
@@ -174,14 +174,14 @@ def _attendance(run: Run, rounds_played: list[Event], attendance: Counter[int], 
 
 
 def _dealt(event: Event, grouped: bool) -> dict[int, int]:
-    """Returns the group, from 1, of each user whose update arrived."""
+    """Returns the group of each user whose update arrived; groups are numbered from 1."""
     groups = event.get("groups") if grouped else [event["returned"]]
     members = enumerate(groups, 1) if isinstance(groups, list) else ()
     return {user: place for place, group in members for user in whole(group)}
 
 
 def _some(many: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers 0 to many - 1, evenly spaced."""
+    """Returns at most `most` of the numbers from 0 to many - 1, evenly spaced."""
     return list(range(many)) if many <= most else [k * many // most for k in range(most)]
 
 

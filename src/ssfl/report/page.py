@@ -1,4 +1,4 @@
-"""The report of run folders as one HTML file that needs nothing else."""
+"""Writes the report of run folders as one HTML file that needs no other file."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'none'">
 
 
 def contents(paths: Sequence[Path]) -> dict[str, Any]:
-    """Returns the content of the report of these runs as plain data."""
+    """Returns the content of a report on these runs, as plain data."""
     names = several.distinct(paths)
     runs = [gather.read(path, name) for path, name in names.items()]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
@@ -59,8 +59,8 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def html(content: dict[str, Any]) -> str:
-    """Returns the page. The embedded data has no < > or &, so that no name or value of a run can end the
-    script."""
+    """Returns the report as HTML. The characters < > and & are escaped in the embedded data, so that no name
+    or value of a run can end the script."""
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
@@ -75,8 +75,8 @@ def asset(name: str) -> str:
 
 
 def write(paths: Sequence[Path], out: Path | None = None, figures: Path | None = None) -> list[Path]:
-    """Write the report (default: RUN/report.html, or ./report.html for several runs) and, if `figures` is a
-    folder, its figures."""
+    """Writes the report (default: RUN/report.html, or ./report.html for several runs) and, if `figures` is a
+    folder, its figures. Returns the files."""
     target = out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     content = contents(paths)
     _require_ours(target)

@@ -25,7 +25,8 @@ def pyplot() -> Any:
 
 
 def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
-    """Draw test accuracy and mask rate over rounds, a line for each run; lines also differ in style."""
+    """Draws the test accuracy and the mask rate over the rounds, with a line for each run, and returns the
+    file. Lines differ in colour and in style."""
     plt = pyplot()
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6.4), sharex=True, height_ratios=[2, 1], layout="constrained"

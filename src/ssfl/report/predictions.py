@@ -1,4 +1,5 @@
-"""Predictions of a trained model for a report: a confusion matrix, example images, and training views."""
+"""Makes the predictions of a trained model for a report: a confusion matrix, example images, and training
+views."""
 
 import base64
 import io
@@ -25,7 +26,8 @@ from ssfl.simulate.simulation import evaluated_row
 
 MOST_TESTED = 10_000
 SIDE = 48
-"""Larger images are made smaller, to keep the report small enough to send."""
+"""The largest side of an image in pixels. Larger ones are made smaller, so that the report is small enough to
+send."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
 BATCH = 250
 
@@ -34,14 +36,14 @@ Shown = dict[str, Any]
 
 @dataclass(frozen=True)
 class Seen:
-    """The predictions of a run's model for its test images."""
+    """What a run's model predicts for its test images."""
 
     round: int
-    """The round of the model."""
+    """The round after which the model was saved."""
     tested: int
     """The number of test images that were used."""
     of: int
-    """The number of all test images."""
+    """The number of test images that there are."""
     confusion: list[list[int]]
     """[true class][predicted class]"""
     classes: list[str]
@@ -64,8 +66,8 @@ class Loader:
         """The test images that were shown already, so that none is shown twice."""
 
     def dataset(self, run: Run) -> Dataset:
-        """Returns the images of a run; raises if they are not those it was trained with. Downloads
-        nothing."""
+        """Returns the images of a run; raises if they are not those that it was trained with. Nothing is
+        downloaded."""
         config = replace(run.config, data=replace(run.config.data, download=False))
         key = config.data, bool(config.run.folds)
         if key not in self._held:
@@ -77,7 +79,7 @@ class Loader:
 
 
 def look(run: Run, loader: Loader) -> Seen | str:
-    """Returns the predictions, or a sentence that says why there are none."""
+    """Returns the predictions of a run's model, or a sentence that says why there are none."""
     if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
         return f"There are no images and no confusion matrix: test images {when} used (run.test)."
@@ -93,7 +95,7 @@ def look(run: Run, loader: Loader) -> Seen | str:
 
 
 def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
-    """Returns the model of a run, or of its last checkpoint, and its round."""
+    """Returns the model of a run, or that of its last checkpoint, and the round after which it was saved."""
     if (run.path / "model.safetensors").is_file():
         model = load_model(run.path)
         if model.classes != data.classes or model.shape != data.shape:
@@ -118,7 +120,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 
 def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
-    """Returns the predictions of the folds, for a run without test images."""
+    """Returns the predictions from cross-validation folds, for a run without test images."""
     matrix = inside(run.summary.get("folds"), "confusion")
     size = len(data.classes)
     square = (
@@ -180,7 +182,7 @@ def _example(
 
 
 def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) -> list[Shown]:
-    """Returns weak and strong views of some training images, made as in training."""
+    """Returns weak and strong views of some training images, made in the same way as in training."""
     flip = bool(run.config.data.flip)
     chosen = torch.randperm(len(data.images), generator=seed)[:VIEWED]
     images = data.images[chosen]
@@ -201,7 +203,7 @@ def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) ->
 
 
 def picture(image: Tensor) -> str:
-    """Returns an image uint8 [C, H, W] as a data: address of a PNG."""
+    """Returns an image, uint8 [C, H, W], as a PNG in a data: URL."""
     pixels = image.permute(1, 2, 0).numpy()
     shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0]))
     shown.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
@@ -211,5 +213,5 @@ def picture(image: Tensor) -> str:
 
 
 def unpacked(address: str) -> Image.Image:
-    """Returns the image of such an address."""
+    """Returns the image in a data: URL that `picture` made."""
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))

@@ -1,4 +1,4 @@
-"""The sections of a report, of one run or of several."""
+"""The sections of a report about one run or several."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -13,7 +13,8 @@ from ssfl.report.several import Family
 from ssfl.runs.text import duration, interval, percent
 
 MOST_DETAILED = 4
-"""With several runs, owners, confusion matrices and images are shown for at most this many experiments."""
+"""With several runs, owners, confusion matrices and example images are shown for at most this many
+experiments."""
 _READ = """Low diversity means that the updates of the users are nearly parallel. This can be agreement or a
 collapse. It is a collapse if nearly all images have a pseudo-label (mask rate near 1) while the pseudo-labels
 are mostly wrong or the accuracy falls."""
@@ -24,7 +25,7 @@ share of these that are correct."""
 
 
 def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns all sections in order: verdict, accuracy, differences, then details; empty ones are left
+    """Returns all sections in order: verdict, accuracy, differences, then details. Empty ones are left
     out."""
     families = several.families(runs)
     loader = Loader()
@@ -53,7 +54,8 @@ def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _verdict(run: Run) -> list[Block]:
-    """Returns the most important facts: whether the unlabelled images helped, and the accuracy."""
+    """Returns the blocks with the most important facts: whether the unlabelled images helped, and the
+    accuracy."""
     diagnosis = collapse.judge(run)
     blocks = [say("", run.verdict, False)] if run.verdict else []
     blocks += [say(diagnosis.head, diagnosis.text, True)] if diagnosis.bad else []
@@ -87,7 +89,7 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
 
 
 def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
-    """Returns a table of the experiments, and whether the best two differ clearly."""
+    """Returns the blocks with a table of the experiments, and whether the best two differ clearly."""
     heads = (
         "seeds",
         "accuracy",
@@ -126,7 +128,7 @@ def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[S
 
 
 def _standing(family: Family) -> list[str]:
-    """Returns the line of an experiment in the table."""
+    """Returns the row of an experiment in the table."""
     counted = family.counted
     masks, correct = (
         [late for run in counted if (late := _late(run.series(key))) is not None]
@@ -155,7 +157,7 @@ def _differences(runs: Sequence[Run]) -> list[Block]:
 def _line(
     figure: str, title: str, label: str, series: list[Block], runs: Sequence[Run], **options: Any
 ) -> Block:
-    """Returns a chart over rounds; all charts have the same range, up to the last round of any run."""
+    """Returns a chart over rounds. All charts end at the last round of the longest run."""
     whole = [0, max(max(run.planned, run.played) for run in runs)]
     common = {"kind": "line", "xLabel": "round", "format": "percent", "range": [0, 1], "xRange": whole}
     return {**common, "figure": figure, "title": title, "yLabel": label, "series": series, **options}
@@ -235,7 +237,7 @@ def _diversities(families: Sequence[Family]) -> list[Block]:
 
 
 def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> list[Block]:
-    """Returns the chart of gradient diversity, with its lower bound; nothing if it was not measured
+    """Returns the chart of gradient diversity with its lower bound; nothing if it was not measured
     (run.diversity_every)."""
     if not any(one["points"] for one in series):
         return []
@@ -252,7 +254,7 @@ def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> lis
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
-    """Returns the owners of the images in each experiment; equal splits are shown once."""
+    """Returns the blocks about the owners of the images in each experiment. Equal splits are shown once."""
     if len(families) == 1:
         run = families[0].runs[0]
         return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
@@ -276,7 +278,8 @@ def _owners(families: Sequence[Family]) -> list[Block]:
 def _detailed(
     families: Sequence[Family], seen_of_families: Sequence[Seen | str], alone: bool
 ) -> list[tuple[str, str, list[Block]]]:
-    """Returns confusion matrix, images and views: of one run, or of the first run of each experiment."""
+    """Returns the sections with confusion matrix, images and views, of a single run or of the first run of
+    each experiment."""
     wrong: list[Block] = []
     images: list[Block] = []
     views: list[Block] = []

@@ -1,4 +1,4 @@
-"""Several runs together: groups that differ only in their seeds, their means, and differences in settings."""
+"""Several runs together: groups them into experiments that differ only in their seeds, and compares these."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from ssfl.report.predictions import Seen
 from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
-"""Settings that may differ between runs of the same experiment, besides all of [run]."""
+"""Settings that may differ between runs of the same experiment, in addition to all of [run]."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An experiment: runs that differ only in their seeds, often a single run."""
+    """An experiment: one or more runs that differ only in their seeds."""
 
     name: str
     runs: list[Run]
 
     @property
     def counted(self) -> list[Run]:
-        """The runs over which means are taken: the finished ones, or all if none is finished."""
+        """The runs over which means are taken: the finished ones, or all if no run is finished."""
         return [run for run in self.runs if run.finished] or self.runs
 
     @property
@@ -34,7 +34,7 @@ class Family:
 
     @property
     def counts(self) -> tuple[str, str]:
-        """The mean number of correct images and of all images, and the interval of their share, in words."""
+        """In words, the mean number of correct images out of all, and the interval of the accuracy."""
         scores = [run.score for run in self.counted if run.score is not None and run.score.count]
         if not scores or len({score.count for score in scores}) > 1:
             return "–", "–"
@@ -43,7 +43,8 @@ class Family:
         return f"{text} of {count:,}", interval(correct, count)
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
-        """Returns the series of a chart: the mean over the seeds, with a band of one standard deviation."""
+        """Returns the line of an experiment in a chart: the mean over the seeds, with a band of one standard
+        deviation."""
         curves = [dict(points) for points in map(points_of, self.counted) if points]
         if not curves:
             return None
@@ -88,7 +89,7 @@ def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[s
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
-    """Returns the runs by experiment, in their original order."""
+    """Returns the runs grouped into experiments, in their original order."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(repr(_experiment(run)), []).append(run)
@@ -119,7 +120,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns mean and standard deviation of shares, in percent."""
+    """Returns the mean and the standard deviation of shares, in percent."""
     if not values:
         return "–"
     deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
@@ -127,7 +128,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def distinct(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns a short name for each folder: as much of the end of its path as distinguishes it."""
+    """Returns a short name for each folder: the end of its path, as long as needed to tell the folders
+    apart."""
     whole = {path: path.resolve().parts for path in paths}
     once = {
         parts: path for path, parts in reversed(whole.items())

@@ -1,4 +1,4 @@
-"""A run in words: its question, its settings, and its result."""
+"""Describes a run in words: its question, its settings, and its result."""
 
 from ssfl.config.settings import Config
 from ssfl.core import outside
@@ -16,7 +16,7 @@ _EPSILONS = {
 
 
 def question(run: Run) -> str:
-    """Returns the question of the experiment."""
+    """Returns the question that the experiment answers."""
     split, method = run.config.split, run.config.method
     labels, users = count(split.server_labels or 0, "labelled image"), count(split.users, "user")
     kinds = f" of {len(run.classes)} classes" if run.classes else ""
@@ -103,7 +103,7 @@ def setting(run: Run) -> list[str]:
 
 
 def answer(run: Run) -> str:
-    """Returns the result of a run."""
+    """Returns the result of a run in sentences."""
     kind, points = run.judged_by, run.judged
     if kind == "folds":
         return _folded(run)
@@ -136,7 +136,7 @@ def answer(run: Run) -> str:
 
 
 def _folded(run: Run) -> str:
-    """Returns the result of a run with cross-validation."""
+    """Returns the result of a run with cross-validation in sentences."""
     score = run.score
     if score is None:
         return f"{run.played:,} of {run.planned:,} rounds are done; the folds come after them."
@@ -150,7 +150,7 @@ def _folded(run: Run) -> str:
 
 
 def count(many: int, noun: str) -> str:
-    """Returns a number with its noun."""
+    """Returns a number followed by its noun, in the plural if needed."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{many:,} {noun}{'' if many == 1 else plural}"
 
@@ -182,12 +182,12 @@ def _method(config: Config) -> list[str]:
 
 
 def is_relative(method: Method) -> bool:
-    """Whether the threshold for pseudo-labels is relative to the confidence on labelled images."""
+    """Returns whether the threshold for pseudo-labels is relative to the confidence on labelled images."""
     return bool(getattr(method, "relative", False))
 
 
 def _privacy(run: Run) -> list[str]:
-    """Returns the privacy settings, and the privacy that they give."""
+    """Returns sentences with the privacy settings, and the ε that they give."""
     wanted = run.config.privacy
     if wanted.clip is None:
         return []
