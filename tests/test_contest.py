@@ -207,7 +207,8 @@ def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) 
             "quickstart", ["alternate"], 1, sets=sets, out=tmp_path, tell=told.append, quiet=True
         )
         assert (one.diverged, one.accuracies) == (1, [])
-    assert "already finished: " in told[0]
+    assert one.diverged == 1
+    assert "diverged" in told[0]
     draw([one], tmp_path)
 
 
@@ -367,6 +368,18 @@ def test_work_that_cannot_be_made_equal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fl2 .*\b3\b.*\b15\b") as caught:
         play.entry("quickstart", "fl2", 1, ["federation.rounds=4"], (), tmp_path, equal="passes")
     assert (caught.value.key, caught.value.value) == ("federation.rounds", 4)
+
+
+def test_what_is_said_about_equal_work_also_holds_while_a_method_is_tuned(tmp_path: Path) -> None:
+    def entry(rounds: int) -> play.Entry:
+        sets = [f"federation.rounds={rounds}"]
+        return play.entry("quickstart", "semifl", 1, sets, (), tmp_path, equal="passes", half=True)
+
+    with pytest.raises(ConfigError, match=r"semifl .*\b4\b.*\b20\b.*--no-tune") as caught:
+        entry(6)  # two passes in a step, and half of the rounds: 1.5 of them
+    assert (caught.value.key, caught.value.value) == ("federation.rounds", 6)
+    for rounds in (4, 8, 20, 21, 23):
+        assert entry(rounds).config.federation.rounds == round(rounds / 4)
 
 
 def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -50,6 +51,12 @@ REASONS = {
 
 def refusals(run: Path) -> list[dict[str, Any]]:
     return [event for event in runs.read_events(run) if event["event"] == "refused"]
+
+
+def continuing(line: str) -> list[str]:
+    """The words of the command that a message names at its end, after `ssfl`."""
+    [command] = re.findall("then continue with `ssfl ([^`]*)`$", line)
+    return shlex.split(command)
 
 
 def closed(port: int) -> bool:
@@ -472,9 +479,8 @@ def test_if_flowers_process_is_killed_the_centre_stops_at_once_with_a_checkpoint
     assert stage.ended(serve) == 2, stage.said("serve")
     last = stage.said("serve").splitlines()[-1]
     assert "Flower's process was killed" in last
-    assert f"ssfl serve --resume {out}" in last
     assert "Traceback" not in stage.said("serve")
-    again = stage.ssfl("again", "serve", "--resume", out, "--keys", ring, "--port", port)
+    again = stage.ssfl("again", *continuing(last))  # as it is printed
     assert stage.ended(again) == 0, stage.said("again")  # the sites waited and connected again
     assert same(checkpoint(out), simulated(config_of(folders, rounds), folders))
 
@@ -485,8 +491,12 @@ def test_a_centre_to_which_nobody_comes_says_so(folders: Path, stage: Stage) -> 
     serve = stage.ssfl("serve", "serve", *place, "--out", stage.folder / "run", "--patience", 1, *sets())
     assert stage.ended(serve) == 2, stage.said("serve")
     assert "0 of 2 sites" in stage.said("serve").splitlines()[-1]
-    assert f"ssfl serve --resume {stage.folder / 'run'}" in stage.said("serve").splitlines()[-1]
     assert "Traceback" not in stage.said("serve")
+    command = continuing(stage.said("serve").splitlines()[-1])
+    assert {"--insecure", "--sites"} < set(command)
+    assert stage.ended(stage.ssfl("again", *command)) == 2  # as it is printed
+    assert "0 of 2 sites" in stage.said("again").splitlines()[-1]
+    assert continuing(stage.said("again").splitlines()[-1]) == command
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable
@@ -416,6 +418,32 @@ def test_a_config_file_does_not_import_code(ssfl: Call, forgetful: Callable[[], 
     )
 
 
+def test_the_option_that_a_message_names_works_in_that_command(
+    ssfl: Call, forgetful: Callable[[], None]
+) -> None:
+    """A config that names a network and data: every command that takes a config asks for the file, and takes
+    it."""
+    Path("my code.py").write_text(
+        FILE + "\ndef digits():\n    import numpy, ssfl\n"
+        "    x, y = numpy.arange(60 * 64).reshape(60, 8, 8) % 251, numpy.arange(60) % 10\n"
+        "    return ssfl.Data(x.astype('uint8'), y, x[:20].astype('uint8'), y[:20])\n"
+    )
+    Path("own.toml").write_text(
+        "[data]\nname = 'my code.py:digits'\n[split]\nusers = 2\n[federation]\nrounds = 2\nperiod = 1\n"
+        "[train]\nbatch_size = 4\n[model]\nname = 'my code.py:make'\n"
+    )
+    contest = ["contest", "own.toml", "--no-tune", "--methods", "server-only", "--seeds", "1", "--quiet",
+               "--set", "data.validation=0.3"]  # fmt: skip
+    for words in (["split", "own.toml"], contest, ["run", "own.toml", "--quiet"]):
+        forgetful()
+        code, _, err = ssfl(*words)
+        assert (code, err.count("\n")) == (2, 1), err
+        option = re.findall("--with '[^']*'", err)[0]
+        forgetful()
+        code, _, err = ssfl(*words, *shlex.split(option))
+        assert code == 0, err
+
+
 def stop_after(out: Path, rounds: int) -> None:
     """As if a kill had come between two checkpoints: the run's later files are gone."""
     for file in ("summary.json", "model.safetensors"):
@@ -445,7 +473,7 @@ def test_stopped_and_resumed_to_the_same_bytes(ssfl: Call, forgetful: Callable[[
     assert Path("run/model.safetensors").read_bytes() == expected
     stop_after(Path("changed"), 2)
     Path("changed/outside.json").rename("away")
-    assert "digest" in ssfl("resume", "changed", "--with", "mine.py")[2]
+    assert "outside.json" in ssfl("resume", "changed", "--with", "mine.py")[2]
     Path("away").rename("changed/outside.json")
     Path("mine.py").write_text(FILE.replace("0.2", "0.3"))
     assert "has changed since changed was started" in ssfl("resume", "changed", "--with", "mine.py")[2]

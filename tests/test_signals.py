@@ -181,8 +181,8 @@ def test_sigterm_to_every_rank_of_torchrun_saves_the_round(tmp_path: Path) -> No
     )
     os.killpg(process.pid, signal.SIGTERM)
     _, told = finished(process)
-    assert "continue with `ssfl resume" in told
-    assert "was lost" not in told
+    assert f"continue with `torchrun --nproc-per-node 2 -m ssfl resume {out}`" in told
+    assert "cannot reach" not in told
     assert not (out / folder.FAILURE).exists()
     assert f"stopped after round {checkpoint(out).round} " in told
 

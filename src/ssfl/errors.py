@@ -51,6 +51,10 @@ class RunError(SsflError):
     """A run folder or checkpoint is missing, broken or from another config, or a run cannot continue."""
 
 
+class DamagedRun(RunError):
+    """A run folder whose checkpoints or events cannot be used, so that the run cannot be continued."""
+
+
 class FolderInUse(RunError):
     """Another process is writing to this run folder."""
 

@@ -49,6 +49,7 @@ def contest(
         ),
     ] = Equal.images,
     sets: verbs.Sets = None,
+    code: verbs.With = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder for the runs. Default: runs/contest-CONFIG.")
     ] = None,
@@ -58,7 +59,9 @@ def contest(
 
     Example: ssfl contest emnist-47 --methods grouping,semifl"""
     from ssfl.config.loading import check_overrides
+    from ssfl.core import outside
 
+    outside.supply(code or [])
     names = [name.strip() for group in methods for name in group.split(",")]
     check_overrides(f"method.name={name}" for name in names)  # before torch is imported
     from ssfl.contest import play as contests
@@ -81,4 +84,7 @@ def contest(
     pictures = ", ".join(file.name for file in standings.draw(ranking, target))
     print(f"written to {target}: contest.json, {pictures}")
     if all(standing.mean is None for standing in ranking):
-        raise DivergedError("training diverged with every method: lower train.lr; contest.json has the runs")
+        raise DivergedError(
+            "training diverged with every method: lower train.lr with --set, and choose another --out; "
+            "contest.json lists the runs"
+        )

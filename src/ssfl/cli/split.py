@@ -7,13 +7,16 @@ from ssfl.cli.options import ConfigName, Json
 from ssfl.runs.text import printable
 
 
-def split(config: ConfigName = None, sets: verbs.Sets = None, json_only: Json = False) -> None:
+def split(
+    config: ConfigName = None, sets: verbs.Sets = None, code: verbs.With = None, json_only: Json = False
+) -> None:
     """Show which images the server and each user get.
 
     Example: ssfl split --set split.skew=1"""
     from ssfl.config.loading import check_early
-    from ssfl.core import progress
+    from ssfl.core import outside, progress
 
+    outside.supply(code or [])
     check_early(config, sets or [])  # before torch is imported
     progress.show(not json_only)
     from ssfl.data.inventory import describe_split

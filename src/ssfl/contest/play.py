@@ -51,7 +51,7 @@ def play(
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
-        raise ConfigError("--choose and --tune cannot be combined: add --no-tune", key="--choose")
+        raise ConfigError("choose and tune cannot be combined: pass tune=False", key="--choose")
     grid = [_values(choice) for choice in choose]
     keys = [values[0].partition("=")[0] for values in grid]
     twice = [key for number, key in enumerate(keys) if key in keys[:number]]
@@ -226,7 +226,7 @@ def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
         return entry.path
     why = folder.broke_down(entry.path)
     if why is not None:
-        tell(f"{entry.path.name}: already finished: {why}")
+        tell(f"{entry.path.name}: is not run again, because it diverged before: {why}")
         return None
     tell(entry.path.name)
     try:

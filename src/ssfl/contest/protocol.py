@@ -133,12 +133,14 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
     whole = resolve.planned_rounds(config) / (2 if half else 1)
     count = max(1, round(whole / max(divisor, 1)))
     if divisor > 1 and abs(count * divisor - whole) > 0.1 * whole:
+        unit = work * (2 if half else 1)
+        tuned, shorter = (" while it is tuned", ", or add --no-tune") if half else ("", "")
         raise ConfigError(
-            f"--equal passes: {config.method.name} makes {work} passes in a step, so it must play {whole:g}/"
-            f"{work} rounds, and no whole number is within 10 % of that: set federation.rounds to a multiple "
-            f"of {work}, or to at least {5 * work}",
+            f"--equal passes: {config.method.name} makes {work} passes in a step, so it must train for "
+            f"{whole:g}/{work} rounds{tuned}, and no whole number is within 10 % of that: set "
+            f"federation.rounds to a multiple of {unit}, or to at least {5 * unit}{shorter}",
             key="federation.rounds",
-            value=whole,
+            value=resolve.planned_rounds(config),
         )
     count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
     return replace(config, federation=replace(config.federation, rounds=count, epochs=None))

@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
@@ -105,13 +106,15 @@ def require(name: str, key: str) -> Path:
     module = _module(name)
     file = _file(module)
     if not _is_trusted(module, file):
-        path = module if not module.endswith(".py") else file or "FILE.py"
+        unknown = module.endswith(".py") and file is None
+        path = "FILE.py" if unknown else str(file) if module.endswith(".py") else module
+        where = f", with the path that {Path(module).name} has now" if unknown else ""
         raise ConfigError(
-            f"{key} = {name!r} is code from outside, which is imported only if you name it in this command: "
-            f"add --with {path}",
+            f"{key} = {name!r} is Python code that is not part of ssfl, and is imported only if you name it "
+            f"in this command: add --with {quote(path)}{where}",
             key=key,
             value=name,
-            fix=f"--with {path}",
+            fix=f"--with {quote(path)}",
         )
     if file is None:
         raise ConfigError(

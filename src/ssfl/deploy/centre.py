@@ -36,6 +36,7 @@ from ssfl.runs import (
     doubts,
     folder,
     resolve,
+    resuming,
     roster,
     round_loop,
     surroundings,
@@ -192,6 +193,10 @@ def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
+DEFAULTS = {"--host": "0.0.0.0", "--port": 8443, "--deadline": 120.0, "--patience": 600.0}
+"""Of the options of `ssfl serve`."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a centre listens and how long it waits for sites."""
@@ -208,6 +213,17 @@ class Place:
     """How many sites a round needs. Default: two thirds of those that have joined, and at least two."""
     share: bool = False
     """Whether the final model is sent to the sites."""
+
+    def options(self) -> dict[str, Any]:
+        """Returns the options of `ssfl serve` that continue the run in the same way."""
+        secure = self.keys is not None
+        values: dict[str, Any] = {
+            "--keys": str(self.keys) if secure else None, "--insecure": None if secure else True,
+            "--host": self.host if secure else None, "--port": self.port, "--sites": self.sites,
+            "--deadline": float(self.deadline), "--patience": float(self.patience), "--quorum": self.quorum,
+            "--share-model": True if self.share else None,
+        }  # fmt: skip
+        return {key: value for key, value in values.items() if value not in (None, DEFAULTS.get(key))}
 
 
 def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
@@ -226,6 +242,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
     if needed > count:
         raise ConfigError(f"--sites {needed}: only {count} sites have keys. Add keys, or use at most {count}")
     with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
+        folder.write_atomic(path / resuming.SERVE, json.dumps(place.options()).encode() + b"\n")
         view.tell(_labelled(sim))
         notes: Queue[dict[str, Any]] = Queue()
         size = sim.message_bytes()
@@ -271,7 +288,7 @@ def opened(
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
-            raise RunError(f"{path} is a simulation: continue it with `{folder.again(path)}`")
+            raise RunError(f"{path} is a simulation: continue it with `{resuming.command(config, path)}`")
         if folder.read_summary(path) is not None:
             raise RunError(f"{path} is finished: start a new run with --data")
         folder.require_resumable(path)
@@ -308,7 +325,7 @@ def conduct(
     if changed:
         view.tell(f"warning: {changed}: results may differ from now on")
     view.watch(fleet, sim.rounds)
-    command = round_loop.again(sim.config, path)
+    command = resuming.command(sim.config, path)
     folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
     centre.leave_out(start.state)
     try:

@@ -5,6 +5,7 @@ may join. The content of answers is checked as usual. The checks of `request_fil
 are not made.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ssfl.deploy.images import usable
 from ssfl.deploy.site import Site, client_app
 from ssfl.deploy.view import FederationView
 from ssfl.errors import ConfigError
+from ssfl.runs import folder, resuming
 from ssfl.runs.surroundings import reproducible
 
 
@@ -71,6 +73,7 @@ def main(grid: Grid, context: Context) -> None:
     path, count = Path(str(settings["resume"] if again else settings["out"])), int(settings["sites"])
     view = FederationView(Console(force_terminal=False, highlight=False, width=200))
     with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
+        folder.write_atomic(path / resuming.SERVE, json.dumps({resuming.FLOWER: count}).encode() + b"\n")
         times = float(settings["deadline"]), float(settings["patience"])
         fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
         result = centre.conduct(sim, terms, fleet, path, again, bool(settings.get("share-model")), view)

@@ -15,11 +15,10 @@ from torch import Tensor, distributed
 
 from ssfl.engines.contract import Engine
 from ssfl.engines.work import TrainedRows, Work
-from ssfl.errors import ConfigError, RunError
+from ssfl.errors import ConfigError, RunError, one_line
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""
-_LOST = "another process of torchrun was lost: see its output, then continue with `ssfl resume RUN`"
 
 
 def rank() -> int:
@@ -30,6 +29,11 @@ def rank() -> int:
 def ranks() -> int:
     """Returns how many processes torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_ranks() -> int:
+    """Returns how many of these processes are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -50,7 +54,15 @@ def local_device(device: torch.device) -> torch.device:
 
 def local_cores(cores: int) -> int:
     """Returns this process's share of the machine's CPU cores."""
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cores // local_ranks())
+
+
+def _lost(error: RuntimeError) -> RunError:
+    """Returns the error of an exchange in which another process did not take part."""
+    return RunError(
+        f"the processes of torchrun cannot reach each other ({one_line(error, 200)}): probably one of them "
+        "has ended; see the output of each"
+    )
 
 
 class Dist:
@@ -114,8 +126,10 @@ class Dist:
         messages = [torch.empty_like(room) for _ in range(self.size)]
         try:
             distributed.all_gather(messages, room)
+        except torch.OutOfMemoryError:  # this process's own
+            raise
         except RuntimeError as error:
-            raise RunError(_LOST) from error
+            raise _lost(error) from error
         if any(bool(message[0] != bits) for message in messages):
             raise RunError(
                 "the processes of torchrun have different weights after the same round: use the same kind of "
@@ -148,6 +162,8 @@ class Dist:
             signal = signal.cuda()
         try:
             distributed.all_reduce(signal, distributed.ReduceOp.MAX)
+        except torch.OutOfMemoryError:  # this process's own
+            raise
         except RuntimeError as error:
-            raise RunError(_LOST) from error
+            raise _lost(error) from error
         return int(signal)

@@ -58,9 +58,9 @@ def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
     options."""
     summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in origin:
-        raise RunError(
-            f"{path} is not finished: continue with `{folder.again(path)}`", fix=folder.again(path)
-        )
+        command = folder.continuing(path)
+        hint = f"continue with `{command}`" if command else "start a new run"
+        raise RunError(f"{path} is not finished: {hint}", fix=command)
     config = as_dict(folder.read_config(path))
     config["data"].pop("root")
     if config["data"]["path"]:

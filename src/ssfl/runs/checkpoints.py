@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ssfl.core import plain_files
-from ssfl.errors import RunError
+from ssfl.errors import DamagedRun, RunError
 from ssfl.federation import State
 from ssfl.runs import folder as runs
 
@@ -77,7 +77,7 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             broken.append(f"{file.name} ({error})")
     if broken:
-        raise RunError(
+        raise DamagedRun(
             f"no checkpoint of {path} can be read: {'; '.join(broken)}; start a new run",
             key="checkpoints",
             value=str(path),
@@ -107,14 +107,14 @@ def _read(file: Path, device: torch.device) -> Checkpoint:
         known += sorted(name for name in names if name.startswith(MEMORY))
         tensors = {name: opened.get_tensor(name) for name in known}
     if header["format"] != FORMAT:
-        raise RunError(
+        raise DamagedRun(
             f"{file} has checkpoint format {header['format']}, and this version of ssfl reads {FORMAT}: "
             "install the version that wrote it",
             key="format",
             value=header["format"],
         )
     if header["config"] != _digest(file.parent.parent):
-        raise RunError(
+        raise DamagedRun(
             f"{file} does not belong to {file.parent.parent / 'config.toml'}, which was changed: "
             "restore the config, or start a new run",
             key="config.toml",

@@ -9,10 +9,9 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from ssfl.config.settings import Config
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.version import VERSION
-from ssfl.errors import ConfigError, DivergedError, FolderInUse, RunError, Stopped, one_line
+from ssfl.errors import ConfigError, DamagedRun, DivergedError, FolderInUse, RunError, Stopped, one_line
+from ssfl.runs import resuming
 
 UNFINISHED = "unfinished.safetensors"
 """The model of the last checkpoint, until the run is finished."""
@@ -119,30 +119,28 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
         )
 
 
-def again(path: Path, real: bool = False, names: Mapping[str, str | None] | None = None) -> str:
-    """Returns the command that continues a run, or a line of Python if an object was passed from there.
-    `real` means a federation of real sites. `names` are those of the network ("model"), the data and the
-    method."""
-    names = names or {}
-    objects = {"model": "make", "data": "data", "method": "method"}
-    passed = "".join(f", {key}={objects[key]}" for key, name in names.items() if name == outside.IN_MEMORY)
-    if passed:
-        return f"ssfl.resume({str(path)!r}{passed})"
-    files = dict.fromkeys(outside.supplied(name) for name in names.values() if name and outside.is_path(name))
-    code = "".join(f" --with {quote(file)}" for file in files)
-    return f"ssfl {'serve --resume' if real else 'resume'} {quote(str(path))}{' --keys FOLDER' * real}{code}"
+def continuing(path: Path) -> str | None:
+    """Returns the command that continues the run in a folder; None if there is no run that it could
+    continue."""
+    try:
+        config = read_config(path)
+        require_resumable(path)
+    except RunError:
+        return None
+    over = read_summary(path) is not None or broke_down(path) is not None
+    return None if over else resuming.command(config, path)
 
 
 def require_free(path: Path) -> None:
     """Raises if a path exists."""
     if path.exists():
-        resumable = (path / "config.toml").is_file()
-        hint = f", or continue the run with `{again(path)}`" if resumable else ""
+        command = continuing(path)
+        hint = f", or continue the run with `{command}`" if command else ""
         raise RunError(
             f"{path} already exists and is not overwritten: choose another --out{hint}",
             key="--out",
             value=str(path),
-            fix=again(path) if resumable else None,
+            fix=command,
         )
 
 
@@ -280,7 +278,7 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
     if counted and lost:
-        raise RunError(
+        raise DamagedRun(
             f"{path / 'events.jsonl'} is damaged at round {min(lost)}, so the privacy spent is unknown: "
             "restore it, or start a new run",
             value=min(lost),

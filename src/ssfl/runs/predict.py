@@ -19,7 +19,7 @@ from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError, SsflWarning, with_class
 from ssfl.models import backbones, external, networks
-from ssfl.runs import folder
+from ssfl.runs import folder, resuming, surroundings
 
 LONGEST = 1000
 """The most characters in the name of a class."""
@@ -117,12 +117,12 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         file = path / folder.UNFINISHED
         if not file.is_file():
             folder.require_resumable(path)  # a run of the first release needs that release
-            raise RunError(f"{path} has no model yet: finish it with `{folder.again(path)}`")
+            raise RunError(f"{path} has no model yet: finish it with `{resuming.command(config, path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:
         warnings.warn(
             f"{path} is not finished: its model after round {card.get('round')} of "
-            f"{config.federation.rounds} is used; `{folder.again(path)}` continues the run",
+            f"{config.federation.rounds} is used; `{resuming.command(config, path)}` continues the run",
             SsflWarning,
             stacklevel=2,
         )
@@ -133,6 +133,10 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
     try:
         return classifier(tensors, card, path, None if isinstance(model, str) else model)
     except (KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        if surroundings.is_out_of_memory(error):
+            raise RunError(
+                f"there is not enough memory to load {file}: end other programs, or use another machine"
+            ) from error
         raise RunError(
             f"{file} cannot be loaded into the network that its card names ({with_class(error, 200)}): if "
             "the file is damaged, export or train it again"

@@ -13,9 +13,9 @@ from ssfl.config.settings import Config
 from ssfl.core.events import Event
 from ssfl.data import inventory
 from ssfl.engines import dist
-from ssfl.errors import RunError, Stopped
+from ssfl.errors import DamagedRun, RunError, Stopped
 from ssfl.federation import State
-from ssfl.runs import baseline, checkpoints, folder, track
+from ssfl.runs import baseline, checkpoints, folder, resuming, track
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.remaining import Clock
 from ssfl.runs.result import Result, device_name, finish, last_event, model_card
@@ -64,8 +64,8 @@ class RestOfRun:
 class Interrupted(Stopped):
     """Ctrl-C or SIGTERM stopped the run, and it was saved."""
 
-    def __init__(self, path: Path, round: int, again: str, by: int = signal.SIGINT) -> None:
-        super().__init__(f"stopped after round {round} and saved; continue with `{again}`", by)
+    def __init__(self, path: Path, round: int, command: str, by: int = signal.SIGINT) -> None:
+        super().__init__(f"stopped after round {round} and saved; continue with `{command}`", by)
         self.path, self.round = path, round
 
 
@@ -75,12 +75,6 @@ class SweepInterrupted(Stopped):
     def __init__(self, round: int, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; run the same command to continue", by)
         self.round = round
-
-
-def again(config: Config, path: Path) -> str:
-    """Returns the line that continues a run: a command, or Python if an object was passed."""
-    names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
-    return folder.again(path, config.run.engine == "sites", names)
 
 
 def is_leader(config: Config) -> bool:
@@ -125,7 +119,7 @@ def playing(rest: RestOfRun) -> Playing:
 def _playing(rest: RestOfRun, tracked: Report) -> Playing:
     """Does the work of `playing`, and passes each event to `tracked`."""
     sim, path, report, evaluate = rest.sim, rest.path, rest.report, rest.evaluate
-    state, line = rest.start.state, again(sim.config, path)
+    state, line = rest.start.state, resuming.command(sim.config, path)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | rest.start.totals
     every, now, leads = sim.config.run, conditions(sim), is_leader(sim.config)
     saving, saved = 0.0, time.monotonic()  # `saving`: seconds of a checkpoint that no event reports yet
@@ -207,6 +201,8 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
         result = finish(sim, path, state, totals, history, compared)
         return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
+        if rest.what or isinstance(error, DamagedRun):
+            raise  # the run around this one says how to continue, or it cannot be continued
         raise RunError(
             f"{error}; then continue with `{line}`", key=error.key, value=error.value, fix=error.fix
         ) from error
@@ -216,16 +212,26 @@ def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
     """Plays a run inside the folder of another, from its last checkpoint, and returns its last state."""
-    now = conditions(sim)
-    start = Checkpoint(sim.initial(), {}, now)
-    if (path / "config.toml").is_file():
-        start = checkpoints.newest(path, sim.device) or start
-        folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
-    else:
-        shutil.rmtree(path, ignore_errors=True)  # stopped before its folder was complete
+    start = _reopened(sim, path)
+    if start is None:
+        start = Checkpoint(sim.initial(), {}, conditions(sim))
+        shutil.rmtree(path, ignore_errors=True)  # stopped before its folder was complete, or damaged
         parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
         folder.create(path, sim.config, parts, sim.brought)
     state = start.state
     for done in playing(RestOfRun(sim, path, start, report, interrupted, sim.evaluate, what)):
         state = done.state
     return state
+
+
+def _reopened(sim: Simulation, path: Path) -> Checkpoint | None:
+    """Returns the last checkpoint of a run inside another; None if the run must start anew, which gives the
+    same result."""
+    if not (path / "config.toml").is_file():
+        return None
+    try:
+        start = checkpoints.newest(path, sim.device) or Checkpoint(sim.initial(), {}, conditions(sim))
+        folder.cut_events(path, start.state.round, sim.config.privacy.clip is not None)
+    except DamagedRun:
+        return None
+    return start

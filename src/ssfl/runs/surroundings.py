@@ -9,14 +9,18 @@ import torch
 from ssfl.errors import SsflError
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that memory ran out; on a CPU, torch raises a RuntimeError for that."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 @contextmanager
 def enough_memory() -> Iterator[None]:
     """Turns an out-of-memory error into one that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not out:
+        if not is_out_of_memory(error):
             raise
         raise SsflError(
             "not enough memory: lower train.batch_size, run.users_at_once, federation.period or data.size"

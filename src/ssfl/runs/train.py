@@ -14,12 +14,12 @@ from ssfl.data.arrays import Data
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import Method
 from ssfl.models.external import Factory
-from ssfl.runs import assemble, checkpoints, folder, same, track
+from ssfl.runs import assemble, checkpoints, folder, resuming, same, track
 from ssfl.runs import forecast as costs
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.choose import load_config
 from ssfl.runs.result import Result
-from ssfl.runs.round_loop import Report, again, conditions, is_leader, play
+from ssfl.runs.round_loop import Report, conditions, is_leader, play
 from ssfl.runs.surroundings import enough_memory, reproducible
 from ssfl.simulate.simulation import Simulation
 
@@ -135,9 +135,9 @@ def reopened(
     """Yields the simulation of an existing run folder, and its last valid checkpoint."""
     if config.data.name == IN_MEMORY and data is None:
         raise RunError(
-            f"the data of {path} were passed from Python: continue with `{again(config, path)}`",
+            f"the data of {path} were passed from Python: continue with `{resuming.command(config, path)}`",
             key="data",
-            fix=again(config, path),
+            fix=resuming.command(config, path),
         )
     folder.require_resumable(path)
     config = _with_its_method(config, path, method)
@@ -234,7 +234,7 @@ def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factor
             f"{path} was started with model.name = {name!r}: {instead}", key="model.name", value=name
         )
     if model is None and name == outside.IN_MEMORY:
-        line = again(config, path)
+        line = resuming.command(config, path)
         raise RunError(
             f"the network of {path} was passed as a Python object; pass it again: {line}",
             key="model",
@@ -250,7 +250,7 @@ def _with_its_method(config: Config, path: Path, method: Method | None) -> Confi
     name = config.method.name
     if name == outside.IN_MEMORY:
         if method is None:
-            line = again(config, path)
+            line = resuming.command(config, path)
             raise RunError(
                 f"the method of {path} was passed as a Python object; pass it again: {line}",
                 key="method",
