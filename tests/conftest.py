@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
 Call = Callable[..., tuple[int, str, str]]
-FEDERATIONS = {"test_backbones", "test_own_federation", "test_port", "test_signals"}
+FEDERATIONS = {"test_backbones", "test_join", "test_own_federation", "test_port", "test_signals"}
 """Modules with real federations, besides all of test_deploy_*. Their slow tests need the whole machine."""
 
 

@@ -426,6 +426,32 @@ def test_sites_that_name_themselves_may_come_one_after_another(folders: Path, ha
     assert list(made.fleet.gather(first=True)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("name", "needed"), [("dover", 2), ("a b", 3), ("x" * 64, 3), ("bonn", 3)])
+def test_a_site_without_a_key_is_told_that_it_may_not_join(
+    name: str, needed: int, folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, grid, lines = hall(config_of(folders, []), needed=needed)
+    dropped: list[int] = []
+    made.fleet.names, made.fleet.asked, made.fleet.exclude = [], True, dropped.extend
+    grid.sites[66].name = name
+    made.fleet.connected()
+    if name == "bonn":  # the other bonn may be gone without the centre knowing it yet
+        assert grid.sites[66].unfit is None
+        monkeypatch.setattr(fleet, "TAKEN", 0.0)
+        monkeypatch.setattr(made.fleet, "_rejected", {})
+        made.fleet.connected()
+    assert made.fleet.names == ["aachen", "bonn"]
+    assert dropped == [66]
+    one = grid.sites[66]
+    assert one.done
+    assert one.unfit is not None
+    assert name in str(one.unfit)
+    told = [line for line in lines if "may not join" in line]
+    made.fleet.connected()
+    assert [line for line in lines if "may not join" in line] == told  # it is not asked again
+    assert not grid.sites[55].done
+
+
 @pytest.mark.parametrize("late", [{55, 66, 77}, {55, 66}])
 def test_a_round_in_which_sites_are_late_is_repeated(late: set[int], folders: Path, hall: Open) -> None:
     config = config_of(folders, METHODS["grouping"])

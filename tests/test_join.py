@@ -1,6 +1,7 @@
 """What a site says, and what it keeps to itself: servers that do not work, errors, and a full federation."""
 
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from conftest import Call
 from ssfl.deploy import internals
+from stage import Stage, free_port, sets
 
 Answer = Callable[[str], tuple[int, bytes]]
 
@@ -87,3 +89,26 @@ def test_a_server_that_is_no_centre_is_one_clear_line(
     [line] = err.splitlines()
     assert place in line
     assert "key" not in line
+
+
+@pytest.mark.slow
+def test_without_keys_a_site_too_many_is_sent_away_with_one_line(folders: Path, stage: Stage) -> None:
+    port, rounds = free_port(), sets("federation.rounds=1000")
+    serve = stage.ssfl("serve", "serve", "--data", folders / "labelled", "--insecure", "--sites", 1, "--port",
+                       port, "--out", stage.folder / "run", *rounds)  # fmt: skip
+    stage.until("serve", "listening")
+
+    def join(name: str) -> "subprocess.Popen[bytes]":
+        return stage.ssfl(name, "join", f"127.0.0.1:{port}", "--insecure", "--data", folders / name,
+                          "--device", "cpu", "--threads", 1)  # fmt: skip
+
+    join("aachen")
+    stage.until("serve", "aachen has connected")
+    second = join("bonn")
+    assert stage.ended(second) == 2
+    *before, last = stage.said("bonn").splitlines()
+    assert last.startswith("ssfl: ")
+    assert "bonn" in last
+    assert last.removeprefix("ssfl: ") not in before
+    assert serve.poll() is None  # it goes on
+    assert stage.said("serve").count("bonn may not join") == 1

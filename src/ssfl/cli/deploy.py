@@ -4,6 +4,7 @@ import ipaddress
 import signal
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -42,7 +43,7 @@ def keys_init(
     from ssfl.deploy import keys
 
     keys.init(folder, host or [])
-    print(f"made {folder}; next, run `ssfl keys add NAME --dir {folder}` for each site")
+    print(f"made {folder}; next, run `ssfl keys add NAME --dir {quote(str(folder))}` for each site")
 
 
 @keys_app.command("add")
@@ -210,8 +211,9 @@ def join(
     called = opened.name if opened else name or _site_name(data)
     if opened is None and not keyring.NAME.fullmatch(called):
         raise ConfigError(
-            f"{called!r} cannot be the name of a site: set --name, with letters a-z and A-Z, digits, '.', "
-            "'_' and '-' only"
+            f"{called!r} cannot be the name of a site: set --name, with {keyring.NAME_RULE}",
+            key="--name",
+            value=called,
         )
     if keep is not None:
         free_files(keep)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ssfl.errors import SsflError
+from ssfl.errors import SsflError, one_line
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # flwr reads this when it is first imported
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
@@ -22,11 +22,14 @@ def require_flower() -> None:
     """Raises if Flower is missing or has another version than 1.41; the error says how to install it."""
     try:
         import flwr
-    except ImportError:
-        raise SsflError("this needs Flower: install it with `pip install 'ssfl[flower]'`") from None
+    except ImportError as error:
+        raise SsflError(
+            f"this needs Flower, which cannot be imported ({one_line(error, 200)}): run "
+            "`pip install 'ssfl[flower]'`"
+        ) from None
     major_minor = tuple(int(part) for part in flwr.__version__.split(".")[:2])
     if major_minor != (1, 41):
-        raise SsflError(f"this needs Flower 1.41, not {flwr.__version__}: `pip install 'ssfl[flower]'`")
+        raise SsflError(f"this needs Flower 1.41, not {flwr.__version__}: run `pip install 'ssfl[flower]'`")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import Queue
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,8 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
     if place.keys is not None:
         if not known:
             raise SsflError(
-                f"{place.keys} has no key of a site: make one with `ssfl keys add NAME --dir {place.keys}`"
+                f"{place.keys} has no key of a site: make one with `ssfl keys add NAME --dir "
+                f"{quote(str(place.keys))}`"
             )
         keyring.check_dates(place.keys)
     count = place.sites if place.keys is None else len(known)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ssfl.core.events import Event
 from ssfl.deploy import Tell, post, wire
 from ssfl.deploy.internals import NodeInfo
-from ssfl.deploy.keys import NAME
+from ssfl.deploy.keys import NAME, NAME_RULE
 from ssfl.errors import DataError, RunError
 
 LINE_EVERY = 10.0
@@ -30,8 +30,11 @@ LATER = 30.0
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
 without the centre knowing it yet."""
+TAKEN = 30.0
+"""Seconds after which a site without a key is told that its name is taken, and has to leave."""
 SHARE = 2 / 3
 """The default quorum, as a share of the sites that have joined."""
+EXCLUDED = "the centre has excluded this site after refusing three of its answers: ask its operator why"
 FEWEST = 2
 """The smallest default quorum if there are at least this many sites: one update alone is no average."""
 
@@ -100,6 +103,8 @@ class Fleet:
     """For each node that was asked for its name: the message, and the time until which it may answer."""
     _rejected: dict[int, float] = field(default_factory=dict)
     """For each node that may not join: the time before which it is not asked again for its name."""
+    _taken: dict[int, float] = field(default_factory=dict)
+    """For each node whose name is taken: when it first sent that name."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
     """How often each site's update was "cut" or "weakened"."""
     _reached: bool = True
@@ -171,7 +176,10 @@ class Fleet:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
             if self._reached:
-                self.tell(f"Flower's SuperLink does not answer ({post.short(error)}): trying again")
+                self.tell(
+                    "the process of this centre that exchanges messages with the sites (Flower's SuperLink) "
+                    f"does not answer ({post.short(error)}): trying again"
+                )
             self._reached = False
             return {}
         self._reached = True
@@ -249,17 +257,37 @@ class Fleet:
         if free and name not in self.names:
             self.names = sorted([*self.names, name])
         if name not in self.names or name in self._nodes.values():
-            taken = name in self.names
-            why = "a connected site has this name" if taken else "no site of this name is expected"
-            self.tell(f"{post.short(name)} may not join: {why}")
-            self._rejected[node] = time.monotonic() + SOON if taken else float("inf")
+            self._turn_away(node, name)
             return
         self._nodes[node], self.images[name] = name, count
         self._joined.add(name)
         self.doing[name] = "connected"
         self.tell(f"{name} has connected, with {count} images")
         if name in self.left_out:
-            self._dismiss_excluded([node])
+            self._dismiss_nodes([node], EXCLUDED)
+
+    def _turn_away(self, node: int, name: str) -> None:
+        """Refuses a site by its name. A site without a key is told so; one with a key is refused by the port.
+
+        A taken name is asked for again for a while: the site that has it may be gone.
+        """
+        now, taken = time.monotonic(), name in self.names
+        if taken:
+            why = "a connected site has this name" + (": start it with another --name" if self.asked else "")
+        elif not self.asked:
+            why = "no site of this name is expected"
+        elif not NAME.fullmatch(name):
+            why = f"its name must have {NAME_RULE}"
+        else:
+            why = f"all places ({self.needed}) are taken by other sites"
+        name = post.short(name)
+        self.tell(f"{name} may not join: {why}")
+        if taken and now - self._taken.setdefault(node, now) < TAKEN:
+            self._rejected[node] = now + SOON
+            return
+        self._rejected[node] = float("inf") if self.asked or not taken else now + SOON
+        if self.asked:
+            self._dismiss_nodes([node], f"the centre does not let {name} join: {why}")
 
     def gather(self, first: bool = False) -> dict[int, int]:
         """Waits up to `patience` seconds for a quorum of the sites, or before the `first` round for all."""
@@ -420,18 +448,20 @@ class Fleet:
             self.tell(f"{name} is excluded from now on: it was refused three times")
             self.doing[name] = "excluded"
         self.left_out |= new
-        self._dismiss_excluded([node for node, name in self._nodes.items() if name in new])
+        self._dismiss_nodes([node for node, name in self._nodes.items() if name in new], EXCLUDED)
 
-    def _dismiss_excluded(self, nodes: Collection[int]) -> None:
-        """Tells sites that they are left out; does not wait for their answers."""
-        why = "the centre has excluded this site after refusing three of its answers: ask its operator why"
-        end = ConfigRecord({"ask": "end", "why": why})
+    def _dismiss_nodes(self, nodes: Collection[int], why: str) -> None:
+        """Tells sites why they may not take part; does not wait for their answers."""
+        end = ConfigRecord({"ask": "end", "why": why, "refused": True})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
         try:
             self.exclude(nodes)
         except post.TROUBLE as error:  # they stay excluded: the centre sends them nothing
-            self.tell(f"the port could not be told to drop excluded sites: {post.short(error)}")
+            self.tell(
+                f"refused sites could not be disconnected ({post.short(error)}); they get no more models, "
+                "and their answers are not used"
+            )
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
         """Tells all sites that the run is over, and sends them the model if they may keep it.

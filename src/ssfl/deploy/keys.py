@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 from cryptography import x509
@@ -30,8 +31,10 @@ LARGEST = 1 << 20
 YEARS = 5
 """The number of years that certificates are valid."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME_RULE = "at most 63 letters a-z and A-Z, digits, '-', '_' and '.', with a letter or digit first"
 RESERVED = ("ca", "centre")
 PEM = serialization.Encoding.PEM
+NEW_KEYS = "`ssfl keys init --dir NEW --host HOST` and `ssfl keys add NAME --dir NEW` for each site"
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,9 @@ def add(folder: Path, name: str) -> Path:
     """Creates a site's key; returns the file to give to the site."""
     if not NAME.fullmatch(name) or name in RESERVED:
         raise SsflError(
-            f"{name!r} cannot be the name of a site: use letters, digits, '-', '_' and '.', and not 'ca' or "
-            "'centre'"
+            f"{name!r} cannot be the name of a site: use {NAME_RULE}, and not 'ca' or 'centre'", value=name
         )
-    authority = _read(folder / "ca.crt", f"make it with `ssfl keys init --dir {folder}`")
+    authority = _read(folder / "ca.crt", _init(folder))
     key = ec.generate_private_key(ec.SECP384R1())
     secret = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -89,7 +91,7 @@ def add(folder: Path, name: str) -> Path:
     if (folder / f"{name}.pub").exists():
         raise SsflError(
             f"{name} already has a key in {folder}: choose another name, or replace its key with `ssfl keys "
-            f"replace {name} --dir {folder}`",
+            f"replace {name} --dir {quote(str(folder))}`",
             value=name,
         )
     _require_free([site])
@@ -110,7 +112,8 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
             key = None
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise SsflError(
-                f"{file} is not a public key made by `ssfl keys add`: remove the file, or make the key again"
+                f"{file} is not a public key made by `ssfl keys add`: restore or remove it, or make a new "
+                f"key with `ssfl keys replace {quote(file.stem)} --dir {quote(str(folder))}`"
             )
         public[file.stem] = key
     return public
@@ -119,9 +122,11 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 def revoke(folder: Path, name: str) -> None:
     """Removes a site's key; a running centre leaves the site out from its next round on."""
     if not (folder / f"{name}.pub").is_file():
+        others = ", ".join(sorted(file.stem for file in folder.glob("*.pub"))) or "no site"
         raise SsflError(
-            f"{folder} has no key for {name!r}: choose one of its sites "
-            f"({', '.join(sites(folder)) or 'none'})"
+            f"{folder} has no key for {name!r}: it has keys for {others}; choose one of these, or another "
+            "folder with --dir",
+            value=name,
         )
     for file in (folder / f"{name}.pub", folder / f"{name}.site"):
         file.unlink(missing_ok=True)
@@ -200,20 +205,21 @@ def check_dates(folder: Path) -> None:
     """Raises if a certificate is not valid today, because sites would refuse it."""
     for file in (folder / "ca.crt", folder / "centre.crt"):
         try:
-            read = x509.load_pem_x509_certificate(
-                _read(file, f"make it with `ssfl keys init --dir {folder}`")
-            )
+            read = x509.load_pem_x509_certificate(_read(file, _init(folder)))
         except ValueError:
             raise SsflError(
-                f"{file} is not a certificate: restore it from a backup, or make new keys with `ssfl keys "
-                "init --dir NEW`"
+                f"{file} is not a certificate: restore it from a backup, or make new keys with {NEW_KEYS}"
             ) from None
         first, last = read.not_valid_before_utc, read.not_valid_after_utc
         if not first <= datetime.now(UTC) <= last:
             raise SsflError(
                 f"the certificate {file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, but not today: "
-                "make new keys with `ssfl keys init --dir NEW`, and give every site its new file"
+                f"check the clock, or make new keys with {NEW_KEYS}, and send each its new file"
             )
+
+
+def _init(folder: Path) -> str:
+    return f"make it with `ssfl keys init --dir {quote(str(folder))} --host HOST`"
 
 
 def read_site(file: Path) -> SiteKey:

@@ -172,25 +172,25 @@ def running(
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Opens the port that sites connect to."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as public:
+    with ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            public = stack.enter_context(socket.socket(family, kind, protocol))
             public.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 public.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
             public.bind(address)
             public.listen(BACKLOG)
-            yield public
-    except OSError as error:
-        here = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        fix = (
-            "give an address of this machine with --host, or 0.0.0.0 for all its addresses"
-            if here
-            else "choose another --port"
-        )
-        raise SsflError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
+        except OSError as error:
+            fix = "choose another --port"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                fix = "give an address of this machine with --host, or 0.0.0.0 for all its addresses"
+            elif error.errno == errno.EACCES:
+                fix = "choose a --port above 1023"
+            raise SsflError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
+        yield public
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -
 
 def _last_line(log: Path) -> str:
     lines = log.read_text("utf-8", "replace").split("\n")
-    return next((post.short(line) for line in reversed(lines) if line.strip()), "without a word")
+    return next((post.short(line) for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:

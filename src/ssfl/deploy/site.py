@@ -61,7 +61,8 @@ class Site:
     not_kept: SsflError | None = None
     """Why the final model could not be written."""
     unfit: SsflError | None = None
-    """Why this site cannot take part: its code or frozen weights are not those of the centre."""
+    """Why this site cannot take part: its code or frozen weights are not those of the centre, or the centre
+    has refused it."""
     heard: float = 0.0
     """When the centre last answered a request for work, or this site last completed its work."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
@@ -136,6 +137,9 @@ class Site:
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
         """Ends the site's work; writes the final model if it was sent and `keep` is set."""
         self.done = True
+        if asked.get("refused"):
+            self.unfit = SsflError(str(asked["why"]))
+            return
         self.tell(str(asked["why"]))
         if self.keep is None:
             return
@@ -161,8 +165,8 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
         outside.require(name, f"{section}.name")
     if agreed.outside.get(key) != here(name) and pretrained:
         raise DataError(
-            f"the frozen weights of {name} differ from the centre's: install the same version of the weights "
-            f"({backbones.INSTALL})"
+            f"the frozen weights of {name} differ from the centre's: install the weights again, here or at "
+            f"the centre, with `{backbones.REINSTALL}`"
         )
     if agreed.outside.get(key) != here(name):
         raise DataError(
@@ -211,6 +215,8 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = prin
         site, asked = site_of(context), wire.settings(message.content)
         if asked["ask"] == "end":
             site.end(asked, message.content)
+            if site.unfit is not None:
+                tell(str(site.unfit))
         content = RecordDict({"metrics": MetricRecord({"images": len(site.images)})})
         content["config"] = ConfigRecord({"name": site.name})
         return Message(content, reply_to=message)

@@ -39,8 +39,8 @@ def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tu
     if len(names) > users and config.privacy.clip is not None:
         new = ", ".join(names[len(begun) :])
         raise RunError(
-            f"the privacy of {path} is accounted for {users} sites: revoke the key of {new}, or start a "
-            "new run"
+            f"the privacy that {path} promises was computed for {users} sites, so no site can be added: "
+            f"take out {new} with `ssfl keys revoke NAME`, or start a new run"
         )
     return joined(config, len(names)), names
 
