@@ -13,8 +13,8 @@ def fixed(probabilities: Tensor, threshold: float) -> Tensor:
 def flexible(probabilities: Tensor, threshold: float) -> Tensor:
     """Returns FlexMatch's thresholds, τ · β / (2 - β) for each class: slowly learned classes have lower ones.
 
-    β is the number of images of a class whose confidence reaches τ, divided by that of the most frequent
-    class.
+    β is the number of images of a class whose confidence reaches τ, divided by the largest such number of any
+    class. If more images than that stay below τ, it is divided by their number instead.
     """
     users, images, classes = probabilities.shape
     confidence, label = probabilities.max(-1)
