@@ -1,6 +1,6 @@
 """A real federation: a centre with labelled images, sites with unlabelled images, and Flower between them.
 
-Open `centre.py` first, then `site.py`. Flower carries the messages, over TLS and signed with each site's key.
+Read `centre.py` first, then `site.py`. Flower carries the messages, over TLS and signed with each site's key.
 Messages hold only weights, counts, settings and numbers. Unlike Flower's own clients, a site never runs code
 that it was sent.
 """
@@ -34,7 +34,7 @@ def require_flower() -> None:
 
 @contextmanager
 def silenced() -> Iterator[list[str]]:
-    """Hides Flower's log from the terminal; yields a list that holds its last 20 warnings."""
+    """Hides Flower's log from the terminal, and yields a list that holds its last 20 warnings."""
     warnings: list[str] = []
     logger = logging.getLogger("flwr")
 

@@ -1,4 +1,4 @@
-"""The centre: it has labelled images and plays the rounds with the sites that are connected.
+"""The centre: it has labelled images and runs the rounds with the sites that are connected.
 
 A round is the same as in a simulation: the same cohorts, averaging and run folder. The difference is that
 users train on other machines, take longer, and may drop out.
@@ -63,7 +63,8 @@ class Centre(Simulation):
     fleet: Fleet
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """Plays the next round: sends models, trains at the centre and the sites, averages the answers."""
+        """Runs the next round: sends models, trains at the centre and the sites, and averages the answers.
+        Returns the next state and the round's events."""
         phases = Phases(self.device)
         self.leave_out(state)
         self.make_views(state.round, phases)
@@ -96,12 +97,13 @@ class Centre(Simulation):
         """Does nothing: sites prepare their own work."""
 
     def initial(self) -> State:
-        """Returns the initial state; refusals are always counted, because not all come from the gate."""
+        """Returns the initial state. It always counts refusals, because the gate is not the only part that
+        refuses models."""
         strikes = torch.zeros(self.config.split.users, dtype=torch.int64)
         return replace(super().initial(), strikes=strikes)
 
     def leave_out(self, state: State) -> None:
-        """Leaves out the users that were refused too often."""
+        """Excludes the users that were refused too often."""
         self.fleet.leave_out([user for user, count in enumerate(state.strikes.tolist()) if count >= STRIKES])
 
     def refusals(self, round: int) -> list[Event]:
@@ -113,7 +115,7 @@ class Centre(Simulation):
 
 @dataclass
 class _Sites:
-    """`Workers` on other machines: the sites train the users, and this process trains the server."""
+    """Implements `Workers` for real sites: the sites train the users, and this process trains the server."""
 
     centre: Centre
     round: int
@@ -154,7 +156,7 @@ class _Sites:
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
-    """Returns the centre's part of the federation, and the terms for the sites."""
+    """Returns the centre's part of the federation, and the terms: the settings that all sites must share."""
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
@@ -190,7 +192,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
-    """Returns the centre: its part of the federation, the terms and the sites."""
+    """Returns the centre, made of its part of the federation, the terms and the sites."""
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
@@ -228,7 +230,8 @@ class Place:
 
 
 def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
-    """Plays the rounds with the sites, in a new run folder or in one of a stopped run (`again`)."""
+    """Runs the rounds with the sites, in a new run folder or in that of a stopped run (`again`), and returns
+    the result."""
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
         if not known:
@@ -272,7 +275,8 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
 
 
 def _labelled(sim: Simulation) -> str:
-    """Describes the training and test images, so that a wrong folder is noticed before sites connect."""
+    """Returns a line that describes the training and test images, so that a wrong folder is noticed before
+    sites connect."""
     data = sim.dataset
     without = int((data.labels < 0).sum())
     ignored = f"; {without} images without a label are not used" if without else ""
@@ -286,7 +290,8 @@ def _labelled(sim: Simulation) -> str:
 def opened(
     config: Config | None, path: Path, again: bool, known: list[str], count: int
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
-    """Creates or reopens the run folder and locks it; yields the centre's part, the terms and site names."""
+    """Creates or reopens the run folder and locks it. Yields the centre's part, the terms and the names of
+    the sites."""
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
@@ -315,7 +320,8 @@ def opened(
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
-    """Plays all rounds that are left with the sites of a fleet, then tells the sites that the run is over."""
+    """Runs all remaining rounds with the sites of a fleet, then tells the sites that the run is over. Returns
+    the result."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = round_loop.conditions(sim)

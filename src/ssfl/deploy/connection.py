@@ -54,7 +54,7 @@ class Connection:
         return internals.receive(self.call, "fleet", self.node, run, tree, HALFWAY)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Sends an answer that took this many seconds of work."""
+        """Sends an answer. Its work took this many seconds."""
         self.clock.stamp(reply)
         internals.send(self.call, "fleet", self.node, reply, clientapp_runtime_list=[seconds])
 
@@ -63,7 +63,8 @@ class Connection:
 def connected(
     address: str, key: SiteKey | None, patience: float, tell: Tell = lambda line: None
 ) -> Iterator[Connection]:
-    """Connects to HOST:PORT, trying for `patience` seconds; without a key nothing is encrypted."""
+    """Yields a connection to HOST:PORT. It tries to connect for `patience` seconds; without a key nothing is
+    encrypted."""
     private = ec.generate_private_key(ec.SECP384R1()) if key is None else key.private
     trust: ssl.SSLContext | bool = False
     if key is not None:

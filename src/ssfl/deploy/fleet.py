@@ -1,4 +1,5 @@
-"""The sites as the centre sees them: which are connected, what they are sent, and what they answer in time.
+"""The sites as the centre sees them: which are connected, what they are sent, and which answers arrive in
+time.
 
 A round needs answers from a quorum of the sites. If fewer answer, the others are asked again. A site's work
 depends only on the round, so it does not matter when it was asked.
@@ -26,7 +27,7 @@ LINE_EVERY = 10.0
 GREETING = 10.0
 """Seconds to wait for the names of more new sites, after the last one answered."""
 LATER = 30.0
-"""Seconds until a site is asked again for its name, if it answered something else."""
+"""Seconds until a site is asked again for its name, if its answer was something else."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
 without the centre knowing it yet."""
@@ -86,17 +87,17 @@ class Fleet:
     doing: dict[str, str] = field(default_factory=dict)
     """What each site is doing, as text."""
     left_out: set[str] = field(default_factory=set)
-    """The sites that no longer take part."""
+    """The sites that are excluded from the run."""
     log: list[Event] = field(default_factory=list)
     """Events of refusals that have not been written to the run folder yet."""
     _joined: set[str] = field(default_factory=set)
     """The sites that have ever connected. The quorum is a share of these."""
     _without: list[str] = field(default_factory=list)
-    """The sites that were missing when this was last reported."""
+    """The missing sites that were reported last."""
     _traffic: dict[str, int] = field(default_factory=dict)
     """Bytes sent over the port so far, if it reports them."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """Why a site was refused, by site, since this was last cleared."""
+    """For each site, why it was refused, since this was last cleared."""
     _nodes: dict[int, str] = field(default_factory=dict)
     """The site of each of Flower's node numbers."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -118,7 +119,8 @@ class Fleet:
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Logs and reports that a message was refused.
 
-        Without a name it came from a stranger. `counted`: the refusal already counts against the site.
+        Without a name, the message came from a stranger. `counted` says that the refusal already counts
+        against the site.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -132,13 +134,13 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Reports that a site's update was too long and was cut."""
+        """Reports that a site's update was too long and was shortened."""
         self._limited(
             name, "cut", f"an update whose norm is {times:.3g} times the usual one: it was scaled down"
         )
 
     def weakened(self, name: str, weight: float) -> None:
-        """Reports that a site gets less or no weight because it works against the centre's labels."""
+        """Reports that a site gets less or no weight because its updates work against the centre's labels."""
         how = f"its weight in this round is {weight:.0%}" if weight else "it is not used in this round"
         self._limited(
             name, "weakened", f"updates that tend to increase the loss on the centre's labels: {how}"
@@ -153,7 +155,7 @@ class Fleet:
             self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
-        """Handles the port's reports; returns the nodes whose answer cannot arrive any more."""
+        """Handles the reports of the port, and returns the nodes whose answers can no longer arrive."""
         lost = set()
         with suppress(Empty):
             while True:
@@ -290,7 +292,8 @@ class Fleet:
             self._dismiss_nodes([node], f"the centre does not let {name} join: {why}")
 
     def gather(self, first: bool = False) -> dict[int, int]:
-        """Waits up to `patience` seconds for a quorum of the sites, or before the `first` round for all."""
+        """Waits up to `patience` seconds for a quorum of the sites, or for all of them before the `first`
+        round. Returns the connected ones."""
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
             try:
@@ -433,7 +436,7 @@ class Fleet:
         return returned
 
     def _tell_missing(self, missing: list[str]) -> None:
-        """Reports the sites that a round goes on without, if they are not the same as last time."""
+        """Reports the sites without which a round goes on, unless they are the same as last time."""
         if missing and missing != self._without:
             self.tell(
                 "not connected, so not in this round: "
@@ -442,7 +445,7 @@ class Fleet:
         self._without = missing
 
     def leave_out(self, users: Collection[int]) -> None:
-        """Stops sending models to these users, and tells them so."""
+        """Excludes these users from the run, and tells them so."""
         new = {self.names[user] for user in users} - self.left_out
         for name in sorted(new):
             self.tell(f"{name} is excluded from now on: it was refused three times")
@@ -479,4 +482,5 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """Does nothing. The centre has already trained when sites are asked again."""
+    """Does nothing. It stands for the centre's own training when sites are asked again, because that is
+    already done."""

@@ -47,7 +47,8 @@ def site_of(context: Context) -> Site:
 
 
 def same_bits(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Handles a site's message with reproducible arithmetic: the same bits every time."""
+    """Answers a site's message with reproducible arithmetic, so that the same message gives the same bits
+    every time."""
     with reproducible():
         return call_next(message, context)
 

@@ -124,7 +124,7 @@ clientapp = "ssfl:none"
 
 @dataclass(frozen=True)
 class Task:
-    """What Flower's handlers need to know about the centre: its run."""
+    """What Flower's handlers need to know about the centre: the number of its run."""
 
     run_id: int
 
@@ -134,7 +134,8 @@ class CannotCarry(Exception):
 
 
 class Caller:
-    """Sends requests in Flower's protocol, protobuf over HTTP; retries for `patience` seconds."""
+    """Sends requests in Flower's protocol, which is protobuf over HTTP. Failed requests are retried for
+    `patience` seconds."""
 
     def __init__(
         self, http: httpx.Client, base: str, headers: Callable[[], Mapping[str, str]], patience: float = 0.0
@@ -221,7 +222,8 @@ def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
 
 
 def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> bytes | str:
-    """Returns the public key that signed a request, or as text why there is none; reads only the headers."""
+    """Returns the public key that signed a request; if there is none, a text that says why. It reads only the
+    headers."""
     try:
         public, signature = (
             b64decode(headers[name.lower().encode()], validate=True)
@@ -339,7 +341,8 @@ def is_intact(name: str, content: bytes) -> bool:
 
 
 def array_chunks(content: bytes) -> bytes | None:
-    """Returns an array's list of its chunks, as JSON; None for any other part of a message."""
+    """Returns the list of an array's chunks as JSON, if this part of a message describes an array; otherwise
+    None."""
     if get_object_head_values_from_object_content(content)[0] != "Array":
         return None
     body: bytes = get_object_body(content, Array)

@@ -1,9 +1,10 @@
-"""Who may take part: a certificate for the centre, and a key for each site, in one file to give to the site.
+"""The keys of a federation: a certificate for the centre, and a key for each site, in one file to give to the
+site.
 
-A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds
-`NAME.pub`, the public key (ECDSA P-384) that the site's signatures are checked with, and `NAME.site`: the
-site's private key, and the certificate by which it recognises the centre. Give NAME.site to the site in a way
-you trust, then delete it here. Keep everything else.
+A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds two
+files. `NAME.pub` is the public key (ECDSA P-384) with which the site's signatures are checked. `NAME.site`
+has the site's private key, and the certificate by which the site recognises the centre. Give NAME.site to the
+site in a way you trust, then delete it here. Keep everything else.
 """
 
 import ipaddress
@@ -120,7 +121,7 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Removes a site's key; a running centre leaves the site out from its next round on."""
+    """Removes a site's key. A running centre excludes the site from its next round on."""
     if not (folder / f"{name}.pub").is_file():
         others = ", ".join(sorted(file.stem for file in folder.glob("*.pub"))) or "no site"
         raise SsflError(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AT_ONCE = 5
-"""The refusals of one sender that are reported at once in a period. For strangers, only one of each kind."""
+"""How many refusals of one sender are reported at once in a period. For strangers it is one of each kind."""
 PERIOD = 60.0
 """Seconds between two summaries."""
 SENDERS = 20
-"""The strangers that are counted separately in a period. All others are counted together."""
+"""How many strangers are counted separately in a period. All others are counted together."""
 OTHERS = "other addresses"
 
 
@@ -33,9 +33,10 @@ class Notes:
         self.senders: dict[tuple[int | None, str], Budget] = {}
 
     def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
-        """Reports or counts a refusal; without a node, the sender is a stranger.
+        """Reports or counts a refusal. Without a node, the sender is a stranger.
 
-        `lost`: the sender's answer cannot arrive any more. `broken`: the cause is a broken connection.
+        `lost` says that the sender's answer can no longer arrive, and `broken` that a broken connection is
+        the cause.
         """
         self.flush()
         why = why[:300]

@@ -1,4 +1,4 @@
-"""The process with the centre's port. It limits connections, their duration and the memory they use.
+"""The process with the centre's port. It limits the number of connections, their duration and their memory.
 
 Strangers connect to one port and reach only `request_filter.py`. The centre has its own Unix socket in a
 folder that only its user may enter. So the centre always reaches Flower, whatever strangers do to the port.
@@ -35,7 +35,7 @@ IDLE = 75.0
 ANSWER = 900.0
 """Seconds after which any request is given up."""
 HEAD = 65_536
-"""The bytes that may arrive before the headers are complete."""
+"""How many bytes may arrive before the headers are complete."""
 STRANGERS = 64
 """The connections allowed from one address that have not shown a key. Two more are allowed for each site,
 because many sites may share one address."""
@@ -47,7 +47,7 @@ PER_SITE = 8
 SPARE = 128
 """Open files reserved for everything except the port: logs, threads, the centre's own socket."""
 FILES = 65_536
-"""The limit on open files to request from the system."""
+"""The limit on open files that is requested from the system."""
 HANDLERS = 4
 """The requests that Flower handles at the same time."""
 LOG = 4 << 20
@@ -56,7 +56,7 @@ LOG = 4 << 20
 
 @dataclass(eq=False)
 class Visit:
-    """A connection."""
+    """A connection to the port."""
 
     host: str
     since: float
@@ -67,7 +67,7 @@ class Visit:
     unread: int = 0
     """The bytes that arrived since the last request."""
     shaken: bool = False
-    """Whether the handshake is over. The handshake has its own time limit."""
+    """Whether the TLS handshake is over. The handshake has a time limit of its own."""
     busy: bool = False
     """Whether a request is being answered."""
     close: Callable[[], Any] = lambda: None
@@ -116,7 +116,8 @@ class Port:
     async def _receive(
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
     ) -> None:
-        """Does the handshake. Afterwards the protocol notices when the connection ends."""
+        """Does the TLS handshake of a connection. Afterwards the protocol notices when the connection
+        ends."""
         options: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -135,7 +136,8 @@ class Port:
     def make_room(self, host: str) -> None:
         """Closes a stranger's connection if there are too many.
 
-        It is one from `host` if that address has too many, otherwise one from the address with most.
+        The connection is one from `host` if that address has too many, otherwise one from the address with
+        the most.
         """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:
@@ -152,7 +154,8 @@ class Port:
         self.end(crowd[0] if old else random.choice(crowd))
 
     def admit(self, visit: Visit, node: int) -> bool:
-        """Counts a connection as a site's; returns False if the site has too many and all are busy."""
+        """Counts a connection as a site's. Returns False if the site has too many connections and all of them
+        are busy."""
         if visit.node != node:
             same_site = [other for other in self.visits if other.node == node]
             if len(same_site) >= PER_SITE:
@@ -216,7 +219,8 @@ def watched(stock: Any, port: Port) -> Any:
 
 
 def network(host: str) -> str:
-    """Returns what counts as one address: with IPv6 a whole network (/64), since one machine may own it."""
+    """Returns the part of an address that identifies its owner. With IPv6 this is a network (/64), since one
+    machine may own all of it."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)
@@ -226,7 +230,7 @@ def network(host: str) -> str:
 
 
 def raised_limit() -> int:
-    """Raises the limit on open files as far as the system allows; returns it."""
+    """Raises the limit on open files as far as the system allows, and returns it."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,7 +24,7 @@ LONGEST = 300
 
 
 def short(text: object) -> str:
-    """Returns text from somebody else as one line of limited length."""
+    """Returns text that somebody else sent as one line of limited length."""
     line = " ".join(str(text).split())
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
@@ -47,7 +47,8 @@ def send(
     tell: Tell,
     called: Callable[[int], str],
 ) -> Iterator[tuple[int, str]]:
-    """Sends each node its content, to be answered within `holds` seconds; yields nodes and message names."""
+    """Sends each node its content, to be answered within `holds` seconds. Yields each node with the name of
+    its message."""
     for node, content in contents.items():
         for attempt in range(ATTEMPTS):
             message = Message(content, dst_node_id=node, message_type=kind, ttl=holds)
@@ -69,9 +70,9 @@ def exchange(
     lost: Callable[[], set[int]],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[int, RecordDict]:
-    """Sends each node its content; returns the answers that arrive within `deadline` seconds.
+    """Sends each node its content, and returns the answers that arrive within `deadline` seconds.
 
-    `lost` returns nodes whose answer cannot arrive any more. `meanwhile` is called while sites work.
+    `lost` returns nodes whose answers can no longer arrive. `meanwhile` is called while the sites work.
     """
     if not contents:
         return {}

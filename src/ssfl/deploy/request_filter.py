@@ -1,9 +1,10 @@
-"""The filter at the centre's port: passes only sites' requests, of the right size, one answer per message.
+"""The filter at the centre's port: it passes only requests of sites, of the right size, with one answer per
+message.
 
 Flower reads requests of any size, trusts the size that an array claims, and does not report second answers.
 Here such requests are refused before any of their content is stored, and the centre is told who sent them and
-why they were refused. A request that is not signed with a known key is refused after its headers; its body is
-not read.
+why they were refused. A request that is not signed with a known key is refused after its headers, and its
+body is not read.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ FROM_CENTRE = 1 << 30
 STALLED = 60.0
 """Seconds within which more of a body must arrive."""
 HOLD = 15.0
-"""Seconds that a site's request for work is held open. The site itself would wait for 30 s. It is less than a
-site may be silent (20 s), because each request is a sign of life."""
+"""Seconds for which a site's request for work is held open. The site itself would wait for 30 s. The time is
+shorter than a site may be silent (20 s), because each request is a sign of life."""
 BEATS = 10.0, 60.0
 """The shortest and the longest heartbeat interval that a site may announce, in seconds."""
 ALIVE = 5.0
@@ -46,7 +47,7 @@ ALIVE = 5.0
 STALLED_PORT = 5.0
 """Seconds without processor time after which this process does not count sites' silence."""
 FAREWELL = 40
-"""The requests that a site may still send after it was excluded, to fetch the message that says so."""
+"""How many requests a site may still send after it was excluded, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
 """Paths to which the centre posts JSON lists of nodes: those that were sent a message, those left out."""
 Receive = Callable[[], Awaitable[Any]]
@@ -87,7 +88,7 @@ class BrokenOff(Refused):
 
 
 class RequestFilter:
-    """An ASGI application that wraps Flower's."""
+    """An ASGI application around Flower's own, which gets only the requests that are allowed."""
 
     port: Connections
 
@@ -122,12 +123,13 @@ class RequestFilter:
         self.notes = Notes(tell)
 
     def tick(self) -> None:
-        """Does what is due every second."""
+        """Does what must be done every second."""
         self.notes.flush()
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """After this process did not run for a while, keeps sites whose heartbeats could not be read."""
+        """Keeps sites connected after this process did not run for a while, because their heartbeats could
+        not be read."""
         before, self.ticked = self.ticked, time.monotonic()
         if self.ticked - before > STALLED_PORT:
             for node, seen in self.seen.items():
@@ -183,7 +185,7 @@ class RequestFilter:
             self.nodes.clear()
 
     def _node(self, public: bytes) -> int | None:
-        """Returns the node that has a public key, if any."""
+        """Returns the node that has a public key, or None."""
         if public not in self.nodes:
             if len(self.nodes) > 10_000:
                 self.nodes.clear()
@@ -247,7 +249,8 @@ class RequestFilter:
             self._follow(node, path, body, answer)
 
     async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
-        """Answers a request about messages with Flower's handler; returns the answer, None if refused."""
+        """Answers a request about messages with Flower's handler. Returns the answer, or None if the request
+        was refused."""
         try:
             request = _parsed(path.removeprefix("/v1/"), body)
             if request.node.node_id != node:  # the centre was restarted while this site was busy
@@ -299,9 +302,9 @@ class RequestFilter:
             self.tell({"answered": self.coming.pop(node)[0]})
 
     async def _held(self, node: int | None, receive: Receive) -> bool:
-        """Waits until there is a message for a node; returns False if none came within `HOLD` seconds.
+        """Waits until there is a message for a node. Returns False if none came within `HOLD` seconds.
 
-        So an idle site asks only three times a minute, and still gets its work at once.
+        So an idle site asks only a few times a minute, and still gets its work at once.
         """
         event = asyncio.Event()
         self.waiting.setdefault(node, set()).add(event)
@@ -315,7 +318,8 @@ class RequestFilter:
         return event.is_set()
 
     async def _alive(self, node: int, path: str) -> None:
-        """Notes a request as a sign of life, like a heartbeat, so that a site is not lost for a late one."""
+        """Treats a request as a sign of life, like a heartbeat, so that a site is not lost because a
+        heartbeat is late."""
         now = time.monotonic()
         if path.endswith("/deactivate-node"):
             self.seen.pop(node, None)
@@ -359,7 +363,7 @@ class RequestFilter:
                 return bytes(body)
 
     def _check_message(self, node: int, body: bytes) -> None:
-        """Raises unless this announces a single answer, by its sender, to one message, with few parts."""
+        """Raises unless this announces a single answer by its sender to one message, with few parts."""
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers in one request instead of one")
@@ -378,7 +382,8 @@ class RequestFilter:
         self.left[node] = self.most
 
     def _check_object(self, node: int, body: bytes) -> None:
-        """Raises if a part of an answer does not match its name, or its parts exceed a model's size."""
+        """Raises if a part of an answer does not match its name, or if the parts together are larger than a
+        model."""
         request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
@@ -400,11 +405,13 @@ class RequestFilter:
             raise Refused("a part of an answer that cannot be read") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
-        """Reports a refusal to the centre; `lost`: the answer that it waits for cannot arrive any more."""
+        """Reports a refusal to the centre. `lost` says that the answer that the centre waits for can no
+        longer arrive."""
         self.notes.add(node, host, why, lost)
 
     def failed(self, host: str, reason: str) -> None:
-        """Reports a connection that failed before its first request: plain HTTP, a distrusted certificate."""
+        """Reports a connection that failed before its first request, for example because of plain HTTP or a
+        distrusted certificate."""
         self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:

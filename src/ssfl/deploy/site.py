@@ -69,7 +69,8 @@ class Site:
     """The simulation for the last terms, kept so that images are read only once."""
 
     def simulation(self, terms: str, user: int) -> Simulation:
-        """Returns the federation as this site sees it: user `user` has its images, all others have none."""
+        """Returns the federation as this site sees it: user `user` has the site's images, and all others have
+        none."""
         key = f"{user} {terms}"
         if key not in self._ready:
             agreed = wire.read_terms(terms)
@@ -107,8 +108,8 @@ class Site:
 
     @contextmanager
     def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
-        """Ends the site's work if the code or weights that the centre calls `name` are missing or differ:
-        asking again would not help."""
+        """Ends the site's work if the code or weights that the centre calls `name` are missing here or
+        differ, since another request would not help."""
         try:
             yield
         except SsflError as error:
@@ -135,7 +136,7 @@ class Site:
         return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
-        """Ends the site's work; writes the final model if it was sent and `keep` is set."""
+        """Ends the site's work. Writes the final model if the centre sent it and `keep` is set."""
         self.done = True
         if asked.get("refused"):
             self.unfit = SsflError(str(asked["why"]))
@@ -156,7 +157,8 @@ class Site:
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
-    """Raises unless external code is a file of this site, given with `--with`, and equal to the centre's."""
+    """Raises unless external code is a file of this site, given with `--with`, and equal to that of the
+    centre."""
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
         return
@@ -192,7 +194,8 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
 
 
 def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = print) -> ClientApp:
-    """Returns a site's ClientApp: "query" asks for its name or says that the run is over, "train" trains.
+    """Returns a site's ClientApp. A "query" asks for the site's name or says that the run is over; "train"
+    asks for training.
 
     If it fails, `tell` shows why, and the answer to the centre is an error that names nothing of the site.
     """

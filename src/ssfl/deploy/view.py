@@ -1,4 +1,5 @@
-"""The centre's output: on a terminal a live table of the sites, and a line for each thing that happens."""
+"""The output of the centre: a live table of the sites on a terminal, and a line for each thing that
+happens."""
 
 from contextlib import suppress
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""The content of messages: a model as a float32 row, the settings a user needs as TOML, counts and metrics.
+"""The content of messages: a model as a vector of float32, settings as TOML, counts and metrics.
 
 Every message to a site holds everything that its work depends on. So a site keeps no state and can be
 restarted at any time. Both sides check what they receive before they use it.
@@ -64,7 +64,7 @@ class Terms:
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
-        """Returns the terms of a centre, which may use an external network and method (`brought`)."""
+        """Returns the terms of a centre. `brought` describes its external network and method, if any."""
         here = replace(
             config,
             data=DataSettings(path="site", flip=config.data.flip, views=config.data.views),
@@ -87,7 +87,7 @@ class Terms:
 
 
 def read_terms(text: str) -> Terms:
-    """Reads and checks the centre's terms, because a site trusts no message."""
+    """Returns the centre's terms after checking them, because a site trusts no message."""
     try:
         fields = json.loads(text)
         table = tomllib.loads(fields["config"])
@@ -124,7 +124,7 @@ def read_terms(text: str) -> Terms:
 def check(config: Config) -> None:
     """Raises if a real federation cannot do what a config asks for.
 
-    Values reported by a site must not affect the average, so methods that need them are refused.
+    Values that a site reports must not affect the average, so methods that need such values are refused.
     """
     method, train = config.method, config.train
     why = obstacle(config, ("reports", "sends", "sizes", "labels"))
@@ -194,7 +194,8 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
 
 
 def read_numbers(content: RecordDict, like: Tensor) -> Named:
-    """Reads and checks the numbers sent with the model; returns [1, ...] each, in the model's dtype."""
+    """Returns the numbers that were sent with the model, after checking them: [1, ...] each, in the model's
+    number type."""
     numbers = {}
     for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
         values = np.asarray(value, np.float64)
@@ -208,9 +209,10 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:
-    """Reads and checks the model in a message: `length` finite float32 numbers, and no other array.
+    """Returns the model in a message after checking it: `length` finite float32 numbers, and no other array.
 
-    The size in bytes must match exactly before anything is read: an array's header can claim any shape.
+    The size in bytes must match exactly before anything is read, because an array's header can claim any
+    shape.
     """
     record = content.array_records.get(MODEL)
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
@@ -231,7 +233,7 @@ def unpack(content: RecordDict, length: int) -> Tensor:
 
 
 def _header(length: int) -> bytes:
-    """Returns the header of a NumPy file with a row of this length."""
+    """Returns the header of a NumPy file with a vector of this length."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
     return buffer.getvalue()
@@ -251,7 +253,7 @@ def pack_trained(trained: Returned, images: int, round: int, private: bool) -> R
 
 
 def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, dict[str, float]]:
-    """Reads and checks a site's answer; returns its model and its metrics.
+    """Returns the model and the metrics in a site's answer, after checking them.
 
     Nothing that a site reports affects the weight of its model.
     """
@@ -296,14 +298,14 @@ def read_identity(content: RecordDict) -> tuple[str, int]:
 
 
 def _number(value: object) -> float:
-    """Returns the value as a float; raises if it is no number, because records may hold lists and text."""
+    """Returns the value as a float; raises if it is no number. Records may also hold lists and text."""
     if not isinstance(value, int | float):
         raise TypeError(f"{type(value).__name__} where a number was expected")
     return float(value)
 
 
 def whole(value: object) -> int:
-    """Returns a value of the centre's message if it is a whole number; raises otherwise."""
+    """Returns a value of the centre's message that must be a whole number; raises if it is not."""
     if not isinstance(value, int):
         raise PublicError(
             f"the centre's message has {value!r} instead of a whole number: {SAME_VERSION}"[:300]
