@@ -59,7 +59,7 @@ def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], f
     """Returns the median of the rows if its loss is smaller than that of their `aggregate`, else the
     aggregate.
 
-    This is the setting `federation.median_fallback`.
+    It is used if `federation.median_fallback` is set.
     """
     return min((aggregate, combined("median", rows)), key=loss)
 

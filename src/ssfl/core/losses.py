@@ -48,7 +48,8 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
 
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
-    """Returns the cross-entropy with pseudo-labels, multiplied by the mask: zero for images without one."""
+    """Returns the cross-entropy with pseudo-labels. It is multiplied by the mask, so it is zero for images
+    without a pseudo-label."""
     return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 

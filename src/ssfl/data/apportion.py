@@ -40,8 +40,8 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Moves a class to a smaller user, or swaps two classes, as long as that makes the users' sizes more
-    equal."""
+    """Moves a class to a user with fewer images, or swaps two classes, as long as that makes the users'
+    numbers of images more equal."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]

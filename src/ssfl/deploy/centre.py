@@ -150,7 +150,7 @@ class _Sites:
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the server in this process."""
+        """Returns the server's models after training in this process."""
         with self.phases.during("server"):
             return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
 

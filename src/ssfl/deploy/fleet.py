@@ -482,5 +482,5 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """Does nothing. It stands for the centre's own training when sites are asked again, because that is
-    already done."""
+    """Does nothing. When sites are asked again, the centre has already trained and has nothing to do
+    meanwhile."""

@@ -45,8 +45,8 @@ class StepBuffers:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Copies a round's models and work into the buffers. Buffers that are left over get the first
-        trainers again."""
+        """Copies a round's models and work into the buffers. If there are fewer trainers than buffers, the
+        first trainers also fill the rest."""
         chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]

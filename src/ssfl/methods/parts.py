@@ -44,8 +44,8 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """Returns [n, T · B]: whether the model's confidence in each image reaches the threshold, which is one
-    for all classes or one per class. Images of steps that a user does not take are never confident."""
+    """Returns [n, T · B]: whether the model's confidence in each image reaches the threshold. The threshold
+    is one number, or one for each class. Images of steps that a user does not take are never confident."""
     confidence, label = look.probabilities.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.probabilities, threshold)

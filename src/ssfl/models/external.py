@@ -70,7 +70,7 @@ class External(nn.Module):
         return copied
 
     def train(self, mode: bool = True) -> "External":
-        """Sets training mode; frozen parts stay in evaluation mode."""
+        """Sets training or evaluation mode. Frozen parts always stay in evaluation mode."""
         self.training = mode
         for name, part in self.module.named_modules():
             part.training = mode and self._learns[name]
