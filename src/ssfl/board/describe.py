@@ -122,6 +122,7 @@ def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[
 
 
 def _last_events(handle: int) -> list[dict[str, Any]]:
+    """Returns the events at the end of events.jsonl; damaged lines are skipped."""
     file = untrusted.open_plain(handle, "events.jsonl")
     if file is None:
         return []

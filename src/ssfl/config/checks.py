@@ -36,6 +36,8 @@ def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigErro
 
 
 def _check_counts(config: Config) -> None:
+    """Raises for numbers that do not fit together, such as more participants than users, and if both of two
+    alternatives are set."""
     split, federation = config.split, config.federation
     if config.data.name is not None and config.data.path is not None:
         raise ConfigError(

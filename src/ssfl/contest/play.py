@@ -136,6 +136,8 @@ def _percent(score: float) -> str:
 
 
 def _values(choice: str) -> list[str]:
+    """Returns the options of one --choose, such as method.threshold=0.8 and method.threshold=0.95; raises if
+    it is not allowed."""
     key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
@@ -258,6 +260,7 @@ def _images(path: Path) -> dict[str, int]:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
+    """Returns the standing of a method from the folders of its runs; None stands for a run that diverged."""
     accuracies, curves, run_facts, spent, collapsed = [], [], [], [], 0
     rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):

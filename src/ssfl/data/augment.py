@@ -327,6 +327,8 @@ def _tables_for(images: Tensor) -> _Tables:
 
 
 def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Returns two tables for operations that move pixels: the number of the map for each operation, magnitude
+    and sign, and the source pixel of every pixel in each map."""
     maps = [
         _fixed_affine(name, sign * v, height, width)
         for name in OPERATIONS
@@ -367,6 +369,7 @@ def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]
 
 
 def _level_table() -> Tensor:
+    """Returns the new level for each old one, for Posterize and Solarize; other operations change nothing."""
     levels = torch.arange(256, dtype=torch.uint8)
     table = levels.repeat(len(OPERATIONS), 10, 1)
     for v in range(1, 10):

@@ -123,6 +123,8 @@ def obtain(name: str, root: Path, download: bool) -> list[Path]:
 
 
 def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> Path:
+    """Returns the path of an official file in one of the folders; downloads it if it is missing and that is
+    allowed."""
     for folder in folders:
         with reading(folder / remote.file):
             if (folder / remote.file).exists():

@@ -109,6 +109,7 @@ def _encoded(
 
 
 def npz_array(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
+    """Returns an array of an .npz file; raises if it is missing, empty, or holds Python objects."""
     with reading(f"{path} ({name})"):
         try:
             array = content[name]

@@ -154,6 +154,8 @@ class Loop:
         received: Named | None = None,
         rate: float = 0.0,
     ) -> Step:
+        """Returns the step of one trainer, with the functions by which a method computes logits and
+        gradients."""
         narrow = None
         if self.pool.dtype != self.pool.wide:
             narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}

@@ -105,6 +105,8 @@ class Spread:
         return [slice(a, b) for a, b in pairwise(edges) if b > a]
 
     def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
+        """Returns the results of calling a method of the engine in each process, with the arguments in
+        `parts`."""
         try:
             waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
             return [pickle.loads(waiting.pop(0).result()) for _ in parts]

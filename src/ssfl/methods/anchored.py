@@ -57,6 +57,8 @@ class Anchored(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
+        """Returns the pseudo-labels of confident images; with pace "classes" also each user's learning rate
+        and update scale."""
         threshold: float | Tensor = self.threshold
         if "threshold" in look.tensors:
             threshold = look.tensors["threshold"][:, None].expand(-1, look.probabilities.shape[2])
@@ -77,6 +79,12 @@ class Anchored(Method):
         return parts.still(state, self.momentum) | best
 
     def round(self, state: State, fed: Fed) -> State:
+        """Returns the state after a round in which users train, the average moves with momentum, and the
+        server trains last.
+
+        The guard compares the result with the best margin over chance so far. If it is less than half of
+        that, the round is repeated without the users.
+        """
         users = self.trained_users(state, fed)
         streams, memory = parts.momentum(state, users, self.momentum)
         new = parts.server_last(state, fed, users, streams, **memory)

@@ -46,6 +46,8 @@ class CbaFed(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
+        """Returns pseudo-labels with class-balanced thresholds. Users report their number of images in total
+        and per class."""
         threshold = thresholds.fixed(look.probabilities, self.threshold)
         if "counts" in look.tensors:
             threshold = thresholds.balanced(
@@ -64,6 +66,9 @@ class CbaFed(Method):
         return {"counts": fed.server_counts, "stored": state.average[:0].clone()}
 
     def round(self, state: State, fed: Fed) -> State:
+        """Returns the state after a round. Every n rounds, the model is averaged with the one that was stored
+        n rounds before."""
+
         def send(users: Sequence[int]) -> Named:
             return {"counts": state.memory["counts"].expand(len(users), -1)}
 

@@ -76,6 +76,7 @@ class FedMatch(Method):
         return ("weak", "strong", "received")
 
     def check(self, config: Any) -> None:
+        """Raises for settings that do not work with the decomposed weights."""
         train = config.train
         fitting = [
             (config.model.norm != "batch", "model.norm", config.model.norm, "model.norm=none"),
@@ -144,6 +145,8 @@ class FedMatch(Method):
         return Losses(loss * mask, mask, label)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
+        """Returns the gradient of σ on labelled images and of ψ on unlabelled ones, with ψ's penalties; at
+        the server only that of σ."""
         if step.role == "server":
             gradients, metrics = step.gradient(loss)
             return _half(gradients, "sigma."), metrics
@@ -163,8 +166,8 @@ class FedMatch(Method):
         return trained, metrics | {"loss": total}
 
     def _labelled_gradient(self, step: Step, images: Tensor, labels: Tensor) -> tuple[Named, Tensor]:
-        """Returns the gradient of σ on users' own labelled images. It is zero for a user without labelled
-        images."""
+        """Returns the gradient of σ on users' own labelled images, and its loss. For a user without labelled
+        images, the gradient cancels the weight decay, so that σ does not change."""
         has = (labels >= 0).all(1)
 
         def loss(step: Step) -> Losses:
@@ -195,6 +198,8 @@ class FedMatch(Method):
         return {"last": state.average.new_zeros(fed.users, len(state.average))}
 
     def round(self, state: State, fed: Fed) -> State:
+        """Returns the state after a round. In every n-th round (`interval`), users are also sent the ψ of
+        their helpers."""
         last, send = state.memory["last"], None
         if self.helpers and (state.round + 1) % self.interval == 0:
             near, places = self.helpers_of(last, fed), {user: i for i, user in enumerate(fed.cohort.users)}

@@ -32,6 +32,7 @@ class FixMatch(Method):
     note: ClassVar = "one model sees every image: no federation"
 
     def check(self, config: Any) -> None:
+        """Raises if there is more than one user, since a single model is trained."""
         users = config.split.users
         if users != 1:
             raise ConfigError(

@@ -51,6 +51,8 @@ class Fl2(Method):
         return 1 + 2 * bool(self.sharpness)
 
     def label(self, look: Look) -> Labels:
+        """Returns pseudo-labels with FreeMatch's thresholds. The less confident a user's model is, the larger
+        is the user's weight."""
         sure = parts.confident(look, thresholds.free(look.probabilities))
         certain = sure & (look.probabilities.amax(-1) >= CERTAIN)
         labels = parts.labelled(look, sure, fill=True, certain=certain)
@@ -63,6 +65,7 @@ class Fl2(Method):
         return parts.round_labels(step)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
+        """Returns the gradient of the loss, plus that of the sharpness-aware consistency loss for users."""
         gradients, metrics = step.gradient(loss)
         if step.role == "server" or not self.sharpness:
             return gradients, metrics

@@ -44,6 +44,8 @@ class RscFed(Method):
         return parts.consistency(step, self.threshold)
 
     def round(self, state: State, fed: Fed) -> State:
+        """Returns the state after a round: the consensus of the users' models, on which the server then
+        trains."""
         users = fed.train_users(state.streams)
         if not users.counted:
             return parts.server_last(state, fed, users)

@@ -46,6 +46,7 @@ class SemiFL(Method):
         return parts.mixed(labels, look, self.alpha) if self.mix else labels
 
     def user_loss(self, step: Step) -> Losses:
+        """Returns the fix loss on strong views, plus λ times the mix loss on mixtures of two images."""
         fix = parts.round_labels(step)
         if not self.mix:
             return fix

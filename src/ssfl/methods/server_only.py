@@ -15,6 +15,7 @@ class ServerOnly(Method):
     trains_users: ClassVar = False
 
     def check(self, config: Any) -> None:
+        """Raises if the server has no labels to train on."""
         needs = "method.name = 'server-only' needs labels at the server"
         if config.split.labels_at == "users":
             raise ConfigError(

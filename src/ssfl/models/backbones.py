@@ -246,6 +246,7 @@ def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
 
 
 def _fold(layer: Convolution, tensors: dict[str, Tensor], convolution: str, norm: str) -> None:
+    """Writes a convolution's weights, with the batch normalisation that follows it multiplied into them."""
     weight, bias, mean, variance = (
         tensors[f"{norm}.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
     )

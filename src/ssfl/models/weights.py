@@ -39,6 +39,7 @@ def load(network: nn.Module, file: str) -> None:
 
 
 def _read(file: str) -> dict[str, Tensor]:
+    """Returns the tensors of a .safetensors file by name; raises ConfigError if it cannot be read."""
     try:
         plain_files.require_plain(Path(file))
         with safe_open(file, "pt") as opened:

@@ -157,6 +157,7 @@ def diversity(results: Sequence[PaperResult], measure: str, variant: str = GIVEN
 def _over(
     results: Sequence[PaperResult], kind: str, value: Callable[[dict[str, Any]], float | None]
 ) -> Points:
+    """Returns for each epoch the numbers of all seeds; `value` computes a number from each recorded point."""
     points: Points = {}
     for one in results:
         federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]

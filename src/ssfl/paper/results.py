@@ -143,6 +143,7 @@ def is_written(path: Path) -> bool:
 
 
 def _read_one(file: Path) -> list[PaperResult]:
+    """Returns the result in a file; an empty list if the file is some other JSON."""
     try:
         whole = json.loads(file.read_text("utf-8"))
         return [

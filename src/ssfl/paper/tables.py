@@ -36,6 +36,8 @@ def _head(row: Row, run: PaperRun) -> dict[str, Any]:
 
 
 def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
+    """Returns a line for each way in which a run was run, with the difference from the published accuracy if
+    both are comparable."""
     ways = []
     for way in means(one for one in results if one.name == run.name):
         published = None if way.changes else run.published  # another experiment

@@ -29,6 +29,7 @@ def holdings(run: Run) -> list[Block]:
 
 
 def _sizes(run: Run, server: list[float | None]) -> str:
+    """Returns a sentence about how many images the server and the users have."""
     quartiles = numbers(run.split.get("size_quartiles"))
     server_text = f"The server holds {count(int(_sum(server)), 'labelled image')}."
     sites = run.split.get("sites") or run.split.get("names")
@@ -41,6 +42,8 @@ def _sizes(run: Run, server: list[float | None]) -> str:
 
 
 def _measured(run: Run) -> list[str]:
+    """Returns sentences about the measured skew, and about known labels, validation images and classes
+    without test images."""
     skew = finite(run.split.get("measured_skew"))
     sentences = ["The label skew R is unknown because the users' images have no labels."]
     if skew is not None:
@@ -63,6 +66,8 @@ def _measured(run: Run) -> list[str]:
 
 
 def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]) -> Block:
+    """Returns a chart of the server's and the users' images by class; with many users it shows some of
+    them."""
     sizes, chosen = numbers(run.split.get("sizes")), _some(len(rows), MOST_USERS)
     sizes += [None] * (len(rows) - len(sizes))
     note = "The number of images is in brackets; images without a label are in no class."
@@ -163,6 +168,8 @@ def groups(run: Run) -> list[Block]:
 
 
 def _attendance(run: Run, rounds_played: list[Event], attendance: Counter[int], times: list[int]) -> str:
+    """Returns sentences about how often users took part, how many updates did not arrive, and how many the
+    gate refused."""
     often = f"{times[0]:,}" if times[0] == times[-1] else f"{times[0]:,} to {times[-1]:,}"
     rounds = count(len(rounds_played), "round")
     sentence = f"In {rounds}, {len(attendance):,} of {run.users:,} users sent an update, {often} times each."

@@ -135,6 +135,8 @@ def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
 
 
 def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -> Seen:
+    """Returns a model's predictions for (at most MOST_TESTED) test images, with examples and training
+    views."""
     seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
     with torch.no_grad(), surroundings.enough_memory():
         total = len(data.test_labels)

@@ -68,6 +68,7 @@ def _verdict(run: Run) -> list[Block]:
 
 
 def _tiles(run: Run) -> list[tuple[str, ...]]:
+    """Returns the numbers at the top of the report, each with its name."""
     score, skew = run.score, finite(run.split.get("measured_skew"))
     tiles: list[tuple[str, ...]] = [("accuracy", "–")]
     if score is not None:
@@ -301,6 +302,7 @@ def _detailed(
 
 
 def _settings(runs: Sequence[Run]) -> list[Block]:
+    """Returns the settings of the runs in words, with versions, device and the whole config."""
     whose = "" if len(runs) == 1 else f"{runs[0].name}: "
     made: list[Block] = [text(whose + " ".join(words.setting(runs[0])))]
     for run in runs:

@@ -99,6 +99,7 @@ def require_memory(path: Path, state: State, begun: State) -> None:
 
 
 def _read(file: Path, device: torch.device) -> Checkpoint:
+    """Returns the checkpoint in a file; raises if the file is damaged or has another format."""
     plain_files.require_plain(file)
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}

@@ -28,6 +28,7 @@ def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Part
 
 
 def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
+    """Returns a warning if a smaller network was chosen because there is no GPU."""
     chosen, usual = config.model.name, networks.suited(dataset.shape, gpu=True)
     if as_written.model.name is not None or chosen == usual:
         return []
@@ -39,6 +40,7 @@ def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
 
 
 def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
+    """Returns a warning if the server has no labelled image of some classes."""
     labels_elsewhere = config.split.labels_at != "server" or "labels" in config.method.needs()
     counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
@@ -69,6 +71,7 @@ def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str
 
 
 def _warmup(config: Config) -> list[str]:
+    """Returns a warning if the warm-up is longer than the run."""
     steps = (config.federation.rounds or 0) * config.federation.period
     if config.train.warmup <= steps:
         return []

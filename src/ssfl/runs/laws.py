@@ -63,6 +63,8 @@ def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = 
 
 
 def _laws(config: Config, model: Factory | str | None, mask: float | None) -> Iterator[Law]:
+    """Yields the outcome of each rule, one after another."""
+
     def law(name: str, why: str, *others: Callable[[], tuple[float, float]]) -> Law:
         try:
             worst = max(apart / (1 + size) for apart, size in (other() for other in others))

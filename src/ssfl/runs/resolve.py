@@ -38,6 +38,7 @@ def load_data(config: Config, data_object: Data | None = None) -> Dataset:
 
 
 def _loaded(config: Config, data_object: Data | None) -> Dataset:
+    """Returns the images of `data_object`, of a function from outside, or of [data]."""
     data = config.data
     if data_object is None and outside.is_path(data.name):
         data_object = _from_outside(data.name or "")

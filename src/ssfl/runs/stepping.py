@@ -80,6 +80,7 @@ class Federation:
         data: Data | str | None,
         method: Method | None,
     ) -> None:
+        """Creates the run folder, or opens the existing one if its settings are the same."""
         there = (self.path / "config.toml").is_file()
         if there:
             same.require(resolve.with_data(config, data), self.path)

@@ -38,6 +38,7 @@ def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scal
 
 
 def _manipulated(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> Tensor:
+    """Returns the model that an attack of this kind makes of a trained one, before its update is scaled."""
     if kind == "sign":
         return sent - (row - sent)
     if kind == "ascent":

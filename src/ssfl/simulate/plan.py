@@ -155,6 +155,7 @@ class Plan:
         return tuple(rate(step) for step in range(first, self.steps_before(round + 1)))
 
     def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, members: Tensor) -> Work:
+        """Returns the work of these trainers in a round: their batches, learning rates and random keys."""
         seed, size, user = self.config.run.seed, self.batch_size(role), role == "user"
         rates, own_steps = self.rates(round, role), self.own_steps(role)
         taken = self.local_steps[members] if user and self.local_steps is not None else None

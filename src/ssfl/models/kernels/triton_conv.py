@@ -217,6 +217,8 @@ def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool,
 ) -> Tensor:  # fmt: skip
+    """Returns a convolution, or its gradient with respect to the images, by the kernel that suits the GPU and
+    the shapes."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None:
