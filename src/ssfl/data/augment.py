@@ -219,7 +219,8 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Returns the source coordinates [N, size] of a random shift by -pad to pad, reflected at the edges."""
+    """Returns for each pixel position the coordinate from which its value comes, [N, size], after a random
+    shift by at most an eighth of the size. Coordinates are reflected at the edges."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()

@@ -199,8 +199,8 @@ class Features:
                 cache.trim(keep=self.folder)
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of one view of each image: `drawn` says which of the V views. Kind 0 is weak
-        and 1 is strong."""
+        """Returns the features of one view of each image; the random numbers `drawn` choose the view. Kind 0
+        is weak and 1 is strong."""
         return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -95,7 +95,7 @@ class Fl2(Method):
 
 def uphill(weights: Named, gradients: Named, distance: float) -> dict[str, Tensor]:
     """Returns the weights [n, ...] after a move by `distance` in the direction in which the loss rises. As in
-    ASAM, large weights move further, and all biases equally."""
+    ASAM, each weight's move is scaled by its own size; biases are not scaled."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
     steps = {name: size * gradients[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)

@@ -93,6 +93,7 @@ def diversity_event(
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
     def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
+        """Returns the gradients of these trainers over all their data."""
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
