@@ -14,7 +14,7 @@ from benchmarks import jobs
 
 
 def home(contestant: str) -> str:
-    """The module that runs a contestant."""
+    """Returns the module that runs a contestant."""
     if contestant in ("loop", "vmap"):
         return "ours"
     return {"pfl": "pfl_peer", "flower": "flower_peer"}[contestant.partition("-")[0]]

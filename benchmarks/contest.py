@@ -24,7 +24,8 @@ LIMIT = 3600
 
 
 def peer(name: str) -> str | None:
-    """The peer behind a contestant's name, such as "pfl" for "pfl-2"; None for ssfl's own engines."""
+    """Returns the peer (another simulator) in a contestant's name, such as "pfl" for "pfl-2"; None for ssfl's
+    own engines."""
     return None if home(name) == "ours" else name.partition("-")[0]
 
 

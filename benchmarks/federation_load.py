@@ -78,7 +78,7 @@ def usage(pid: int) -> tuple[float, float]:
 
 
 def child_of(pid: int) -> int:
-    """Returns the SuperLink's process."""
+    """Returns the SuperLink's process, which the centre started."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(file.read_text().rpartition(")")[2].split()[1])
@@ -90,7 +90,7 @@ def child_of(pid: int) -> int:
 
 
 def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) -> dict[str, Any]:
-    """Runs and measures one federation of light sites."""
+    """Runs one federation of light sites, and returns its measurements."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     from ssfl.deploy import link

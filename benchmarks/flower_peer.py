@@ -25,7 +25,7 @@ client = ClientApp()
 
 @functools.cache
 def task_of(text: str) -> peers.Task:
-    """Loaded once in each actor."""
+    """Returns the job's data and network. They are loaded once in each actor's process."""
     task = peers.prepare(jobs.Spec(**json.loads(text)))
     torch.set_num_threads(1)  # one CPU for each client
     return task
@@ -33,7 +33,7 @@ def task_of(text: str) -> peers.Task:
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """A user's round."""
+    """Trains one user for one round, and returns its reply."""
     task = task_of(str(message.content.config_records["config"]["spec"]))
     config = task.config.train
     task.network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
@@ -57,7 +57,8 @@ def train(message: Message, context: Context) -> Message:
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Train; the ServerApp's evaluate_fn is called after each round and notes the time."""
+    """Runs the job and returns its measurements. The ServerApp's evaluate_fn is called after each round and
+    notes the time."""
     measured = jobs.Measured()
     network = peers.prepare(spec).network
     config = jobs.config(spec)

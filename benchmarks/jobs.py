@@ -91,7 +91,8 @@ class Spec:
 
 @dataclass
 class Measured:
-    """The measurements, sent back as JSON. Times are of the system's monotonic clock."""
+    """The measurements of a contestant, sent back as JSON. Times are those of the system's monotonic
+    clock."""
 
     ready: float = 0.0
     """When data and model were ready."""

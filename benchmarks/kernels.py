@@ -57,7 +57,7 @@ FILTERS = [
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
-    """bfloat16 on the GPU."""
+    """Returns random bfloat16 numbers on the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
@@ -68,7 +68,7 @@ def unlike(ours: Tensor, theirs: Tensor) -> float:
 
 
 def last(x: Tensor) -> Tensor:
-    """Channels last."""
+    """Returns images with their channels last in memory."""
     return x.movedim(-3, -1).contiguous()
 
 
@@ -76,7 +76,7 @@ Candidate = tuple[Any, Callable[[], Any]]
 
 
 def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[Iterator[Candidate], Tensor]:
-    """Ways to compute a convolution or one of its gradients, and what it should be."""
+    """Returns ways to compute a convolution or one of its gradients, and the result that each should give."""
     from ssfl.models.kernels import triton_conv, triton_tma
 
     inputs, outputs, size, kernel, stride, padding = case
@@ -150,7 +150,7 @@ def fresh(seen: set[Any], name: Any, function: Callable[[], Any]) -> Iterator[Ca
 
 
 def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[Iterator[Candidate], Tensor]:
-    """Ways to compute group or batch normalisation, and what it should be."""
+    """Returns ways to compute group or batch normalisation, and the result that each should give."""
     from ssfl.models.kernels import triton_batch, triton_norm
 
     channels, groups, size = case
@@ -218,7 +218,7 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
 
 
 def check(task: tuple[Any, ...], file: Path) -> None:
-    """Compile every candidate and compare it; one line each."""
+    """Compiles every candidate, compares its result with plain layers, and writes one line for each."""
     make, _, case, way, _ = task
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     candidates, expected = make(case, 2, 16, way)

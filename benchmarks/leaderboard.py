@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def page(files: Sequence[Path]) -> str:
-    """The whole page."""
+    """Returns the whole page as Markdown."""
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for file in files:
         contest = json.loads(file.read_text("utf-8"))
@@ -155,7 +155,8 @@ def protocol(contest: dict[str, Any]) -> str:
 
 
 def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns the rows, the best first; methods with failed seeds come after those without."""
+    """Returns the table of a protocol, best method first. Methods with failed seeds come after those
+    without."""
     rows = [Row(one, name) for name, contest in contests for one in contest["standings"]]
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     lines = [HEAD, ("---",) * len(HEAD)]

@@ -31,7 +31,8 @@ def _idle() -> float:
 
 
 class Watch(threading.Thread):
-    """Samples the tree's proportional set size: pages that processes share count once."""
+    """Samples the memory (proportional set size) of a process and its descendants. Pages that they share
+    count once."""
 
     def __init__(self, root: int, every: float = 0.5) -> None:
         super().__init__(daemon=True)
@@ -68,7 +69,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _size(process: int) -> int | None:
-    """KiB."""
+    """Returns the memory of a process in KiB."""
     try:
         lines = (PROC / str(process) / "smaps_rollup").read_text("utf-8").splitlines()
     except OSError:

@@ -13,7 +13,7 @@ from ssfl.runs.surroundings import reproducible
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Plays the rounds; threads and other settings are the library's defaults."""
+    """Runs the rounds with ssfl. Threads and other settings are the library's defaults."""
     overrides = [f"run.engine={spec.contestant}"]
     if spec.device != "cpu" and spec.contestant == "vmap":
         overrides.append("run.compile=true")  # as a run of the usual length would choose

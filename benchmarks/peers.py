@@ -38,7 +38,7 @@ class Task:
     """Counted in `loss`: steps, images, the sum of the steps' losses."""
 
     def draw(self, user: int) -> tuple[Tensor, Tensor]:
-        """The T · B images of a user's round, taken from new permutations of its images."""
+        """Returns the T · B images of a user's round, taken from new permutations of its images."""
         mine = self.users[user]
         count = self.config.federation.period * self.config.train.batch_size
         turns = -(-count // len(mine))
@@ -47,7 +47,7 @@ class Task:
         return self.images[chosen], self.labels[chosen]
 
     def loss(self, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one local step."""
+        """Returns the loss of one local step."""
         if self.config.method.name == "supervised":
             network.train()
             losses = objectives.supervised(network(images), labels)
@@ -79,7 +79,7 @@ class Task:
 
 
 def prepare(spec: jobs.Spec) -> Task:
-    """The job's data as ssfl loads and splits them, and its network with ssfl's initial weights."""
+    """Returns the job's data as ssfl loads and splits them, and its network with ssfl's initial weights."""
     made = assemble.make(jobs.config(spec))
     data, config, device = made.dataset, made.config, made.device
     assert not config.data.flip or config.method.name == "supervised"

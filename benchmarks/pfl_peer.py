@@ -58,7 +58,8 @@ class Clock(TrainingProcessCallback):  # type: ignore[misc]
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Train; every process returns the same, summed over all of them."""
+    """Runs the job and returns its measurements. Every process returns the same numbers, summed over all
+    processes."""
     workers = pytorch_ops.distributed
     assert workers is not None
     np.random.seed(1)  # noqa: NPY002  pfl draws from numpy's global generator, alike in all processes

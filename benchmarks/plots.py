@@ -69,7 +69,8 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def straight(rows: list[Result]) -> tuple[float, float]:
-    """Returns a step's milliseconds that do not depend on C, and those per user (least relative squares)."""
+    """Returns two numbers of a straight line fitted to a step's milliseconds: those that do not depend on C,
+    and those per user. The fit minimises squared relative errors."""
     users, spent = columns(rows, "users", "step_ms")
     each, fixed = np.polyfit(users, spent, 1, w=1 / spent)
     return float(fixed), float(each)
@@ -85,7 +86,7 @@ def columns(rows: list[Result], *names: str) -> list[np.ndarray]:
 
 
 def cost(participants: Result, users: Result) -> Figure:
-    """Both panels."""
+    """Returns the figure with both panels."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         left, right = figure.subplots(1, 2)

@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 def settings_of(case: Case) -> list[str]:
-    """The settings of one run."""
+    """Returns the settings of one run."""
     users, share = SITES[case.sites]
     sets = ["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=every"]
     sets += [*case.settings, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
 
 
 def play(case: Case) -> Outcome:
-    """Plays one run."""
+    """Runs one case, and returns how it ended."""
     gate.REACH = case.reach
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +112,8 @@ def play(case: Case) -> Outcome:
 
 
 def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
-    """Plays the runs in several processes; yields each when it ends. A process that dies or fails costs one
-    run, and another process takes its place."""
+    """Runs the cases in several processes, and yields each when it ends. A process that dies or fails costs
+    one run, and another process takes its place."""
     waiting, ended = Queue[Case](), Queue[Outcome]()
     for case in cases:
         waiting.put(case)
@@ -144,7 +144,7 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
 
 
 def _place(case: Case) -> tuple[int, int, int, float]:
-    """Where a run stands in the table."""
+    """Returns the position of a run in the table, to sort runs by."""
     sites, attack = list(SITES).index(case.sites), list(ATTACKS).index(case.attack)
     return sites, attack, list(DEFENCES).index(case.defence), case.reach
 

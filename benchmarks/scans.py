@@ -41,8 +41,9 @@ def patient(file: Path) -> str:
 
 
 def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarray], list[str]]:
-    """Pictures [N, H, W, 3], labels (-1: none), class names, each site's places, and patients. They are
-    decoded as by `ssfl run FOLDER` if some are in colour, so that both use the same cached features."""
+    """Returns pictures [N, H, W, 3], labels (-1: none), class names, the pictures of each site, and patients.
+    Pictures are decoded as by `ssfl run FOLDER` if some are in colour, so that both use the same cached
+    features."""
     named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
     sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
     files: list[Path] = []
@@ -59,7 +60,7 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
 
 
 def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> list[np.ndarray]:
-    """The places of the held-out labelled pictures of every fold of every repetition."""
+    """Returns the held-out labelled pictures of every fold in every repetition."""
     labelled = np.flatnonzero(labels >= 0)
     groups = np.array(patients)[labelled]
     return [
@@ -183,7 +184,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _tell(report: dict[str, Any], name: str, result: dict[str, Any], out: Path | None) -> None:
-    """Print a variant's result, and write all results so far."""
+    """Prints a variant's result, and writes all results so far."""
     report["results"][name] = result
     shares = " ".join(f"{100 * one:.0f}" for one in result["class_accuracy"])
     print(f"{name}: balanced {100 * result['balanced_accuracy']:.1f} % ({shares})", flush=True)

@@ -86,7 +86,7 @@ def _is_true(script: str, chrome: "Chrome") -> bool:
 
 @contextmanager
 def browser() -> Iterator["Chrome"]:
-    """A headless Chromium."""
+    """Yields a headless Chromium."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -108,7 +108,7 @@ def browser() -> Iterator["Chrome"]:
 
 @contextmanager
 def board(runs: Path) -> Iterator[str]:
-    """`ssfl board` on a free port; yields its address."""
+    """Runs `ssfl board` on a free port, and yields its address."""
     command = [sys.executable, "-m", "ssfl", "board", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -84,7 +84,8 @@ def make(case: Case, device: str, folder: Path) -> Simulation:
 
 
 def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) -> dict[str, Any]:
-    """Milliseconds of a step, of the server's, and of the rest of a round."""
+    """Returns the milliseconds of a step of the users, of a step of the server, and of the rest of a
+    round."""
 
     def wait() -> None:
         if torch.cuda.is_available():

@@ -78,7 +78,8 @@ def measure(folder: str, views: int, partition: int, sets: list[str]) -> dict[st
 
 
 def digits(partition: int) -> ssfl.Data:
-    """Returns enlarged digits: the labelled images are others in each partition, the test images are not."""
+    """Returns enlarged digits. Each partition has other labelled images, and all have the same test
+    images."""
     from PIL import Image
     from sklearn.datasets import load_digits
 

@@ -67,7 +67,8 @@ def main() -> None:
 
 
 def table(results: dict[str, list[ssfl.Result]]) -> str:
-    """Accuracy, and at the last round how many pseudo-labels there were and how many were right."""
+    """Returns a table with each method's accuracy, and with the share and the correctness of pseudo-labels in
+    the last round."""
     lines = [f"{'method':<26}{'accuracy':>16}{'mask rate':>12}{'pseudo-labels correct':>23}"]
     for title, runs in results.items():
         accuracies = [100 * run.accuracy for run in runs]
@@ -84,7 +85,7 @@ def table(results: dict[str, list[ssfl.Result]]) -> str:
 
 
 def record(results: dict[str, list[ssfl.Result]]) -> dict[str, Any]:
-    """What was run, where, at which commit, and every curve."""
+    """Returns what was run, on which device, at which commit, and every curve."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )

@@ -1,4 +1,4 @@
-"""The apps that Flower runs; all there is to them comes with ssfl."""
+"""The two apps that Flower runs. All their code comes with ssfl."""
 
 from ssfl.deploy.flower import client, server
 

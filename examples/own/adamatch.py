@@ -34,7 +34,7 @@ class AdaMatch(ssfl.Method):
         return ("strong",)
 
     def label(self, look: ssfl.Look) -> ssfl.Labels:
-        """Pseudo-labels of the round's images, from predictions [n, images, classes]."""
+        """Returns the pseudo-labels of the round's images, from predictions [n, images, classes]."""
         threshold = self.share * look.probabilities.amax(-1).mean(1, keepdim=True)
         aligned = look.probabilities / look.probabilities.mean(1, keepdim=True).clamp(min=1e-6) ** self.align
         aligned = aligned / aligned.sum(-1, keepdim=True)
@@ -42,9 +42,10 @@ class AdaMatch(ssfl.Method):
         return ssfl.parts.labelled(look._replace(probabilities=aligned), confident)
 
     def user_loss(self, step: ssfl.Step) -> ssfl.Losses:
-        """Cross-entropy of strong views with these labels."""
+        """Returns the cross-entropy of strong views with these pseudo-labels."""
         return ssfl.parts.round_labels(step)
 
     def round(self, state: ssfl.State, fed: ssfl.Fed) -> ssfl.State:
-        """The users' mean replaces the model, and the server trains it."""
+        """Returns the state after a round: the users' mean replaces the model, and the server then
+        trains it."""
         return ssfl.parts.server_last(state, fed, fed.train_users(state.streams))

@@ -36,24 +36,30 @@ def darker(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def load() -> ssfl.Data:
-    """`ssfl run --set data.name=examples/own/data.py:load`"""
+    """Returns the data for `ssfl run --set data.name=examples/own/data.py:load`."""
     train, test = Digits(0, 1400), Digits(1400, 1797)
     writers = np.array_split(np.arange(100, 1400), 13)  # the scans lie in the order of their writers
     return ssfl.Data.of(train, test, server=range(100), users=writers, strong=darker)
 
 
 def labelled() -> ssfl.Data:
-    """The centre of a real federation: `ssfl serve --data examples/own/data.py:labelled --keys keys`"""
+    """Returns the images of the centre of a real federation.
+
+        ssfl serve --data examples/own/data.py:labelled --keys keys
+    """
     return ssfl.Data.of(Digits(0, 100), Digits(1400, 1797))
 
 
 def unlabelled() -> Tensor:
-    """One of its sites: `ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site`"""
+    """Returns the images of one of its sites.
+
+        ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site
+    """
     return Digits(100, 1400).images
 
 
 def main(out: str | Path = "runs/own-data", rounds: int = 20) -> ssfl.Result:
-    """Train on them."""
+    """Trains a federation on these images."""
     config = ssfl.load_config("own", [f"federation.rounds={rounds}", "train.batch_size=32", "train.warmup=0"])
     return ssfl.run(config, out, data=load())
 
