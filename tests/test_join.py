@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from conftest import Call
-from ssfl.deploy import internals
+from ssfl.deploy import flower, internals
 from stage import Stage, free_port, sets
 
 Answer = Callable[[str], tuple[int, bytes]]
@@ -89,6 +90,49 @@ def test_a_server_that_is_no_centre_is_one_clear_line(
     [line] = err.splitlines()
     assert place in line
     assert "key" not in line
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "exa mple.org:80",
+        "[::1:80",
+        "::1:80",
+        "[]:80",
+        "no.such.host.invalid:80",
+        "a:99999",
+        "a:0",
+        "https://a:80",
+        "a@b:80",
+        "a",
+        ":80",
+        "a:\u0663",
+    ],
+)
+def test_an_address_that_cannot_be_used_is_one_clear_line(
+    address: str, folders: Path, ring: Path, ssfl: Call
+) -> None:
+    code, _, err = ssfl("join", address, "--data", str(folders / "aachen"), "--key",
+                        str(ring / "aachen.site"), "--patience", "1")  # fmt: skip
+    assert code == 2
+    [line] = err.splitlines()
+    assert address in line
+
+
+@pytest.mark.parametrize("settings", [{"data": "/srv/ward-7"}, {"data": "/srv/ward-7", "name": "aachen"}])
+def test_under_flowers_own_commands_no_path_leaves_a_site_either(
+    settings: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    internals.identity(1, 1, 1)
+    asked = RecordDict({"config": ConfigRecord({"ask": "name"})})
+    message = Message(asked, dst_node_id=7, message_type="query")
+    reply = flower.client(message, Context(1, 7, settings, RecordDict(), {}))
+    assert reply.has_error()
+    assert "ward-7" not in reply.error.reason
+    told = capsys.readouterr().out
+    assert ("ward-7" in told) == (
+        "name" in settings
+    )  # why its images cannot be read, or that name is missing
 
 
 @pytest.mark.slow

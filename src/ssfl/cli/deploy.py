@@ -198,10 +198,12 @@ def join(
             "give either --key FILE, which the operator of the centre sends you, or --insecure for a test on "
             "one machine"
         )
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or not host:
+    host = _host_of(address)
+    if host is None:
         raise ConfigError(
-            f"{address!r} is not an address: write HOST:PORT, such as fl.example.org:8443", value=address
+            f"{address!r} is not an address: write HOST:PORT, such as fl.example.org:8443 or "
+            "[2001:db8::1]:8443",
+            value=address,
         )
     if insecure:
         if not _loopback(host):
@@ -240,6 +242,20 @@ def _site_name(data: str) -> str:
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name
+
+
+def _host_of(address: str) -> str | None:
+    """Returns the host of an address HOST:PORT, or None if it is no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        return None
+    if host.startswith("[") or ":" in host:  # IPv6 needs brackets
+        try:
+            ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return None
+        return host if host[0] + host[-1] == "[]" else None
+    return None if any(letter.isspace() or letter in "/@?#[]" for letter in host) else host
 
 
 def _loopback(host: str) -> bool:
