@@ -165,8 +165,8 @@ class Fed(Protocol):
         """Whether the server has labelled images to train on."""
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key of random draws for a purpose (see `core/draws.py`), for this round or for the
-        whole run."""
+        """Returns the key from which random numbers for a purpose are drawn (see `core/draws.py`), for this
+        round or for the whole run."""
 
     def train_users(
         self,

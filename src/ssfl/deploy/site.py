@@ -240,7 +240,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = prin
 
 
 def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
-    """Works for the centre at HOST:PORT until it says that the run is over.
+    """Works for the centre at HOST:PORT until the centre says that the run is over.
 
     Without a key the connection is not encrypted. If the centre cannot be reached, the site tries again for
     `patience` seconds.

@@ -44,7 +44,7 @@ _BYTES = ("bytes_up", "bytes_down")
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Returns the seconds by phase; "other" is the time of rounds outside the recorded phases."""
+    """Returns the seconds of each phase. "other" is the time of rounds that belongs to no recorded phase."""
     if not any("phases" in event for event in run.rounds):
         return {}
     seconds = dict.fromkeys(PHASES, 0.0)

@@ -93,7 +93,8 @@ class Round:
         return self.sim.has_server
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key of random draws for a purpose, for this round or for the whole run."""
+        """Returns the key from which random numbers for a purpose are drawn (see `core/draws.py`), for this
+        round or for the whole run."""
         seed = self.sim.config.run.seed
         return torch.tensor(draws.key(seed, purpose, *([self.state.round] if by_round else [])))
 
