@@ -127,8 +127,8 @@ def test_predict_and_export(ssfl: Call, tmp_path: Path) -> None:
     code, out, told = ssfl("predict", "a", "scans")
     assert code == 2
     assert out.count("\t") == 4  # the two others all the same
-    assert "scans/broken.png: damaged" in told
-    assert "scans/empty.png: damaged" in told
+    assert "scans/broken.png: cannot be decoded" in told
+    assert "scans/empty.png: cannot be decoded" in told
 
     code, out, _ = ssfl("export", "a", "out/digits")
     assert code == 0

@@ -212,6 +212,14 @@ def test_an_archive_for_other_versions_is_refused(ssfl: Call, place: Path, head:
     assert not place.exists()
 
 
+def test_an_archive_whose_head_is_no_object_is_refused(ssfl: Call, place: Path) -> None:
+    with zipfile.ZipFile("bad.zip", "w") as packed:
+        packed.writestr(compile_cache.HEAD, "[1]")
+    code, _, err = ssfl("cache", "load", "bad.zip")
+    assert (code, err.count("\n")) == (2, 1)
+    assert not place.exists()
+
+
 def test_a_list_of_kernels_names_files_beside_it(ssfl: Call) -> None:
     """A crafted list cannot make Triton read a file elsewhere."""
     crafted("triton/ABC/__grp__k.json", json.dumps({"child_paths": {"k": "/etc/../etc/passwd"}}).encode())
@@ -235,7 +243,12 @@ def test_a_shared_folder_is_not_loaded_into(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
     monkeypatch.setenv(VARIABLES[0], str(tmp_path / "shared"))
-    with pytest.raises((OSError, SsflError)):
+    with pytest.raises(SsflError, match=f"{tmp_path / 'shared'} .*{VARIABLES[0]}"):
+        compile_cache.load(tmp_path / "compiled.zip")
+    assert not any((tmp_path / "shared").iterdir())
+    monkeypatch.delenv(VARIABLES[0])
+    monkeypatch.setenv("SSFL_CACHE", str(tmp_path / "shared"))
+    with pytest.raises(SsflError, match=f"{tmp_path / 'shared'} .*SSFL_CACHE"):
         compile_cache.load(tmp_path / "compiled.zip")
     assert not any((tmp_path / "shared").iterdir())
 

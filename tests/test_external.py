@@ -344,7 +344,8 @@ def test_every_mistake_is_one_line(quick: Make, mistake: str) -> None:
         error = caught.value
         assert error.key == "model.name"
         assert isinstance(error.value, value) if isinstance(value, type) else error.value == value
-        assert str(error).startswith("model.name = 'in memory'")
+        assert str(error).startswith("model")  # the argument, not a setting that nobody wrote
+        assert "in memory" not in str(error)
         assert "\n" not in str(error)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -80,7 +82,7 @@ def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
         (["new", "mine", "--images", "nowhere"], "there is no folder nowhere: check its name"),
         (["new", "mine", "--images", "ssfl.toml"], "ssfl.toml is a file"),
         (["new", ".", "--images", "empty"], "already exists and is not overwritten"),
-        (["run", "broken", "--set", "data.broken=stop"], "broken/a/1.png: damaged"),
+        (["run", "broken", "--set", "data.broken=stop"], "broken/a/1.png: cannot be decoded"),
         (["new", "mine", "--images", "few"], "2 training images cannot be split"),
         (["new", "ssfl.toml/x", "--images", "good"], "cannot write"),
     ],
@@ -125,6 +127,36 @@ def test_new_writes_a_config_that_runs_as_it_is(ssfl: Call) -> None:
     assert ssfl("run", "mine/ssfl.toml", *SHORT)[0] == 0
     assert Path("runs/mine-2/summary.json").is_file()
     assert json.loads(Path("runs/mine/split.json").read_text())["test"] == 6
+
+
+def test_commands_with_spaces_in_a_path_work_as_they_are_printed(ssfl: Call) -> None:
+    for name in ("stripes", "plain"):
+        draw(f"my scans/{name}", 9)
+    draw("my scans/unlabelled", 25, seed=2)
+    code, out, _ = ssfl("new", "my study", "--images", "my scans")
+    commands = [shlex.split(line.split("  ")[1]) for line in out.splitlines() if line.startswith("  ssfl ")]
+    assert (code, [words[1] for words in commands]) == (0, ["split", "run"])
+    assert ssfl(*commands[0][1:])[0] == 0
+    assert ssfl(*commands[1][1:], *SHORT, "--out", "a run")[0] == 0
+    code, _, err = ssfl("run", "a run")  # a run folder is no config, but has one
+    commands = [shlex.split(command) for command in re.findall("`([^`]*)`", err)]
+    assert (code, [words[1] for words in commands]) == (2, ["resume", "run"])
+    assert ssfl(*commands[0][1:])[0] == 0
+    assert ssfl(*commands[1][1:], "--out", "repeated", "--quiet")[0] == 0
+    assert Path("repeated/model.safetensors").read_bytes() == Path("a run/model.safetensors").read_bytes()
+
+
+def test_a_name_that_is_not_utf8_is_what_must_be_changed(ssfl: Call) -> None:
+    images = os.fsdecode(b"caf\xe9")
+    try:
+        draw(f"{images}/stripes", 9)
+    except OSError:
+        pytest.skip("this file system takes only UTF-8")
+    draw(f"{images}/plain", 9)
+    code, _, err = ssfl("new", "mine", "--images", images)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "UTF-8" in err
+    assert "another DIR" not in err
 
 
 def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: Call) -> None:

@@ -106,7 +106,8 @@ def test_a_full_disk_loses_no_checkpoint(straight: tuple[str, Path], tmp_path: P
     )
     assert failed.returncode == 2, failed.stderr
     assert failed.stderr.count("\n") == 1
-    assert "earlier files are intact" in failed.stderr
+    assert f"cannot write {out}" in failed.stderr
+    assert f"`ssfl resume {out}`" in failed.stderr
     after = {p.name: p.read_bytes() for p in (out / "checkpoints").iterdir()}
     assert after == before
     assert subprocess.run(command("resume", out, "--quiet")).returncode == 0

@@ -33,7 +33,7 @@ def test_momentum_per_user_that_does_not_fit_is_refused_in_one_line(
     monkeypatch.setattr(sys, "argv", [*call, "train.momentum_policy=slot"])
     with pytest.raises(SystemExit) as stop:
         main.main()
-    assert "10 slots" in capsys.readouterr().err
+    assert "10 participants" in capsys.readouterr().err
     monkeypatch.setattr(
         sys, "argv", [*call, "train.momentum_policy=slot", "--set", "federation.participants=5"]
     )

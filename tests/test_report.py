@@ -368,7 +368,7 @@ def test_what_is_damaged_in_part_is_told_in_the_report(folder: Path, tmp_path: P
     run = tmp_path / "run"
     shutil.copytree(folder / "grouping-1", run)
     (run / "model.safetensors").write_bytes(b"no model")
-    assert "is not a readable model" in words(page.contents([run]))
+    assert "model.safetensors cannot be read" in words(page.contents([run]))
     (run / "split.json").write_text("[1")
     told = words(page.contents([run]))
     assert "split.json is missing or damaged" in told

@@ -49,6 +49,6 @@ def clear() -> None:
     from ssfl.runs.text import printable
 
     folders = compile_cache.clear()
-    print(f"deleted {printable(str(cache.root() / 'compile'))}")
+    print(f"{printable(str(cache.root() / 'compile'))} is empty now")
     for place in folders:
         print(f"kept {printable(str(place))}, which you chose with an environment variable")

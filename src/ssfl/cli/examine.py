@@ -5,6 +5,7 @@ import platform
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ssfl.core import cache
@@ -75,7 +76,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     shown.append(
         f"  {used['path']}, {used['bytes'] / 1e9:.2f} GB used of at most {used['limit'] / 1e9:.3g} GB "
         f"(the environment variables {cache.PLACE} and {cache.LIMIT} change this); delete it with "
-        f"`rm -r {used['path']}`"
+        f"`rm -r {quote(used['path'])}`"
     )
     shown.append("")
     if report["broken"]:
@@ -138,7 +139,9 @@ def _data(root: Path) -> dict[str, str]:
             size = sum(remote.size for remote in official.remotes) / 1e6
             options = f"--set data.name={name} --set data.download=true"
             places[name] = f"not in the folder {root}; download {size:,.0f} MB with `ssfl split {options}`"
-    return places | {path.name: f"ssfl run --set data.path={path}" for path in sorted(root.glob("*.npz"))}
+    return places | {
+        path.name: f"ssfl run --set data.path={quote(str(path))}" for path in sorted(root.glob("*.npz"))
+    }
 
 
 def _version(name: str) -> str:

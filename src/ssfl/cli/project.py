@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ssfl.config.loading import PROJECT
@@ -27,14 +28,18 @@ def project(folder: Path, images: Path | None) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the name of a folder is not UTF-8"
-        raise ConfigError(f"cannot write {target}: {reason}; choose another DIR") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; choose another DIR") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot write {target}: the path of the images is not UTF-8 ({images or folder}); rename that "
+            "folder"
+        ) from error
     return [
         *summary(facts, chosen),
         f"wrote {target}; next:",
-        f"  ssfl split {folder}    shows which images the server and each user get",
-        f"  ssfl run {folder}      trains",
+        f"  ssfl split {quote(str(folder))}    shows which images the server and each user get",
+        f"  ssfl run {quote(str(folder))}      trains",
     ]
 
 

@@ -69,8 +69,9 @@ def _check_counts(config: Config) -> None:
     if split.scheme == "mixture" and not split.mixtures:
         raise _error(
             "split.scheme", "mixture",
-            "needs class weights for each kind of user: set split.mixtures, such as [[0.5, 0.5]]",
-            "split.mixtures=[[0.5, 0.5]]",
+            "needs class weights: set split.mixtures to a row for each kind of user with a number for each "
+            "class, such as [[0.9, 0.1], [0.1, 0.9]] for two classes",
+            None,
         )  # fmt: skip
 
 

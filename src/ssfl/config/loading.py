@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ssfl import methods
@@ -219,9 +220,8 @@ def _read(source: str | Path) -> dict[str, Any]:
         if not path.is_file():
             close = closest(str(source), presets())
             hint = meant(close) or f". Presets: {', '.join(presets())}"
-            kinds = "folder or preset" if len(path.parts) > 2 else "preset"
             raise ConfigError(
-                f"there is no {kinds} {str(source)!r} (a config file must end in .toml){hint}",
+                f"there is no preset or folder {str(source)!r} (a config file must end in .toml){hint}",
                 value=str(source),
                 fix=close or None,
             )
@@ -241,10 +241,12 @@ def _read(source: str | Path) -> dict[str, Any]:
 def _read_folder(folder: Path) -> dict[str, Any]:
     """Returns the config for a folder of images: the preset `own` with data.path set to the folder."""
     if (folder / "config.toml").is_file():
+        command = f"ssfl resume {quote(str(folder))}"
         raise ConfigError(
-            f"{folder} is a run folder, not a config: continue it with `ssfl resume {folder}`",
+            f"{folder} is a run folder, not a config: continue it with `{command}`, or start a new run with "
+            f"its settings: `ssfl run {quote(str(folder / 'config.toml'))}`",
             value=str(folder),
-            fix=f"ssfl resume {folder}",
+            fix=command,
         )
     if not is_image_folder(folder):
         raise ConfigError(

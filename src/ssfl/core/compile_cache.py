@@ -104,13 +104,7 @@ def use() -> None:
         _make_private()
         os.utime(folder())  # used now
     except OSError as error:
-        reason = error.strerror or str(error)
-        warnings.warn(
-            f"compiled code cannot be stored in {folder()} ({reason}), so the next run may compile again. "
-            f"Set {cache.PLACE} to a folder that only you can write to.",
-            SsflWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{_not_stored(error)}, else the next run compiles again", SsflWarning, stacklevel=2)
         return
     _chosen.update(places)
     os.environ.update({VARIABLES[part]: place for part, place in places.items()})
@@ -137,9 +131,9 @@ def require_private(place: Path) -> None:
     """Raises PermissionError if another user could write to a folder."""
     status = os.lstat(place)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(0, f"{place} is not a folder that belongs to you", str(place))
+        raise PermissionError(0, "it is not a folder that belongs to you", str(place))
     if status.st_mode & 0o022:
-        raise PermissionError(0, f"other users can write to {place}", str(place))
+        raise PermissionError(0, "other users can write to it", str(place))
 
 
 def save(file: Path) -> Copied:
@@ -215,29 +209,47 @@ def load(file: Path) -> Copied:
         with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:
             members = packed.infolist()
             _check(packed, members, file)
-            for place in _made_parts():
-                require_private(place)
+            _make_parts()
             known = sum(not _unpack(packed, member) for member in members[1:])
     except BAD as error:
         raise SsflError(f"{file} cannot be read ({error}). Was it written by `ssfl cache save`?") from error
     return Copied(len(members) - 1, sum(member.file_size for member in members[1:]), known)
 
 
-def _made_parts() -> Iterator[Path]:
-    _make_private()
-    for place in parts().values():
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        yield place
+def _make_parts() -> None:
+    """Makes the folders of the cache; raises if another user could change one of them."""
+    try:
+        _make_private()
+        for place in parts().values():
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            require_private(place)
+    except OSError as error:
+        raise SsflError(_not_stored(error)) from error
+
+
+def _not_stored(error: OSError) -> str:
+    """Returns the message for a folder that cannot be used, with the environment variable that changes it."""
+    place = Path(str(error.filename or folder()))
+    own = [VARIABLES[part] for part, chosen in parts().items() if chosen == place and _own(part) is not None]
+    return (
+        f"compiled code cannot be stored in {place} ({error.strerror or error}): set the environment "
+        f"variable {(own or [cache.PLACE])[0]} to a folder that only you can write to"
+    )
 
 
 def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) -> None:
     """Raises if an archive must not be unpacked: wrong versions, unsafe names, or too many or too large
     files."""
     if not members or members[0].filename != HEAD or members[0].file_size > 10_000:
-        raise ValueError("it does not begin as one of ours")
+        raise ValueError(f"its first file is not {HEAD}")
     head = plain_files.parse_json(packed.read(members[0]))
+    if not isinstance(head, dict):
+        raise ValueError(f"its {HEAD} has no versions")
     if head.get("format") != FORMAT:
-        raise ValueError("it has another format")
+        raise SsflError(
+            f"{file} has format {str(head.get('format'))[:40]}, and this version of ssfl reads {FORMAT}: "
+            "save it again with this version"
+        )
     if len(members) > MOST_FILES or sum(member.file_size for member in members) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB")
     for member in members[1:]:

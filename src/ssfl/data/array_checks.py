@@ -37,7 +37,11 @@ def _array(values: Any, what: str) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError as error:
         reason = one_line(error)
-        raise ConfigError(f"{what}: cannot be converted to an array: {reason}", key=what) from error
+        raise ConfigError(
+            f"{what}: cannot be converted to an array ({reason}): pass an array or tensor, or a list whose "
+            "items all have the same shape",
+            key=what,
+        ) from error
 
 
 def image_tensor(values: Array, what: str) -> Tensor:

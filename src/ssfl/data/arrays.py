@@ -189,14 +189,14 @@ def check_views(data: Dataset, images: Tensor) -> None:
             )
         if not torch.equal(views, repeated):
             raise ConfigError(
-                f"{name}: your function returns another result when it is called again: use its draws for "
-                "all randomness",
+                f"{name}: your function returns another result when it is called again: take all "
+                "randomness from its second argument, the draws",
                 key=name,
             )
         if int((views[:1].int() - alone.int()).abs().max()) > 1:  # one level: sums may round differently
             raise ConfigError(
-                f"{name}: the view of an image depends on the other images of its batch: use only the draws "
-                "of the image itself",
+                f"{name}: what your function returns for an image depends on the other images of the batch: "
+                "for image i use only images[i] and draws[i]",
                 key=name,
             )
 

@@ -84,7 +84,11 @@ def decoded(
         mapped = map_pixels(entry / "pixels", shape)
     except (OSError, ValueError) as error:  # the disk is full, or the cache is not writable
         reason = getattr(error, "strerror", None) or str(error)
-        progress.say(f"cannot use the cache {cache.root()} ({reason}): images are decoded into memory")
+        progress.say(
+            f"decoded images cannot be kept in {cache.root()} ({reason}), so every command decodes them "
+            f"again into memory; free some disk space, or set the environment variable {cache.PLACE} to "
+            "another folder"
+        )
         mapped, info = _in_memory(files, *wanted)
         new = False
     if new and info["seconds"] >= SPOKEN:

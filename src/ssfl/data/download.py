@@ -154,7 +154,10 @@ def fetch(remote: Remote, target: Path) -> None:
         part.replace(target)
     except (OSError, HTTPException) as error:
         reason = one_line(error)
-        raise DataError(f"{remote.url}: cannot be downloaded ({reason}); {by_hand}") from error
+        raise DataError(
+            f"{remote.url}: cannot be downloaded to {target.parent} ({reason}); check the connection and "
+            f"that folder, or {by_hand}"
+        ) from error
     finally:
         with suppress(OSError):  # it was renamed, or never made
             part.unlink()

@@ -38,7 +38,10 @@ def reading(where: object) -> Iterator[None]:
                 f"{where}: cannot be read ({error.strerror}); check that it is there and that you may read it"
             ) from error
         reason = one_line(error, 120)
-        raise DataError(f"{where}: damaged or cut short ({reason}); replace it with a fresh copy") from error
+        raise DataError(
+            f"{where}: cannot be decoded ({reason}); if it is damaged or cut short, replace it with a fresh "
+            "copy"
+        ) from error
 
 
 # Files inside folders and archives

@@ -55,8 +55,8 @@ def load_npz(path: Path, size: int | None) -> Dataset:
         if images.shape[1:] != shape:
             same = images.shape[1] == shape[0]
             raise DataError(
-                f"{path}: images of {name} are {_shape(images)} where those of x_train are "
-                f"{_shape(parts['x_train'])}; "
+                f"{path}: images of {name} are {_shape(images)} (channels x height x width), but those of "
+                f"x_train are {_shape(parts['x_train'])}; "
                 + ("--set data.size=N resizes all" if same else "make all grey or all colour")
             )
         known = {"x_train": labels, "x_test": test_labels}.get(name)
@@ -95,8 +95,8 @@ def _encoded(
     classes = names or [str(value) for value in values]
     if len(set(classes)) != len(values) or len(classes) != len(values):
         raise DataError(
-            f"{path}: classes names {len(set(classes))} classes but y_train has {len(values)} "
-            "different labels; name each class once"
+            f"{path}: the array classes has {len(classes)} names, {len(set(classes))} of them different, but "
+            f"y_train has {len(values)} different labels; name each class once"
         )
     codes = np.arange(len(values))
     if names and values.dtype.kind == "U":

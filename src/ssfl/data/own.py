@@ -69,7 +69,10 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
     for entry in classes:
         if entry.name.lower() in UNLABELLED:
-            raise DataError(f"{entry}: would be a class of this name; rename it to {entry.name.lower()}")
+            raise DataError(
+                f"{entry}: is written with capital letters, so it would be a class; rename it to "
+                f"{entry.name.lower()} if its images have no labels, else to another name"
+            )
     if not classes:
         raise DataError(f"{places[0]}: holds no folders; put the images of each class in a folder")
     train = {entry.name: pictures.list_images(entry) for entry in classes}
@@ -161,8 +164,11 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     train, test = without_broken(files.train), without_broken(files.test)
     for name, files_of_class in train.items():
         if not files_of_class:
-            where = files.train[name][0].parent
-            raise DataError(f"{where}: none of its images can be read; replace them or remove the folder")
+            unread = files.train[name]
+            raise DataError(
+                f"class {name}: none of its {len(unread)} images can be read, such as {unread[0]}; replace "
+                "them, or remove the folder of the class"
+            )
     if any(files.test.values()) and not any(test.values()):
         tests = [file for part in files.test.values() for file in part]
         raise DataError(f"none of the {len(tests)} test images can be read, such as {tests[0]}; replace them")
@@ -196,7 +202,9 @@ def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
     if not fraction:
         return []
     if len(files) < 2:
-        raise DataError(f"{files[0].parent}: one image only; each class needs two, one of them for testing")
+        raise DataError(
+            f"{files[0]}: the only image of its class; each class needs two, one of them for testing"
+        )
 
     def draw(file: Path) -> bytes:
         return hashlib.sha256(

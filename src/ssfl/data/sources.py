@@ -80,9 +80,14 @@ def load(
         loaded = load_folder(source, size, test_fraction, broken)
         return checked(loaded, source, tested=test_fraction > 0)
     if not there:
-        raise DataError(f"{source}: there is no such file or folder; check data.path")
+        raise DataError(
+            f"{source}: there is no such file or folder; check the path of your images (data.path or --data)"
+        )
     if source.suffix.lower() != ".npz":
-        raise DataError(f"{source}: neither an .npz file nor a folder of images; check data.path")
+        raise DataError(
+            f"{source}: neither an .npz file nor a folder of images; check the path of your images "
+            "(data.path or --data)"
+        )
     return checked(load_npz(source, size), source)
 
 

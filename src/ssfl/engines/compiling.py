@@ -57,8 +57,8 @@ class Compiled:
             self.fast = None
             reason = one_line(error, 500)
             warnings.warn(
-                f"{self.function.__name__} runs uncompiled, which is slower: compiling it failed ({reason}). "
-                "Set run.compile=false to skip the attempt.",
+                f"a part of the training ({self.function.__name__}) runs uncompiled, which is slower: its "
+                f"compiled form failed ({reason}). Set run.compile=false to skip the attempt.",
                 SsflWarning,
                 stacklevel=2,
             )

@@ -60,8 +60,8 @@ def check_kept(
     available = free(device)
     if needed > available:
         raise ConfigError(
-            f"{key} = {value!r} keeps a row for each of {rows} {whose}. That needs {_size(needed)} of "
-            f"memory, and {device} has {_size(available)} free. Set {fix}.",
+            f"{key} = {value!r} keeps a copy of the model's size for each of {rows} {whose}. That needs "
+            f"{_size(needed)} of memory, and {device} has {_size(available)} free. Set {fix}.",
             key=key,
             value=value,
             fix=fix,

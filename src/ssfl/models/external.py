@@ -193,7 +193,8 @@ def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, 
             value=name,
         )
     factory = outside.load(name, "model.name") if make is None else make
-    return build(factory, f"model.name = {name!r}", classes, shape, seed)
+    setting = f"model.name = {name!r}" if make is None else "model"  # the argument in Python
+    return build(factory, setting, classes, shape, seed)
 
 
 def plain(network: nn.Module) -> nn.Module:

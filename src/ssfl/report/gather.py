@@ -193,8 +193,8 @@ def read(path: Path, name: str) -> Run:
     config = folder.read_config(path)
     try:
         events = list(folder.read_events(path))
-    except RunError:
-        raise RunError(f"{path} is damaged: its events.jsonl cannot be read; start a new run") from None
+    except RunError as error:
+        raise RunError(f"{error}: restore that file, or make it readable", value=error.value) from None
     known = [e for e in events if e["event"] in ("round", "eval", "diversity") and 0 <= e["round"] <= 10**9]
     split = _object(path / "split.json")
     config = roster.joined(config, len(split["sites"]) if isinstance(split.get("sites"), list) else 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ssfl.core.events import Event
-from ssfl.errors import SsflError
+from ssfl.errors import SsflError, one_line
 
 STYLES = ["-", "--", "-.", ":"]
 
@@ -19,7 +19,9 @@ def pyplot() -> Any:
         from matplotlib import pyplot as functions
     except ImportError as error:
         raise SsflError(
-            "figures need matplotlib: run `pip install 'ssfl[report]'`", fix="pip install 'ssfl[report]'"
+            f"figures need matplotlib, which cannot be imported ({one_line(error, 160)}): run `pip install "
+            "'ssfl[report]'`",
+            fix="pip install 'ssfl[report]'",
         ) from error
     return functions
 

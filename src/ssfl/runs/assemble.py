@@ -163,9 +163,8 @@ def build(
     if policy in ("slot", "user"):
         rows = users if policy == "user" else config.federation.participants or 1
         key, fix = "train.momentum_policy", "train.momentum_policy=reset"
-        state_bytes = memory.check_kept(
-            key, policy, f"{policy}s", rows, layout.weights, pool.wide, device, fix
-        )
+        whose = "users" if policy == "user" else "participants"
+        state_bytes = memory.check_kept(key, policy, whose, rows, layout.weights, pool.wide, device, fix)
     if config.method.start == "user" or "models" in config.method.needs():
         every = config.method.start == "user" or config.method.keeps_models
         rows = users if every else config.federation.participants or 1

@@ -70,8 +70,10 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
                             "server-only model")  # fmt: skip
         folded = cross_validate(sim, path, play) if config.run.folds else None
     except DivergedError as error:
+        reason = str(error).partition(". ")[0]  # without its advice, which is for a run of its own
         warnings.warn(
-            f"there is no verdict, because a run for comparison diverged: {error}",
+            "this model cannot be compared with one that learns only from the labelled images, because a "
+            f"training for the comparison diverged; the run itself is not affected ({reason})",
             SsflWarning,
             stacklevel=2,
         )

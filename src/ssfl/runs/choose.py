@@ -176,9 +176,10 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
             return users
         except SsflError as error:
             reason = one_line(error)
+    changed = ", or change what you set in [split]" if overrides.get("split") else ""
     raise DataError(
         f"{facts.folder}: {len(train)} training images cannot be split between a server and "
-        f"{named or 1} user{'s' * (named > 1)} ({reason}): add images",
+        f"{named or 1} user{'s' * (named > 1)} ({reason}): add images{changed}",
         value=len(train),
     )
 
@@ -292,7 +293,8 @@ def _from_scratch(
         if offered
         else ""
     )
-    return [f"network {name}, which a CPU trains in minutes{lite}", *lines]
+    suits = ", which is small enough for a CPU" if network is None else ""
+    return [f"network {name}{suits}{lite}", *lines]
 
 
 def _sizes_in_words(facts: Facts) -> str:

@@ -66,7 +66,9 @@ def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str
         )
     unused = len(dataset.labels) - len(np.unique(np.concatenate([parts.server, *parts.users, validation])))
     if unused:
-        lines.append(f"{unused} training images have no owner and are not used")
+        ways = ["raise split.server_labels"] if dataset.server is None else []
+        ways += [] if dataset.names else ["name them in server= or users= of ssfl.Data"]
+        lines.append(f"{unused} training images have no owner and are not used: {', or '.join(ways)}")
     return lines
 
 

@@ -60,8 +60,8 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(
-            f"cannot write {path}: {error.strerror}; earlier files are intact. Free some disk space, or "
-            "choose another folder"
+            f"cannot write {path}: {error.strerror}; what was saved before is not lost. Check that its "
+            "folder exists, that you may write to it and that the disk is not full"
         ) from error
 
 
@@ -106,7 +106,8 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
     before = known.get("digest") if isinstance(known, dict) else None
     if before is None:
         raise RunError(
-            f"{path / OUTSIDE} has no digest of {name}: restore the file, or start a new run",
+            f"{path / OUTSIDE} is missing or has no checksum of {name}, so it is unknown whether that code "
+            f"has changed: restore {path / OUTSIDE}, or start a new run",
             key=f"{section}.name",
             value=name,
         )
@@ -250,7 +251,8 @@ def append_event(path: Path, event: Event) -> None:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
     except OSError as error:
         raise RunError(
-            f"cannot write {path / 'events.jsonl'}: {error.strerror}: free some disk space"
+            f"cannot write {path / 'events.jsonl'}: {error.strerror}; check that you may write to it and "
+            "that the disk is not full"
         ) from error
 
 
@@ -301,7 +303,11 @@ def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             card = plain_files.parse_json((opened.metadata() or {})["card"])
             return {name: opened.get_tensor(name) for name in opened.keys()}, card  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RunError(f"{path} is not a readable model: {str(error)[:500]}") from error
+        reason = "it has no model card" if isinstance(error, KeyError) else one_line(error, 500)
+        raise RunError(
+            f"{path} cannot be read as a model of ssfl ({reason}): use a run folder, or a .safetensors file "
+            "that `ssfl export` wrote"
+        ) from error
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

@@ -102,7 +102,12 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
     )
     if torch.cuda.is_available():
         cuda = replace(config, run=replace(config.run, device="cuda", engine="vmap"))
-        yield law("a GPU equals a CPU", "see the rules above", lambda: _apart(loop, _played(cuda, model)))
+        yield law(
+            "a GPU equals a CPU",
+            "the method or the network computes something else on a GPU: make new tensors on the device of "
+            "those that it gets, and draw no random numbers of your own",
+            lambda: _apart(loop, _played(cuda, model)),
+        )
 
 
 def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:

@@ -80,24 +80,24 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError for a card that no run would write. It is called before the network is built, since a
     wrong card could name a huge one."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
-        raise ValueError("its card names no network")
+        raise ValueError("its model card names no network")
     classes, shape = card.get("classes"), card.get("shape")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError("its card lists no classes")
+        raise ValueError("its model card lists no classes")
     if not any(tensor.dim() and len(classes) == len(tensor) for tensor in tensors.values()):
-        raise ValueError(f"its card lists {len(classes):,} classes, which no layer has")
+        raise ValueError(f"its model card lists {len(classes):,} classes, which no layer has")
     if any(len(name) > LONGEST for name in classes):
         raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
     sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
     if len(sides) != 3 or sides[0] not in (1, 3) or not all(1 <= side <= LARGEST for side in sides[1:]):
-        raise ValueError(f"its card says that images are {str(shape)[:100]}")
+        raise ValueError(f"its model card says that images are {str(shape)[:100]}")
     for key in ("mean", "std"):
         numbers = card.get(key)
         complete = isinstance(numbers, list) and len(numbers) == sides[0]
         if not complete or not all(
             isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()
         ):
-            raise ValueError(f"its card has no {key} for each channel")
+            raise ValueError(f"its model card has no {key} for each channel")
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("it holds numbers that are not finite")
 
@@ -138,8 +138,8 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
                 f"there is not enough memory to load {file}: end other programs, or use another machine"
             ) from error
         raise RunError(
-            f"{file} cannot be loaded into the network that its card names ({with_class(error, 200)}): if "
-            "the file is damaged, export or train it again"
+            f"{file} cannot be loaded into the network that its model card names ({with_class(error, 200)}): "
+            "if the file is damaged, export or train it again"
         ) from error
 
 
@@ -200,9 +200,10 @@ def _require_frozen(
     if saved is not None:
         external.plain(network).load_state_dict(saved)
     if external.fingerprint(network) != identity["frozen"]:
+        own = identity["name"] not in backbones.NAMES
         raise RunError(
             f"the layers or frozen weights of {identity['name']} have changed since {path} was trained: "
-            "restore them",
+            + ("restore them" if own else "use the version of ssfl that trained it"),
             key="model.name",
             value=identity["name"],
         )

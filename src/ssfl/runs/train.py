@@ -13,6 +13,7 @@ from ssfl.data import inventory
 from ssfl.data.arrays import Data
 from ssfl.errors import ConfigError, RunError
 from ssfl.federation import Method
+from ssfl.models import backbones
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints, folder, resuming, same, track
 from ssfl.runs import forecast as costs
@@ -162,9 +163,11 @@ def reopened(
 def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
     """Raises if the frozen weights of your own network differ from those at the time of the checkpoint."""
     if start.conditions.get("frozen") != now.get("frozen"):
+        ours = config.model.name in backbones.NAMES and config.model.weights is None
+        restore = "use the version of ssfl that started it" if ours else "restore them"
         raise RunError(
             f"the layers or frozen weights of {config.model.name} have changed since {path} was started: "
-            "restore them, or start a new run",
+            f"{restore}, or start a new run",
             key="model.name",
             value=config.model.name,
         )

@@ -20,7 +20,7 @@ from ssfl.config.settings import Config
 from ssfl.core import draws
 from ssfl.core.events import Event
 from ssfl.core.schedule import head_start
-from ssfl.errors import SsflError
+from ssfl.errors import SsflError, one_line
 
 EPSILONS = ("epsilon_sent", "epsilon_model")
 
@@ -127,7 +127,8 @@ def library() -> Any:
         import dp_accounting.rdp
     except ImportError as error:
         raise SsflError(
-            "[privacy] needs the package dp-accounting, which is not installed: pip install 'ssfl[privacy]'",
+            f"[privacy] needs the package dp-accounting, which cannot be imported ({one_line(error, 160)}): "
+            "run `pip install 'ssfl[privacy]'`",
             key="privacy",
             fix="pip install 'ssfl[privacy]'",
         ) from error

@@ -164,15 +164,18 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Returns whether the GPU has the copy engine and Triton supports it. If not, it warns once."""
-    if TensorDescriptor is not None and torch.cuda.get_device_capability(device) == (9, 0):
-        return True
-    why = "need a newer Triton" if TensorDescriptor is None else "are for Hopper GPUs"
-    name = torch.cuda.get_device_name(device)
-    warnings.warn(
-        f"on {name} the older convolutions are used: the faster ones {why}", SsflWarning, stacklevel=2
-    )
-    return False
+    """Returns whether the GPU has the copy engine and Triton supports it. Warns once if a newer Triton would
+    support it."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if TensorDescriptor is None:
+        warnings.warn(
+            f"training on {torch.cuda.get_device_name(device)} is slower than it could be, because the "
+            "fastest convolutions need a newer Triton: install a newer torch, which brings it",
+            SsflWarning,
+            stacklevel=2,
+        )
+    return TensorDescriptor is not None
 
 
 def _power(value: int) -> int:
