@@ -126,9 +126,9 @@ def test_under_flowers_own_commands_no_path_leaves_a_site_either(
     internals.identity(1, 1, 1)
     asked = RecordDict({"config": ConfigRecord({"ask": "name"})})
     message = Message(asked, dst_node_id=7, message_type="query")
-    reply = flower.client(message, Context(1, 7, settings, RecordDict(), {}))
+    reply = flower.client(message, Context(1, 7, dict(settings), RecordDict(), {}))
     assert reply.has_error()
-    assert "ward-7" not in reply.error.reason
+    assert "ward-7" not in str(reply.error.reason)
     told = capsys.readouterr().out
     assert ("ward-7" in told) == (
         "name" in settings
