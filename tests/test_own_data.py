@@ -19,7 +19,7 @@ from conftest import Call
 from ssfl.config.loading import Config
 from ssfl.core import outside
 from ssfl.data import augment
-from ssfl.errors import ConfigError, RunError
+from ssfl.errors import ConfigError, RunError, SsflWarning
 from ssfl.runs import assemble
 
 Quick = Callable[..., Config]
@@ -81,6 +81,18 @@ def test_owners_are_those_that_were_given(short: Quick, tmp_path: Path) -> None:
     sim = assemble.make(short(), data=made)
     for chosen, owned in zip(sim.parts.users, USERS, strict=True):
         assert np.array_equal(chosen, owned)
+
+
+def test_images_that_belong_to_nobody_are_told_with_a_way_out(short: Quick) -> None:
+    with pytest.warns(SsflWarning, match=r"\b50 .*server= or users="):
+        assemble.make(short(), data=data())
+    with pytest.warns(SsflWarning, match=r"\b100 .*split\.server_labels"):
+        assemble.make(short("split.server_labels=10"), data=data(server=None))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sim = assemble.make(short("split.server_labels=110"), data=data(server=None))
+    assert len(sim.parts.server) == 110
+    assert not [one for one in told if "owner" in str(one.message)]
 
 
 def test_nobody_trains_on_an_image_of_somebody_else(short: Quick, tmp_path: Path) -> None:
