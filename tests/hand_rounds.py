@@ -112,7 +112,7 @@ class Experiment(Simulation):
     direction: Tensor | None = None
     """What the gate compares updates with."""
 
-    def score(self, row: Tensor, images: Tensor, labels: Tensor) -> ModelScore:
+    def server_score(self, row: Tensor, most: int | None = None) -> ModelScore:
         return self.judged(row)
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:

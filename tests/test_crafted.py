@@ -116,6 +116,8 @@ def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, imag
         ({"shape": "huge"}, "says that images are"),
         ({"mean": [float("nan")]}, "has no mean for each channel"),
         ({"std": []}, "has no std for each channel"),
+        ({"test_views": 10**9}, "averaged over 1000000000 views"),
+        ({"test_views": "all"}, "averaged over all views"),
         ({"model": ["small"]}, "names no network"),
         ({"model": "nobody's"}, "cannot be loaded into the network"),
     ],

@@ -37,11 +37,12 @@ def evaluate(
     matrix and the calibration, and writes a picture of the worst mistakes.
 
     Example: ssfl evaluate runs/own more-scans"""
-    from ssfl.core import outside
+    from ssfl.core import outside, progress
     from ssfl.runs import evaluate as judge
     from ssfl.runs import sheet as sheets
 
     outside.supply(code or [])
+    progress.show(not json_only)
     judged = judge.evaluate(run, folder)
     target = sheet or (run / SHEET if run.is_dir() else Path(SHEET))
     written = sheets.write(judged, target)

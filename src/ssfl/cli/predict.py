@@ -21,10 +21,11 @@ def predict(
     """Predict the class of images, with the model's confidence.
 
     Example: ssfl predict runs/quickstart scan.png"""
-    from ssfl.core import outside
+    from ssfl.core import outside, progress
     from ssfl.runs.predict import predict as predicted
 
     outside.supply(code or [])
+    progress.show(not json_only)
     broken: list[str] = []
     predictions = predicted(run, images, broken)
     if json_only:

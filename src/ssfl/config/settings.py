@@ -44,6 +44,10 @@ class DataSettings:
     """The augmentation. "standard": weak views are shifted, strong ones also go through random operations and
     Cutout (paper). "gentle", for pretrained networks: both are slightly rotated, zoomed and shifted, and
     differ slightly in brightness and contrast."""
+    test_views: int = setting(0, least=0, most=64, what="views of an image besides the image itself")
+    """Average the prediction for an image over the image itself and this many gentle views of it
+    (test-time augmentation), when a model is evaluated and in `ssfl predict`. It costs as many more
+    predictions. The preset pictures uses 8."""
     broken: str = setting("skip", choices=("skip", "stop"))
     """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
     the command. Both name them together."""

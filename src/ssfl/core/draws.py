@@ -25,6 +25,7 @@ PURPOSES = {
     "consensus": 14,  # which users form a sub-consensus of RSCFed
     "features": 15,  # the views of an image whose features are computed once
     "gate": 16,  # the views of labelled images that the gate compares updates with
+    "test": 17,  # the views over which the prediction for an image is averaged
 }
 SERVER = -1  # the server's number, in place of a user's
 

@@ -8,11 +8,12 @@ every device.
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from ssfl.core.draws import below
+from ssfl.core.draws import below, bits, key
 from ssfl.data.augment import STRONG, WEAK, View
 
 GENTLE_DRAWS: int = 9
@@ -44,6 +45,24 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 GENTLE = View(gentle_views, GENTLE_DRAWS)
 KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
 """Weak and strong views by the name in data.views."""
+
+
+def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
+    """Returns the gentle view of uint8 images [N, C, H, W] with this number, from 1 on. It is the same change
+    for every image. Views 2 and 1 are opposite, and so are 4 and 3, and so on: if one turns an image to the
+    left, the other turns it as far to the right. So an even number of them favours no direction."""
+    pair, opposite = divmod(number - 1, 2)
+    drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
+    drawn = (~drawn if opposite else drawn).to(images.device)
+    return gentle_views(images, drawn.expand(len(images), -1), flip)
+
+
+def averaged_logits(logits: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:
+    """Returns the mean of a network's logits over several inputs for the same images, such as views."""
+    total, count = logits(next(inputs)), 1
+    for one in inputs:
+        total, count = total + logits(one), count + 1
+    return total / count if count > 1 else total
 
 
 def kind_of(weak: View, strong: View) -> str | None:

@@ -100,8 +100,9 @@ class Features:
     """Seconds that the very first view took."""
     _done: int = 0
     """How many views of each kind there are already."""
-    _plain: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
-    """The features of images without augmentation, by their checksum."""
+    _plain: dict[tuple[bytes, int], Tensor] = field(default_factory=dict, repr=False)
+    """The features of images that are evaluated, by their checksum and the number of their test view; number
+    0 is the image without augmentation."""
     _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """Images that are evaluated repeatedly, by the address of their memory."""
     _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
@@ -172,6 +173,18 @@ class Features:
         )
         return missing * self._each_takes
 
+    def left_to_evaluate(self, images: Tensor, test_views: int) -> float:
+        """Returns about how many seconds the features of these images and of their test views will take, when
+        the images are evaluated for the first time."""
+        kept, numbers = self._kept(), range(test_views + 1)
+        missing = sum(
+            (name, number) not in self._plain
+            and _file(name, "test" if number else "plain", number) not in kept
+            for name in (self._checksums_of(images) if len(images) else ())
+            for number in numbers
+        )
+        return missing * self._each_takes
+
     @property
     def _each_takes(self) -> float:
         """Returns about how many seconds the computation of one view takes."""
@@ -203,21 +216,23 @@ class Features:
         is weak and 1 is strong."""
         return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
-    def plain(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of uint8 images without augmentation."""
+    def plain(self, images: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
+        """Returns the features of uint8 images without augmentation, or of their test view with this
+        number."""
         if not len(images):  # with run.folds there are no test images
             return self._through(images.new_zeros(1, *images.shape[1:]).cpu())[:0].to(images.device, dtype)
         names = self._checksums_of(images)
-        new = {name: place for place, name in enumerate(names) if name not in self._plain}
-        if not new:
-            return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
+        new = {name: place for place, name in enumerate(names) if (name, number) not in self._plain}
+        kind, make = ("test", self._test_view) if number else ("plain", self._unchanged)
 
         def one(item: tuple[bytes, int]) -> None:
             name, place = item
-            self._plain[name] = self._stored(name, "plain", 0, images[place], self._unchanged)
+            self._plain[name, number] = self._stored(name, kind, number, images[place], make)
 
-        self._each(one, list(new.items()), "features of test images")
-        return torch.stack([self._plain[name] for name in names]).to(images.device, dtype)
+        if new:
+            what = f", view {number}" if number else ""
+            self._each(one, list(new.items()), f"features of test images{what}")
+        return torch.stack([self._plain[name, number] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
         """Keeps the checksums of these images, and of parts of them, because they will be evaluated often."""
@@ -234,6 +249,9 @@ class Features:
 
     def _unchanged(self, image: Tensor, name: bytes, number: int) -> Tensor:
         return self._through(image[None])[0]
+
+    def _test_view(self, image: Tensor, name: bytes, number: int) -> Tensor:
+        return self._through(gentle.test_view(image[None], number, self.flip))[0]
 
     def _view(self, kind: int, image: Tensor, name: bytes, number: int) -> Tensor:
         """Returns the features of one of an image's weak or strong views."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ssfl.core import draws
 from ssfl.core.rows import placed
 from ssfl.core.step import Batch, Labels, Named
-from ssfl.data import augment
+from ssfl.data import augment, gentle
 from ssfl.engines.features import Features
 
 SHUFFLE_ROUNDS = 24
@@ -43,6 +43,8 @@ class Pool:
     """How strong views are made."""
     features: Features | None = None
     """The frozen trunk's output for the images, if only the rest of the network is trained."""
+    test_views: int = 0
+    """The prediction for a test image is averaged over the image and this many views of it."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -54,6 +56,16 @@ class Pool:
         if self.features is not None:
             return self.features.plain(images, dtype or self.dtype)
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
+
+    def test_inputs(self, images: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yields the network's inputs whose logits are averaged when uint8 images are evaluated: the images
+        without augmentation, then their test views."""
+        yield self.normalised(images, dtype)
+        for number in range(1, self.test_views + 1):
+            if self.features is not None:
+                yield self.features.plain(images, dtype, number)
+            else:
+                yield self.normalised(gentle.test_view(images, number, self.flip), dtype)
 
     def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
         """Returns the network's input for "weak" or "strong" views, one view per key. `source` is what

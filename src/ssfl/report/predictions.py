@@ -22,6 +22,7 @@ from ssfl.models.building import network_of, plain_network_of
 from ssfl.report.gather import Run, inside, whole
 from ssfl.runs import assemble, checkpoints, folder, resolve, surroundings
 from ssfl.runs.predict import Classifier, load_model
+from ssfl.runs.result import test_views
 from ssfl.simulate.simulation import evaluated_row
 
 MOST_TESTED = 10_000
@@ -115,7 +116,10 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     plain = plain_network_of(config, data)
     plain.to(row.dtype).load_state_dict(tensors, strict=False)
     plain = external.plain(plain)
-    card = {"classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std}
+    card = {
+        "classes": data.classes, "shape": data.shape, "mean": data.mean, "std": data.std,
+        **test_views(config.data),
+    }  # fmt: skip
     return Classifier(plain, card).eval(), saved.state.round
 
 
@@ -144,7 +148,8 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -
         images, labels = data.test_images[chosen], data.test_labels[chosen]
         device = assemble.choose_device("auto")
         model.to(device)
-        shares = torch.cat([model(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)])
+        parts = [model.averaged(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)]
+        shares = torch.cat(parts)
         model.cpu()
         sure, predicted = shares.max(-1)
         size = len(data.classes)

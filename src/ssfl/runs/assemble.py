@@ -144,6 +144,7 @@ def build(
         dataset.images.to(device), dataset.labels.to(device),
         torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device),
         bool(config.data.flip), getattr(torch, precision), dataset.weak, dataset.strong,
+        test_views=config.data.test_views,
     )  # fmt: skip
     if outside.is_path(config.method.name):
         outside.require(config.method.name, "method.name")

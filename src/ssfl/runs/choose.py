@@ -51,6 +51,9 @@ VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
 used."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
 """Seconds for the features of one view on one core."""
+TEST_SHARE = 0.2
+"""The part of the budget that averaging predictions over test views may take; with more test images there is
+no averaging."""
 COST = {"small": 1.6e-6, "cnn": 9e-6}
 """Seconds per pixel of an image on one core, for both views, labels and gradient."""
 OVERHEAD = 1e-3
@@ -211,16 +214,28 @@ def _pretrained(
     )
     pixels = overrides.get("data", {}).get("size")
 
-    def seconds(size: int, views: int) -> float:
+    folded = _folds(facts, overrides, settings, sites)
+    tested = sum(map(len, facts.files.test.values()))
+    if folded or overrides.get("run", {}).get("folds"):
+        tested += facts.labelled
+
+    def seconds(size: int, views: int, averaged: int = 0) -> float:
         each = FEATURE_COST.get(size, FEATURE_COST[224] * (size / 224) ** 2)
-        return facts.images * (2 * views + 1) * each / cores
+        return (facts.images * (2 * views + 1) + tested * averaged) * each / cores
 
     fitting = [pair for pair in VIEWS if pair[0] == (pixels or pair[0])] or [(pixels or 224, 4)]
     size, views = next((pair for pair in fitting if seconds(*pair) <= BUDGET), fitting[-1])
     settings["data"]["size"] = size
     views = settings["model"]["cached_views"] = overrides.get("model", {}).get("cached_views", views)
+    averaged = overrides.get("data", {}).get("test_views")
+    if averaged is None:
+        averaged = settings["data"]["test_views"]
+        if seconds(size, views, averaged) - seconds(size, views) > TEST_SHARE * BUDGET:
+            averaged = 0
+    settings["data"]["test_views"] = averaged
+    expected = duration(seconds(size, views, averaged))
     cached = (
-        f". Its features are computed once, in about {duration(seconds(size, views))}, before and during the "
+        f". Its features are computed once, in about {expected}, before and during the "
         f"first {views} rounds, and cached for later runs"
         if views
         else ""
@@ -230,23 +245,26 @@ def _pretrained(
         if size == 224
         else f"224 would be slow for {facts.images:,} images"
     )
-    folded = []
-    smallest = min(
-        len(facts.files.train[name]) + len(facts.files.test.get(name, ())) for name in facts.files.train
-    )
-    if not (sites or facts.files.own_test or "folds" in overrides.get("run", {})) and (
-        facts.labelled < FOLDED and smallest >= 2 * FOLDS
-    ):
-        settings["run"] = {"folds": FOLDS}
-        labelled = sum(map(len, (*facts.files.train.values(), *facts.files.test.values())))
-        folded = [
-            f"{FOLDS}-fold cross-validation: {labelled} labelled images are too few to hold some out "
-            "for testing (--folds 0 holds some out)"
-        ]
     return [
         f"network lite0, pretrained on ImageNet: best for {facts.images:,} images{cached}",
         f"images of {size}x{size} pixels ({_sizes_in_words(facts)}): {_asked(pixels) or why}",
         *folded,
+    ]
+
+
+def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites: bool) -> list[str]:
+    """Sets cross-validation if there are too few labelled images to hold some out. Returns the reason."""
+    labelled, test = facts.files.train, facts.files.test
+    smallest = min(len(files) + len(test.get(name, ())) for name, files in labelled.items())
+    if sites or facts.files.own_test or "folds" in overrides.get("run", {}):
+        return []
+    if facts.labelled >= FOLDED or smallest < 2 * FOLDS:
+        return []
+    settings["run"] = {"folds": FOLDS}
+    count = sum(map(len, (*labelled.values(), *test.values())))
+    return [
+        f"{FOLDS}-fold cross-validation: {count} labelled images are too few to hold some out "
+        "for testing (--folds 0 holds some out)"
     ]
 
 

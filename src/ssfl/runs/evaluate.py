@@ -6,17 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ssfl.core import statistics
-from ssfl.data import pictures, sources
+from ssfl.data import pictures
 from ssfl.data.dataset import UNLABELLED, WHITE
 from ssfl.errors import DataError, SsflWarning
 from ssfl.models.external import Factory
-from ssfl.runs.predict import Classifier, load_model
+from ssfl.runs.predict import load_model, probabilities
 
-BATCH = 128
 BINS = 10
 
 
@@ -147,19 +143,12 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
     `broken`.
     """
     classifier = load_model(run, model)
-    labelled = labelled_files(Path(folder), classifier.classes)
-    answers: list[Answer] = []
+    label_of = dict(labelled_files(Path(folder), classifier.classes))
     broken: list[str] = []
-    for start in range(0, len(labelled), BATCH):
-        part, images = _read(labelled[start : start + BATCH], classifier, broken)
-        if not part:
-            continue
-        with torch.no_grad():
-            confidences, predictions = classifier(images).softmax(-1).max(-1)
-        answers += [
-            Answer(file, label, int(guess), float(share))
-            for (file, label), guess, share in zip(part, predictions, confidences, strict=True)
-        ]
+    answers = [
+        Answer(file, label_of[file], int(shares.argmax()), float(shares.max()))
+        for file, shares in probabilities(classifier, list(label_of), broken)
+    ]
     if not answers:
         raise DataError(
             f"{folder}: none of its {len(broken)} images can be read; the first error: {broken[0]}. "
@@ -199,17 +188,3 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int
             stacklevel=3,
         )
     return labelled
-
-
-def _read(
-    files: Sequence[tuple[Path, int]], classifier: Classifier, broken: list[str]
-) -> tuple[list[tuple[Path, int]], Tensor]:
-    """Returns the files that can be read, and their pixels as `predict` reads them."""
-    readable, images = [], []
-    for file, label in files:
-        try:
-            images.append(sources.read_image_files([file], *classifier.shape, classifier.white))
-            readable.append((file, label))
-        except DataError as error:
-            broken.append(str(error))
-    return readable, torch.cat(images) if images else torch.empty(0)

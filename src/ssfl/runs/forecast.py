@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ssfl.engines import local
@@ -21,8 +22,9 @@ from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
 """If the first step takes longer than this many seconds, it is not repeated for a better measurement."""
-SCORED = 64
-"""The number of test images on which an evaluation is timed."""
+SCORED, SCORED_FEATURES = 64, 8
+"""The number of test images on which an evaluation is timed; with features, which must be computed first, it
+is smaller."""
 SAMPLED = 0.05
 """Seconds between two measurements of the memory."""
 
@@ -70,7 +72,7 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
     rounds = last - state.round
     comparison = baseline.expected(sim.config, each, server)
     evaluation = _evaluation(sim, state)
-    features = 0.0 if sim.pool.features is None else sim.pool.features.left()
+    features = _features(sim)
     return Forecast(rounds, each, evaluations, evaluation, comparison, features, memory[0])
 
 
@@ -166,12 +168,26 @@ def _cut(work: Work, steps: int) -> Work:
 def _evaluation(sim: Simulation, state: State) -> float:
     """Returns how many seconds an evaluation takes."""
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
-    count = min(SCORED, len(sim.dataset.test_labels))
+    most = SCORED if sim.pool.features is None else SCORED_FEATURES
+    count = min(most, len(sim.dataset.test_labels))
     test = sim.dataset.test_images[:count].to(sim.device), sim.dataset.test_labels[:count]
     if sim.pool.features is not None:  # they are computed once
         sim.score(state.average, *test)
     seconds = _timed(sim, lambda: sim.score(state.average, *test))
     return seconds * max(1.0, images / max(count, 1))
+
+
+def _features(sim: Simulation) -> float:
+    """Returns how many seconds the features take that are not computed yet: of training views, and of the
+    images that are evaluated."""
+    if sim.pool.features is None:
+        return 0.0
+    held = [sim.validation, *([sim.parts.server] if sim.config.run.folds else [])]
+    pooled = sim.pool.images[torch.from_numpy(np.unique(np.concatenate(held))).to(sim.device)]
+    return sim.pool.features.left() + sum(
+        sim.pool.features.left_to_evaluate(images, sim.pool.test_views)
+        for images in (sim.dataset.test_images, pooled)
+    )
 
 
 def _timed(sim: Simulation, call: Callable[[], object]) -> float:

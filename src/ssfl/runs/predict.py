@@ -4,8 +4,9 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssfl.core import outside, rows
-from ssfl.data import sources
+from ssfl.core import outside, progress, rows
+from ssfl.data import gentle, sources
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError, SsflWarning, with_class
@@ -23,6 +24,11 @@ from ssfl.runs import folder, resuming, surroundings
 
 LONGEST = 1000
 """The most characters in the name of a class."""
+MOST_VIEWS = 64
+"""The most views of an image over which a prediction is averaged."""
+VALUES = 1 << 23
+"""How many values of images are classified at once: 55 colour images of 224 pixels need about 0.5 GB."""
+MOST_AT_ONCE = 256
 SLACK = 1e-3
 """Floats may be this far below 0 or above 1, because resizing can overshoot."""
 
@@ -45,6 +51,9 @@ class Classifier(nn.Module):
         self.white = int(card.get("white", WHITE))
         if not 255 <= self.white <= WHITE:
             raise ValueError(f"white is {self.white}")
+        self.test_views, self.flip = int(card.get("test_views", 0)), bool(card.get("flip", False))
+        """How many views of an image `averaged` uses besides the image itself, and whether some of them are
+        mirrored."""
         self.register_buffer("mean", torch.tensor(card["mean"]))
         self.register_buffer("std", torch.tensor(card["std"]))
 
@@ -75,6 +84,12 @@ class Classifier(nn.Module):
         x = (x - self.mean[:, None, None]) / self.std[:, None, None]
         return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
 
+    def averaged(self, images: Tensor) -> Tensor:
+        """Returns the logits of uint8 images [N, C, H, W], averaged over each image and its test views
+        (data.test_views), as the run itself, `ssfl predict` and `ssfl evaluate` compute them."""
+        views = (gentle.test_view(images, number, self.flip) for number in range(1, self.test_views + 1))
+        return gentle.averaged_logits(self, chain([images], views))
+
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError for a card that no run would write. It is called before the network is built, since a
@@ -98,6 +113,9 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
             isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()
         ):
             raise ValueError(f"its model card has no {key} for each channel")
+    views = card.get("test_views", 0)
+    if type(views) is not int or not 0 <= views <= MOST_VIEWS:
+        raise ValueError(f"its model card says that predictions are averaged over {str(views)[:100]} views")
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("it holds numbers that are not finite")
 
@@ -236,28 +254,38 @@ def predict(
     If a file cannot be read, this raises; if a list `broken` is passed, a line is added to it instead.
     """
     classifier = load_model(run, model)
-    files = sources.image_files(images)
-    predictions = []
-    for start in range(0, len(files), 256):
-        part, read = [], []
-        for file in files[start : start + 256]:
-            try:
-                read.append(sources.read_image_files([file], *classifier.shape, classifier.white))
-                part.append(file)
-            except DataError as error:
-                if broken is None:
-                    raise
-                broken.append(str(error))
-        if not part:
-            continue
-        with torch.no_grad():
-            shares = classifier(torch.cat(read)).softmax(-1)
-        confidence, label = shares.max(-1)
-        predictions += [
-            {"file": str(file), "class": classifier.classes[int(index)], "confidence": float(sure)}
-            for file, index, sure in zip(part, label, confidence, strict=True)
-        ]
-    return predictions
+    return [
+        {
+            "file": str(file),
+            "class": classifier.classes[int(shares.argmax())],
+            "confidence": float(shares.max()),
+        }
+        for file, shares in probabilities(classifier, sources.image_files(images), broken)
+    ]
+
+
+def probabilities(
+    classifier: Classifier, files: Sequence[Path], broken: list[str] | None
+) -> Iterator[tuple[Path, Tensor]]:
+    """Yields each image file that can be read, and the probabilities of the classes. If a file cannot be
+    read, this raises; if a list `broken` is passed, a line is added to it instead."""
+    batch = max(1, min(MOST_AT_ONCE, VALUES // math.prod(classifier.shape)))
+    with progress.bar("predictions", len(files)) as advance:
+        for start in range(0, len(files), batch):
+            part, read = [], []
+            for file in files[start : start + batch]:
+                try:
+                    read.append(sources.read_image_files([file], *classifier.shape, classifier.white))
+                    part.append(file)
+                except DataError as error:
+                    if broken is None:
+                        raise
+                    broken.append(str(error))
+            if part:
+                with torch.no_grad():
+                    shares = classifier.averaged(torch.cat(read)).softmax(-1)
+                yield from zip(part, shares, strict=True)
+            advance(min(batch, len(files) - start))
 
 
 def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
@@ -306,12 +334,13 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"
     if "white" not in model.card:
         deep = f"8 bits for each value, as in training (a file of 16 bits: x * 255 / {model.white})"
+    averaged = f"; `ssfl predict` averages them over an image and {model.test_views} gentle views of it"
     card = model.card | {
         "reading": f"upright by EXIF; transparent becomes white; {deep}; {colours}; "
         f"stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
         "input": f"uint8 [N, {channels}, {height}, {width}]",
         "scaling": "(x / 255 - mean) / std, by channel; the program does it, the weights alone do not",
-        "output": "logits",
+        "output": "logits" + averaged * bool(model.test_views),
     }
     tensors = {n: tensor for n, tensor in model.network.state_dict().items() if n in model.saved}
     folder.write_model(files[0], tensors, card)

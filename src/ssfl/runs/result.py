@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ssfl.config.settings import DataSettings
 from ssfl.core.events import Event
 from ssfl.core.statistics import wilson
 from ssfl.federation import State
@@ -126,6 +127,11 @@ def last_event(events: list[Event], kind: str) -> Event:
     return [event for event in events if event["event"] == kind][-1]
 
 
+def test_views(data: DataSettings) -> dict[str, Any]:
+    """Returns how a model card describes the views over which predictions are averaged, if there are any."""
+    return {"test_views": data.test_views, "flip": bool(data.flip)} if data.test_views else {}
+
+
 def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
     """Returns the card of a model file: what is needed to build and use the network."""
     return {
@@ -136,6 +142,7 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         **({"white": sim.dataset.white} if sim.dataset.deep else {}),
         "mean": list(sim.dataset.mean),
         "std": list(sim.dataset.std),
+        **test_views(sim.config.data),
         "data": sim.dataset.name,
         "method": sim.config.method.name,
         "accuracy": evaluation.get("accuracy"),

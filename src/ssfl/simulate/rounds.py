@@ -111,7 +111,7 @@ class Round:
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """Returns a model's balanced accuracy minus chance, on about `most` of the server's labelled
         images."""
-        per_class = self.sim.score(row, *self.sim.server_images(most)).per_class
+        per_class = self.sim.server_score(row, most).per_class
         accuracies = [accuracy for accuracy in per_class if accuracy is not None]
         return sum(accuracies) / len(accuracies) - 1 / len(accuracies)
 
@@ -307,7 +307,7 @@ class Round:
         return averaging.better_of_median(aggregate, rows[members], self._server_loss)
 
     def _server_loss(self, row: Tensor) -> float:
-        loss = self.sim.score(row, *self.sim.server_images()).loss
+        loss = self.sim.server_score(row).loss
         return loss if math.isfinite(loss) else math.inf
 
     def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:

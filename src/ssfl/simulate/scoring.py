@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ssfl.core.rows import Layout
+from ssfl.data import gentle
 from ssfl.engines.work import Pool
 
 BATCH = 1000
@@ -37,10 +38,13 @@ def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes:
 
 
 def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
-    """Returns the network's logits [B, classes], on the CPU, for uint8 images on the pool's device."""
+    """Returns the network's logits [B, classes], on the CPU, for uint8 images on the pool's device. They
+    are averaged over each image and its test views (data.test_views)."""
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
-        parts = [model(pool.normalised(part, pool.wide)) for part in images.split(BATCH)]
+        parts = [
+            gentle.averaged_logits(model, pool.test_inputs(part, pool.wide)) for part in images.split(BATCH)
+        ]
         return torch.cat(parts).cpu()
 
 

@@ -255,6 +255,13 @@ class Simulation:
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
+    def server_score(self, row: Tensor, most: int | None = None) -> scoring.ModelScore:
+        """Evaluates a model on the images of `server_images`. Rounds do this often, so test views are not
+        used."""
+        write_row(self.model, self.layout, row)
+        pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
+        return scoring.score(self.model, pool, images, labels, len(self.dataset.classes))
+
     def classified(self, row: Tensor, images: Tensor) -> Tensor:
         """Returns the class that a model predicts for each of these uint8 images, on the CPU."""
         write_row(self.model, self.layout, row)
