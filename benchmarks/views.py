@@ -2,6 +2,7 @@
 
 python -m benchmarks.views FOLDER --views 1 2 4 8 --partitions 3 --json FILE
 python -m benchmarks.views digits --views 1 2 4 8 0 --partitions 3 --json FILE
+python -m benchmarks.views FOLDER --views 4 --set data.test_views=0 --json FILE
 
 FOLDER has one sub-folder for each class and `unlabelled/`. Every run is `ssfl run FOLDER` with another V and
 another partition of the labelled images into folds. "digits" are scikit-learn's, enlarged to 64 pixels: 60
@@ -67,6 +68,7 @@ def measure(folder: str, views: int, partition: int, sets: list[str]) -> dict[st
     return {
         "views": views,
         "partition": partition,
+        "test_views": config.data.test_views,
         **{key: comparison[key] for key in ("on", "count", "correct", "correct_without")},
         "balanced_accuracy": comparison["balanced_accuracy"],
         "balanced_accuracy_without": comparison["balanced_accuracy_without"],

@@ -45,7 +45,7 @@ def load() -> ssfl.Data:
 def labelled() -> ssfl.Data:
     """Returns the images of the centre of a real federation.
 
-        ssfl serve --data examples/own/data.py:labelled --keys keys
+    ssfl serve --data examples/own/data.py:labelled --keys keys
     """
     return ssfl.Data.of(Digits(0, 100), Digits(1400, 1797))
 
@@ -53,7 +53,7 @@ def labelled() -> ssfl.Data:
 def unlabelled() -> Tensor:
     """Returns the images of one of its sites.
 
-        ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site
+    ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site
     """
     return Digits(100, 1400).images
 
