@@ -102,7 +102,7 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
     with link.listening("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
     known = keys.sites(ring)
-    draws, results = np.random.default_rng(1), []
+    draws, results, load_before = np.random.default_rng(1), [], os.getloadavg()
     with (
         silenced(),
         link.running(folder / "link", ring, "127.0.0.1", port, known, 120.0, 4 * NUMBERS, notes.put) as grid,
@@ -160,6 +160,7 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
         "database_mib": round(database / 2**20, 1),
         "lines": len(lines),
         "load_average": os.getloadavg()[1],
+        "load_before": [round(load, 2) for load in load_before],
     }  # fmt: skip
 
 
