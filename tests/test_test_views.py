@@ -13,7 +13,7 @@ from ssfl.core import draws
 from ssfl.data import gentle
 from ssfl.engines.features import Features
 from ssfl.runs import assemble, evaluate
-from ssfl.runs.predict import predict
+from ssfl.runs.predict import export, predict
 from ssfl.simulate import scoring
 from test_backbones import Divided
 from test_backbones import data as pictures
@@ -94,6 +94,9 @@ def test_predict_and_evaluate_agree_with_the_run(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.averaged(images[:60]).softmax(-1)
     assert judged.correct == int((expected.argmax(-1) == labels[:60]).sum())
+    program = torch.export.load(export(tmp_path / "run", tmp_path / "model")[2]).module()
+    for count in (1, 9):
+        assert torch.allclose(program(images[:count]), model.averaged(images[:count]), atol=1e-5)
     for row in predict(tmp_path / "run", [tmp_path / "held"]):
         shares = expected[int(Path(row["file"]).stem)]
         assert row["confidence"] == pytest.approx(float(shares.max()), abs=1e-4)

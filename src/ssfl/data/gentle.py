@@ -35,8 +35,9 @@ _TABLES: dict[torch.device, tuple[Tensor, ...]] = {}
 
 def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     """Returns gentle views of uint8 images [N, C, H, W], one for each row of draws [N, 9]."""
-    batch = max(1, AT_ONCE // images[:1].numel()) if len(images) else 1
-    if images.device.type != "cpu" or len(images) <= batch:
+    batch = max(1, AT_ONCE // math.prod(images.shape[1:]))
+    # an exported program must not depend on the number of images
+    if images.device.type != "cpu" or torch.compiler.is_compiling() or len(images) <= batch:
         return _toned(_moved(images, draws, flip), draws)
     parts = zip(images.split(batch), draws.split(batch), strict=True)
     return torch.cat([_toned(_moved(part, drawn, flip), drawn) for part, drawn in parts])
@@ -54,7 +55,7 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
     pair, opposite = divmod(number - 1, 2)
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
     drawn = (~drawn if opposite else drawn).to(images.device)
-    return gentle_views(images, drawn.expand(len(images), -1), flip)
+    return gentle_views(images, drawn.expand(images.shape[0], -1), flip)
 
 
 def averaged_logits(logits: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:

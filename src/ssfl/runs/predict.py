@@ -90,6 +90,24 @@ class Classifier(nn.Module):
         views = (gentle.test_view(images, number, self.flip) for number in range(1, self.test_views + 1))
         return gentle.averaged_logits(self, chain([images], views))
 
+    def count(self) -> torch.export.Dim:
+        """Returns the number of images as a variable of an exported program. Views of more images than this
+        would need 64-bit coordinates."""
+        most = (1 << 31) // math.prod(self.shape[1:]) - 1 if self.test_views else None
+        return torch.export.Dim("images", max=most)
+
+
+class Averaged(nn.Module):
+    """The network of an exported program: it predicts as `ssfl predict` does."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits [N, classes] of uint8 images [N, C, H, W]."""
+        return self.classifier.averaged(images)
+
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError for a card that no run would write. It is called before the network is built, since a
@@ -292,14 +310,15 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
     """Writes TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program), and returns
     their paths.
 
-    The program takes uint8 images [N, C, H, W] and includes the normalisation.
+    The program takes uint8 images [N, C, H, W] and includes the normalisation and the test views.
     """
     classifier = load_model(run, model)
     files = free_files(target)
     example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
-    program = torch.export.export(
-        classifier, (example,), dynamic_shapes={"images": {0: torch.export.Dim("images")}}
-    )
+    with torch.no_grad():
+        program = torch.export.export(
+            Averaged(classifier), (example,), dynamic_shapes={"images": {0: classifier.count()}}
+        )
     write(classifier, files[:2])
     program_file = io.BytesIO()
     torch.export.save(program, program_file)
@@ -334,7 +353,10 @@ def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"
     if "white" not in model.card:
         deep = f"8 bits for each value, as in training (a file of 16 bits: x * 255 / {model.white})"
-    averaged = f"; `ssfl predict` averages them over an image and {model.test_views} gentle views of it"
+    averaged = (
+        f", averaged over an image and {model.test_views} gentle views of it; the program does it, the "
+        "weights alone do not"
+    )
     card = model.card | {
         "reading": f"upright by EXIF; transparent becomes white; {deep}; {colours}; "
         f"stretched to width {width}, height {height} (bilinear, antialiased; no crop, no border)",
