@@ -134,6 +134,11 @@ def _toned(images: Tensor, draws: Tensor) -> Tensor:
     return new.clamp(0, 255).to(torch.uint8).gather(1, levels).view(images.shape)
 
 
+def prepare(device: torch.device) -> None:
+    """Makes the tables that views are looked up in. They must not be made while a program is recorded."""
+    _tables(device)
+
+
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
     """Returns cosines, sines, zooms, stretches and contrasts in units of 1/65536, and the new levels for each
     gamma."""

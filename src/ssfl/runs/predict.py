@@ -315,13 +315,15 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
     classifier = load_model(run, model)
     files = free_files(target)
     example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor")  # weights in channels-last order; on a CPU
+        gentle.prepare(example.device)
         program = torch.export.export(
             Averaged(classifier), (example,), dynamic_shapes={"images": {0: classifier.count()}}
         )
+        program_file = io.BytesIO()
+        torch.export.save(program, program_file)
     write(classifier, files[:2])
-    program_file = io.BytesIO()
-    torch.export.save(program, program_file)
     folder.write_atomic(files[2], program_file.getvalue())
     return files
 
