@@ -1,6 +1,7 @@
 """data.test_views: predictions are averaged over an image and gentle views of it, in the same way
 everywhere."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from image_files import write_image
 from ssfl.core import draws
 from ssfl.data import gentle
 from ssfl.engines.features import Features
-from ssfl.runs import assemble, evaluate
+from ssfl.runs import assemble, evaluate, forecast
 from ssfl.runs.predict import export, predict
 from ssfl.simulate import scoring
 from test_backbones import Divided
@@ -103,3 +104,25 @@ def test_predict_and_evaluate_agree_with_the_run(tmp_path: Path) -> None:
     with torch.no_grad():
         hits = int((model.averaged(images).argmax(-1) == labels).sum())
     assert result.accuracy == pytest.approx(hits / len(labels))
+
+
+class Slow(Divided):
+    """A network whose frozen part takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+
+
+def test_the_forecast_does_not_count_features_as_part_of_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSFL_CACHE", str(tmp_path))
+    wanted = ["split.users=2", "split.server_labels=6", "run.device=cpu", "train.batch_size=8", VIEWS]
+    config = ssfl.load_config("quickstart", [*wanted, "model.cached_views=1"])
+    sim = assemble.make(config, Slow, pictures())
+    features = sim.pool.features
+    assert features is not None
+    before = features.seconds
+    took = forecast._timed(sim, lambda: sim.score(sim.initial().average, *sim.server_images()))
+    assert 0 <= took < features.seconds - before

