@@ -30,7 +30,7 @@ LARGEST = {
 
 
 def run(handle: int, name: str) -> dict[str, Any]:
-    """Returns the description of a run for the list."""
+    """Returns what the board's list of runs shows of one run. `handle` is its open folder."""
     config, summary = untrusted.read_config(handle), untrusted.read_json(handle, "summary.json")
     state, error = untrusted.state(handle)
     data = config.get("data", {})

@@ -13,7 +13,7 @@ from ssfl.cli.verbs import Sets, Verbs
 app = typer.Typer(
     name="paper",
     cls=Verbs,
-    help="Reproduce the paper's fifty experiments and compare with the printed numbers."
+    help="Reproduce the paper's fifty experiments and compare with its published numbers."
     "\n\nExample: ssfl paper ls",
     no_args_is_help=True,
 )

@@ -40,11 +40,11 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns one average of several rows. The rule is their "mean" (weighted by `weights` [n] if given), or
-    a robust average of each coordinate: the "median" or the "trimmed" mean.
+    """Returns one average of several models, one per row. The rule is their "mean" (weighted by `weights` [n]
+    if given), or a robust average of each coordinate: the "median" or the "trimmed" mean.
 
     The trimmed mean leaves out the smallest and the largest fifth of the values, at least one each. With two
-    rows or fewer, every rule is the mean.
+    models or fewer, every rule is the mean.
     """
     count = len(rows)
     if weights is not None and rule == "mean":
@@ -56,8 +56,8 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """Returns the median of the rows if its loss is smaller than that of their `aggregate`, else the
-    aggregate.
+    """Returns the median of the models (one per row) if its loss is smaller than that of their `aggregate`,
+    else the aggregate.
 
     It is used if `federation.median_fallback` is set.
     """

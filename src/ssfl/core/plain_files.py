@@ -45,7 +45,7 @@ def parse_json(content: bytes | str) -> Any:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("its values are nested too deeply") from None
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
@@ -53,4 +53,4 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode("utf-8"))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("its values are nested too deeply") from None

@@ -109,13 +109,13 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def row_of(model: nn.Module, layout: Layout) -> Tensor:
-    """Returns a copy of a network's current weights and statistics as a row."""
+    """Returns a network's current trained weights and running statistics as a row (one vector), copied."""
     state = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     return layout.flatten(state).clone()
 
 
 def write_row(model: nn.Module, layout: Layout, row: Tensor) -> None:
-    """Sets a network's trained weights and statistics to those of a row."""
+    """Copies a row (a model as one vector) into a network: its trained weights and running statistics."""
     values = layout.unflatten(row)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

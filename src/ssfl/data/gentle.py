@@ -21,10 +21,11 @@ GENTLE_DRAWS: int = 9
 STEPS = 41
 """The number of values that each draw chooses from; the middle one changes nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
-"""Limits of a view: the angle in degrees, zoom and stretch as logarithms of factors, and the shift as a share
-of the side."""
+"""The limits of a view: the angle in degrees, zoom and stretch as logarithms of factors, and the shift as a
+fraction of the image's side."""
 GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
-"""The limits of a view: the logarithm of gamma, a share, and grey levels."""
+"""The limits of a view: gamma as a logarithm, contrast as a relative change (0.3: a factor from 0.7 to 1.3),
+and brightness in grey levels (of 255)."""
 AT_ONCE = 1 << 22
 """The number of pixels that are computed at once on a CPU."""
 NARROW = 4096

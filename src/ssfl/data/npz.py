@@ -102,7 +102,7 @@ def _encoded(
     if names and values.dtype.kind == "U":
         absent = sorted(set(values.tolist()).difference(names))
         if absent:
-            raise DataError(f"{path}: label {absent[0]} of y_train is not in classes; add it there")
+            raise DataError(f"{path}: label {absent[0]} of y_train is not in the array classes; add it there")
         codes = np.array([names.index(value) for value in values.tolist()])
     train, test = (codes[np.searchsorted(values, labels)] for labels in (y_train, y_test))
     return torch.from_numpy(train), torch.from_numpy(test), tuple(classes)

@@ -166,12 +166,14 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
         if not files_of_class:
             unread = files.train[name]
             raise DataError(
-                f"class {name}: none of its {len(unread)} images can be read, such as {unread[0]}; replace "
-                "them, or remove the folder of the class"
+                f"class {name}: none of its {len(unread)} images can be read, for example {unread[0]}; "
+                "replace them, or remove the folder of the class"
             )
     if any(files.test.values()) and not any(test.values()):
         tests = [file for part in files.test.values() for file in part]
-        raise DataError(f"none of the {len(tests)} test images can be read, such as {tests[0]}; replace them")
+        raise DataError(
+            f"none of the {len(tests)} test images can be read, for example {tests[0]}; replace them"
+        )
     places = [place for place, file in enumerate(files.unlabelled) if file not in left_out]
     return replace(
         files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],

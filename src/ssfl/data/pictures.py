@@ -121,7 +121,8 @@ def grey_pixels(pixels: np.ndarray) -> bool:
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
     """Returns an image file as uint8 [channels, height, width], upright, and resized if `size` is not None.
 
-    Transparent pixels become white. In files of more than 8 bits, `white` becomes 255.
+    Transparent pixels become white. In files with more than 8 bits per channel, values are scaled so that
+    `white` becomes 255. Larger values become 255 too.
     """
     from PIL import Image, ImageOps
 

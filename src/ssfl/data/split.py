@@ -212,14 +212,14 @@ def mixture(
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Returns the skew R of Definition 2: the mean total variation distance between the class distributions
-    of two users."""
+    """Returns the skew R of the paper's Definition 2: the mean total variation distance between the class
+    distributions of two users."""
     return skew_of(class_counts(labels, users))
 
 
 def skew_of(counts: NDArray[np.int64]) -> float:
-    """Returns the skew of Definition 2 from class counts [users, classes]. Users without known labels are
-    left out.
+    """Returns the skew R of the paper's Definition 2 from class counts [users, classes]. Users without known
+    labels are left out.
 
     It sorts the shares of each class, in O(d · K · log K) for d classes and K users, instead of visiting all
     pairs of users.
@@ -326,6 +326,7 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """Returns the same image numbers in the order of their hashes, all of which are different."""
+    """Returns the image numbers in random order. They are sorted by a hash of each number, with `seed` and
+    `part` (what is shuffled) as its key. No two hashes are equal, so the order is unique."""
     base = torch.tensor(draws.key(seed, "split", part))
     return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]

@@ -25,7 +25,7 @@ from ssfl.errors import DataError, RunError
 LINE_EVERY = 10.0
 """Seconds between two lines about missing sites."""
 GREETING = 10.0
-"""Seconds to wait for the names of more new sites, after the last one answered."""
+"""Seconds to wait for the next answer when new sites are asked for their names."""
 LATER = 30.0
 """Seconds until a site is asked again for its name, if its answer was something else."""
 SOON = 10.0
@@ -307,8 +307,8 @@ class Fleet:
             most = expected_sites - len(self.left_out)
             if most < 1:
                 raise RunError(
-                    "all sites are excluded, because they were refused three times or have no key any more: "
-                    "see the reasons above, and check the sites and the keys folder"
+                    "no site is left: each was excluded, because three of its answers were refused or its "
+                    "key was removed. See the reasons above, and check the sites and the keys folder"
                 )
             needed = min(self.needed, most)
             quorum = max(1, self.least(needed if first else len(self._joined - self.left_out)))

@@ -113,7 +113,8 @@ class RequestFilter:
         self.waiting: dict[int | None, set[asyncio.Event]] = {}
         """The requests for work that are held open, by node."""
         self.coming: dict[int, tuple[str, set[str]]] = {}
-        """For each node, the message that it is answering, and the missing parts of its answer."""
+        """For each node that is sending an answer: the message it answers, and the parts of the answer that
+        have not arrived yet."""
         self.excluded: dict[int, int] = {}
         """How many more requests are answered, for each node that is left out."""
         self.seen: dict[int, float] = {}

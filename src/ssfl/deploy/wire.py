@@ -45,7 +45,8 @@ class Sent:
 
     row: Tensor
     numbers: Named
-    """The numbers that the method sends besides the model, [1] or [1, n] each."""
+    """The numbers that the method sends besides the model, by name: tensors of shape [1] or [1, n], where 1
+    is the number of users."""
 
 
 @dataclass(frozen=True)

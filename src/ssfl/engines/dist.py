@@ -149,7 +149,7 @@ class Dist:
         return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Returns the rows of all users of the cohort, in the order of the cohort."""
+        """Returns the models of all users of the cohort (one per row), in the order of the cohort."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:

@@ -28,8 +28,8 @@ class Returned(NamedTuple):
 def train(
     engine: Engine, method: Method, weights: int, rows: Tensor, momentum: Tensor, work: Work
 ) -> Returned:
-    """Returns the results of one round of n users that received these rows. In each row the first `weights`
-    numbers are weights, and the rest are running statistics."""
+    """Returns the results of one round of n users that received these models, one per row. In each row the
+    first `weights` numbers are weights, and the rest are running statistics."""
     labels = None
     if method.label is not None:
         labels = made_labels(engine, method, rows, work)
@@ -59,7 +59,7 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:
-    """Returns the users' rows, where each user's change of the weights is multiplied by `update_scale` [n].
+    """Returns the users' models, where each user's change of the weights is multiplied by `update_scale` [n].
     Running statistics stay as they are."""
     if update_scale is None:
         return rows

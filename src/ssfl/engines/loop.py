@@ -50,7 +50,7 @@ class Loop:
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
-        """Returns one trainer's row, momentum and metrics after its steps."""
+        """Returns one trainer's model, momentum and metrics after its steps."""
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
@@ -97,7 +97,8 @@ class Loop:
             )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the probabilities that each row predicts for weak views of its batches' images."""
+        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
+        images in its own batches."""
         probabilities = []
         with torch.no_grad():
             for i, row in enumerate(rows):
@@ -127,7 +128,7 @@ class Loop:
         """Does nothing, since there is nothing to release."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns the bytes of a trainer's row and momentum, before and after training."""
+        """Returns the bytes of a trainer's model and momentum, before and after training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(

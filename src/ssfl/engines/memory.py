@@ -51,10 +51,11 @@ def check_kept(
     device: torch.device,
     fix: str,
 ) -> int:
-    """Returns how many bytes a setting needs that keeps one row for each user or group between rounds. Raises
-    if they do not fit.
+    """Returns how many bytes a setting needs that keeps one model for each user or group between rounds.
+    Raises if they do not fit.
 
-    A round holds these rows twice, before and after it. On a CPU, writing a checkpoint needs them once more.
+    A round holds these models twice, before and after it. On a CPU, writing a checkpoint needs them once
+    more.
     """
     needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     available = free(device)

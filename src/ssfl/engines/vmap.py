@@ -112,7 +112,8 @@ class Vmap:
         return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the probabilities that each row predicts for weak views of its batches' images."""
+        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
+        images in its own batches."""
         work, unused = for_prediction(work), rows[:, : self.layout.weights]
         if rows.is_cuda:
             models = max(len(rows), work.seats)  # the same number, however many users drop out
@@ -172,7 +173,7 @@ class Vmap:
     def memory(self, batch_size: int) -> int:
         """Returns about how many bytes each further trainer takes.
 
-        These are its row before and after training, its buffers, and twice what a trial step saves for the
+        These are its model before and after training, its buffers, and twice what a trial step saves for the
         backward pass.
         """
         saved_bytes: dict[int, int] = {}

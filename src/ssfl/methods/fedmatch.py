@@ -230,7 +230,7 @@ def _vote(logits: Tensor) -> Tensor:
 
 
 class Decomposed(nn.Module):
-    """A network whose weights are σ + ψ. Its row holds the weights of σ, then those of ψ."""
+    """A network whose weights are σ + ψ. Its vector (row) holds the weights of σ, then those of ψ."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class RscFed(Method):
         weight.
 
         User k has weight n_k · exp(-β · d_k / n_k). Here n_k is its number of images (`counts`), and d_k is
-        its distance from the average weighted by n_k, summed over the layers (`pieces` of a row).
+        its distance from the average weighted by n_k, summed over the layers (`pieces` of a model's vector).
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows

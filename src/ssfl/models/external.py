@@ -203,8 +203,8 @@ def plain(network: nn.Module) -> nn.Module:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Returns a checksum of everything about a network that is not in its row: frozen weights, other buffers,
-    and the names and shapes of tensors."""
+    """Returns a checksum of everything about a network that is not in its row, and so is never sent:
+    frozen weights, other buffers, and the names and shapes of tensors."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())

@@ -16,7 +16,8 @@ from ssfl.runs.text import loose, untested
 
 
 def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Parts, validation: Index) -> None:
-    """Issues the warnings. `as_written` is the config before open choices were made."""
+    """Issues the warnings. `as_written` is the config as the user wrote it; in `config`, settings that were
+    left open (such as the network) are filled in."""
     lines = [*_network(as_written, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
     lines += [*_unread(config), *_newcomers(config)]
     lines += _owners(dataset, parts, validation)

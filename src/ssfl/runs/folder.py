@@ -167,8 +167,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
-    """Returns whether another process holds the lock of an open run folder. If none does, and `kind` is
-    LOCK_EX, this process then holds it."""
+    """Returns whether another process holds the lock of a run folder. `folder` is its file descriptor.
+
+    With LOCK_SH this is only a test. With LOCK_EX, this process takes the lock if it is free, and keeps it.
+    """
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -109,7 +109,8 @@ def split(config: Config, described: dict[str, Any]) -> str:
         lines.append("the label skew R is unknown, because the users' images have no labels")
     else:
         lines.append(
-            f"measured label skew R = {skew:.4f}{known_only} (Definition 2: 0 is iid, 1 is disjoint)"
+            f"measured label skew R = {skew:.4f}{known_only} (Definition 2 of the paper: 0 is iid, 1 is "
+            "disjoint)"
         )
     if described["validation"]:
         lines.append(f"{described['validation']} validation images")

@@ -21,9 +21,10 @@ from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
 USUAL = "usual"
-"""The name under which a state's memory keeps the usual update norms of the last rounds, see `gate.py`."""
+"""The key in `State.memory` for the usual update norms of the last rounds, see `gate.py`."""
 TRUST = "trust"
-"""The name under which a state's memory keeps the users' trust, see `gate.py`."""
+"""The key in `State.memory` for the users' trust: how well their updates agreed with the server's labels in
+the last rounds, see `gate.py`."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ssfl.simulate.rounds import TRUST, USUAL, Round
 from ssfl.simulate.workers import Simulated
 
 SLOW = "slow"
-"""The name under which a state's memory keeps the slow average over rounds."""
+"""The key in `State.memory` for the slow average (a moving average of the model over rounds)."""
 
 
 @dataclass(frozen=True)
