@@ -69,8 +69,8 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
     """Yields a `Stop` that records the first Ctrl-C or SIGTERM, so that the round can be finished and saved.
     A second signal stops at once.
 
-    `supervised` is for processes of torchrun. torchrun sends them a SIGTERM that they have already received,
-    and itself ends those that take too long.
+    `supervised` is for processes of torchrun. When torchrun is stopped, it sends SIGTERM to processes that
+    may have received it already, and kills those that take too long. So a second SIGTERM is ignored there.
     """
     noted = Stop()
     if threading.current_thread() is not threading.main_thread():

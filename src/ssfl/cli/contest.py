@@ -27,7 +27,7 @@ def contest(
         list[str],
         typer.Option(help="Methods, separated by commas; FILE.py:NAME for your own. Repeatable."),
     ] = ["anchored,grouping,crl-gn,semifl,server-only"],  # noqa: B006
-    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, ...")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 3 means 1, 2 and 3.")] = 3,
     choose: Annotated[
         list[str] | None,
         typer.Option(

@@ -50,7 +50,8 @@ class Batch(NamedTuple):
     shares: Tensor
     """[n, B]: each image's share of its model's loss."""
     tensors: Named
-    """This step's part of the tensors that `label` and the round provided."""
+    """Further tensors of the method for this step, by name: those that `label` returned and those that the
+    server sent with the model."""
 
 
 class Step:

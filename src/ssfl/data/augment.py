@@ -328,8 +328,9 @@ def _tables_for(images: Tensor) -> _Tables:
 
 
 def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns two tables for operations that move pixels: the number of the map for each operation, magnitude
-    and sign, and the source pixel of every pixel in each map."""
+    """Returns two tables for operations that move pixels (rotation, shear, translation). The first has the
+    number of an affine map for each operation, magnitude and sign. The second has, for each such map, the
+    source of every pixel; H · W means that it lies outside the image."""
     maps = [
         _fixed_affine(name, sign * v, height, width)
         for name in OPERATIONS

@@ -142,8 +142,8 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
 
 
 def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
-    """Returns the files that can be read. One warning names the others; if the policy is "stop", it is an
-    error. The policy "silent" gives no warning, because the files will be read again."""
+    """Returns the files without the broken ones, which one warning names. The policy "stop" raises an error
+    instead. The policy "silent" gives no warning, for callers that read the files again later."""
     if not broken:
         return files
     everything = files.everything

@@ -318,7 +318,7 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
             if pulled.object_available:
                 break
             if not pulled.object_found or time.monotonic() > end:
-                raise CannotCarry("a message was announced but did not arrive completely")
+                raise CannotCarry("a message did not arrive completely")
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
         contents[part] = pulled.object_content

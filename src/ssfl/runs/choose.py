@@ -50,7 +50,7 @@ VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
 """Pairs of image size in pixels and number of cached views, best first. The first pair within the budget is
 used."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
-"""Seconds for the features of one view on one core."""
+"""Seconds to compute the features of one view on one core, by the side of the image in pixels."""
 TEST_SHARE = 0.2
 """The part of the budget that averaging predictions over test views may take; with more test images there is
 no averaging."""

@@ -165,7 +165,7 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
     try:
         check_card(card, tensors)
     except ValueError as error:
-        raise RunError(f"{file} cannot be used: {error}: export or train it again") from error
+        raise RunError(f"{file} cannot be used, because {error}: export or train it again") from error
     try:
         return classifier(tensors, card, path, None if isinstance(model, str) else model)
     except (KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
