@@ -107,10 +107,10 @@ class Users:
     noise."""
 
     means: Tensor
-    """[S, P + Q]: equation (7), the new model of every group. If no user counted, it is the model that was
-    sent."""
+    """[S, P + Q]: the paper's equation (7), the new model of every group. If no user counted, it is the model
+    that was sent."""
     average: Tensor
-    """[P + Q]: equation (8), the mean of the groups' models."""
+    """[P + Q]: the paper's equation (8), the mean of the groups' models."""
     counted: bool
     """Whether any user's model counted: it came back, was not refused and has a weight above 0."""
     indices: Tensor
@@ -281,7 +281,7 @@ class Method:
         return losses.consistency(teacher, step.forward(step.strong), 0.95)
 
     def server_loss(self, step: Step) -> Losses:
-        """Returns the server's loss: cross-entropy with true labels, equation (3)."""
+        """Returns the server's loss: cross-entropy with true labels, the paper's equation (3)."""
         return losses.supervised(step.forward(step.weak), step.labels)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:

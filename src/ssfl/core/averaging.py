@@ -65,7 +65,8 @@ def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], f
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the groups' models [S, P] and their mean [P]: equation (7) with this mixing matrix."""
+    """Returns the groups' models [S, P] and their mean [P]: the paper's equation (7) with this mixing
+    matrix."""
     rows = users if server is None else torch.cat([server[None], users])
     weights = matrix.to(rows)
     streams = (weights[:, 1:] if server is None else weights) @ rows
@@ -73,8 +74,8 @@ def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tenso
 
 
 def fedavg(server: Any, users: Any) -> Tensor:
-    """Returns the average of equation (8): (w_s + sum of w_k) / (C + 1). If `server` is None, it is the mean
-    of the users."""
+    """Returns the average of the paper's equation (8): (w_s + sum of w_k) / (C + 1). If `server` is None, it
+    is the mean of the users."""
     return grouping(server, users, [range(len(users))])[1]
 
 
@@ -87,8 +88,8 @@ def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
 
 
 def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Returns the models of equation (7), each the average of a group's users and the server, and their mean
-    w_avg.
+    """Returns the models of the paper's equation (7), each the average of a group's users and the server, and
+    their mean w_avg.
 
     Models may be tensors, arrays or lists. `groups` lists for each group the positions of its users.
     """

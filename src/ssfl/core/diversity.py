@@ -19,8 +19,8 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
     """Returns Δ = (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q for gradients [n, P]; q is 2, or 1 if not
     `squared`.
 
-    `order` is that of the norm. Definition 1 is `order=2, squared=True`. If the gradients sum to zero, the
-    result is inf, or nan if all of them are zero.
+    `order` is that of the norm. The paper's Definition 1 is `order=2, squared=True`. If the gradients sum to
+    zero, the result is inf, or nan if all of them are zero.
     """
     rows = as_rows(gradients).double()
     norms = torch.linalg.vector_norm(rows, order, dim=1)
@@ -34,7 +34,7 @@ def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> f
     n^(q-1) · Δ.
 
     It is 1 if all gradients are equal, n if they are orthogonal, and more if they oppose each other. So
-    larger cohorts look more diverse. Definition 1 gives 1/n and 1 instead.
+    larger cohorts look more diverse. The paper's Definition 1 gives 1/n and 1 instead.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)

@@ -25,8 +25,8 @@ class Losses(NamedTuple):
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
-    """Returns the cross-entropy with true labels: the server's loss L_s, equation (3), and the loss of
-    labelled users, equation (6)."""
+    """Returns the cross-entropy with true labels: the server's loss L_s, the paper's equation (3), and the
+    loss of labelled users, the paper's equation (6)."""
     loss = cross_entropy(logits, labels)
     return Losses(loss, (labels >= 0).to(loss.dtype), labels, {})
 
@@ -38,10 +38,10 @@ def pseudo_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
-    """Returns the users' loss L_k, equation (4): the teacher's confident prediction for one view of an image
-    is the label with which the student is trained on another view.
+    """Returns the users' loss L_k, the paper's equation (4): the teacher's confident prediction for one view
+    of an image is the label with which the student is trained on another view.
 
-    If teacher and student see the same weak view, this is self-training, equation (5).
+    If teacher and student see the same weak view, this is self-training, the paper's equation (5).
     """
     label, mask = pseudo_label(teacher, threshold)
     return labelled(student, label, mask)

@@ -192,7 +192,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
-    """Returns the centre, made of its part of the federation, the terms and the sites."""
+    """Returns a simulation as a centre: the same in all parts, except that the sites train."""
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 

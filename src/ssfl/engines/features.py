@@ -104,7 +104,8 @@ class Features:
     """The features of images that are evaluated, by their checksum and the number of their test view; number
     0 is the image without augmentation."""
     _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    """Images that are evaluated repeatedly, by the address of their memory."""
+    """Images that are evaluated repeatedly, by the address of their memory. Keeping them here ensures that
+    the address is not used again."""
     _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
     """The checksums of these images, by their address and shape."""
 

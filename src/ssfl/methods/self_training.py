@@ -1,4 +1,5 @@
-"""Self-training, equation (5): the confident prediction for a weak view is the label of that same view."""
+"""Self-training, the paper's equation (5): the confident prediction for a weak view is the label of that same
+view."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,5 @@
-"""Supervised training, equation (6): users know their labels. An upper bound for the methods without them."""
+"""Supervised training, the paper's equation (6): users know their labels. An upper bound for the methods
+without them."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -249,8 +249,8 @@ def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> lis
         share = runs[0].streams / most
         levels.append({"y": share, "text": f"{share:.3g}: all updates parallel within groups"})
     return [_line(
-        "diversity", "Gradient diversity Δ (Definition 1)", "Δ, logarithmic", series, runs, height=260,
-        format="number", log=True, range=None, marks=marks, levels=levels,
+        "diversity", "Gradient diversity Δ (Definition 1 of the paper)", "Δ, logarithmic", series, runs,
+        height=260, format="number", log=True, range=None, marks=marks, levels=levels,
     )]  # fmt: skip
 
 

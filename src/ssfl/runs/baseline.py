@@ -54,7 +54,7 @@ class Compared:
 
     @property
     def kept_alone(self) -> bool:
-        """Whether the run keeps the server-only model."""
+        """Whether the server-only model is the better one, so that the run saves it as its result."""
         return self.verdict is not None and self.verdict["kept"] == verdict.SERVER_ONLY
 
 

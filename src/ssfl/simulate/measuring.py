@@ -87,8 +87,8 @@ def require_finite(config: Config, round: int, whose: str, numbers: list[float])
 def diversity_event(
     engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
-    """Returns the event with the gradient diversity of Definition 1 and its variants. Each trainer's gradient
-    is taken at the weights that it received."""
+    """Returns the event with the gradient diversity (the paper's Definition 1) and its variants. Each
+    trainer's gradient is taken at the weights that it received."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
