@@ -1,5 +1,6 @@
 """Evaluates a network on labelled images."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ssfl.core.rows import Layout
 from ssfl.data import gentle
-from ssfl.engines.work import Pool
+from ssfl.engines.work import VALUES, Pool
 
 BATCH = 1000
 STEP = 64
@@ -43,9 +44,18 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
         parts = [
-            gentle.averaged_logits(model, pool.test_inputs(part, pool.wide)) for part in images.split(BATCH)
+            gentle.averaged_logits(model, pool.test_inputs(part, pool.wide))
+            for part in images.split(_batch(pool, images))
         ]
         return torch.cat(parts).cpu()
+
+
+def _batch(pool: Pool, images: Tensor) -> int:
+    """Returns how many images are evaluated at once. Large images are fewer, so that they do not fill the
+    memory."""
+    if pool.features is not None or pool.images.device.type != "cpu":
+        return BATCH
+    return max(1, min(BATCH, VALUES // math.prod(images.shape[1:])))
 
 
 @contextmanager
