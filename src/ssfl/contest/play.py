@@ -26,7 +26,8 @@ from ssfl.runs import display, folder, resolve, round_loop, same, train
 from ssfl.runs.text import percent
 
 COLLAPSE = 0.1
-"""A run has collapsed if its last validation accuracy is this much below its best (0.1 is ten points)."""
+"""A run has collapsed if its last validation accuracy is this far below its best. Accuracies are from 0 to 1,
+so 0.1 is ten percentage points."""
 Tell = Callable[[str], None]
 __all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
@@ -103,8 +104,8 @@ def play(
 
 
 def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
-    """Returns the validation score of each learning rate and then, with the best one, of each threshold. The
-    runs have half the length."""
+    """Returns pairs of validation score and settings: one for each learning rate and then, with the best
+    learning rate, one for each threshold. The runs have half the length."""
     config = rules.entry(method, CHOOSING, half=True).config
 
     def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
@@ -123,8 +124,8 @@ def ranked(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
-    """Returns the runs between which a method chooses. Values of [method] are used only if the method has
-    that setting."""
+    """Returns the runs among which a method chooses its settings, one for each combination of the values in
+    `grid`. A value of the section [method] is used only if the method has that setting."""
     settings = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
@@ -254,7 +255,7 @@ def _validation(path: Path | None) -> float:
 
 
 def _images(path: Path) -> dict[str, int]:
-    """Returns the numbers of validation and test images of a run."""
+    """Returns how many validation and how many test images a run has, from its split.json."""
     split = plain_files.parse_json(plain_files.read(path / "split.json"))
     return {"validation_images": split["validation"], "test_images": split["test"]}
 
@@ -301,7 +302,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
 
 
 def _portable(config: Config) -> dict[str, Any]:
-    """Returns the resolved config, without folders of this machine."""
+    """Returns the resolved config as a dictionary, without paths that exist only on this machine."""
     sections = configs.as_dict(config)
     path = sections["data"]["path"]
     sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
@@ -332,5 +333,6 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Returns the mean of each number over the seeds. With dropout, the cost differs between seeds."""
+    """Returns the mean of each number over the seeds. The costs also differ between seeds if users drop
+    out."""
     return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

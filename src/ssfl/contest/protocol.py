@@ -20,26 +20,26 @@ from ssfl.errors import ConfigError
 from ssfl.runs import resolve
 
 VALIDATION = 0.05
-"""The part of the training images for validation, if the config does not set it."""
+"""The share of the training images that is set aside for validation, if the config does not say so."""
 CHOOSING = 0
 """The seed of the runs that choose settings, which have a split of their own. The seeds of the contest are 1,
 2, ..."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
-"""General settings that are the same for every method."""
+"""The general settings (section, key) that are the same for every method."""
 RATES = (1.0, 1 / 3, 3.0)
 """The learning rates that a method tries, as multiples of the config's. If several are equally good, the
 first wins."""
 THRESHOLDS = (0.8, 0.95)
-"""The thresholds that a method tries besides its own."""
+"""The confidence thresholds for pseudo-labels that a method tries besides its own."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the contest."""
+    """One run of the contest: a method with a seed and settings."""
 
     method: str
     options: tuple[str, ...]
-    """The values that are tried or chosen, `section.key=value`."""
+    """The settings that are tried or were chosen for this run, each as `section.key=value`."""
     config: Config
     path: Path
 
@@ -56,7 +56,8 @@ class Rules:
     and backward "passes"."""
 
     def entry(self, method: str, seed: int, options: tuple[str, ...] = (), *, half: bool = False) -> Entry:
-        """Returns a run of a method; with `half`, one of half the length."""
+        """Returns the contest's run of this method, seed and settings. With `half`, it has half the
+        length."""
         return entry(self.source, method, seed, self.sets, options, self.out, equal=self.equal, half=half)
 
 
@@ -76,8 +77,8 @@ def entry(
     equal: str = "images",
     half: bool = False,
 ) -> Entry:
-    """Returns a run of a method. It has the settings of the config, those of the method, and the same user
-    work as all others."""
+    """Returns one run of a method. It has the settings of the config (`source` and `sets`) and the method's
+    own defaults and `options`. Its length is such that users do the same work in all methods."""
     methods.check_name(method)
     for override in sets:
         key, _, value = (part.strip() for part in override.partition("="))

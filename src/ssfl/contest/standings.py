@@ -13,7 +13,7 @@ from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
 ROOM = 12.0
-"""The picture shows accuracies down to this many points below the median method."""
+"""In percentage points: the picture's lower edge is this far below the accuracy of the median method."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,20 @@ class Standing:
     """Megabytes sent to and from users in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
-    """Points (images, megabytes, validation accuracy), each the mean over seeds."""
+    """The learning curve: points (user images so far, megabytes so far, validation accuracy), each the mean
+    over seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """For each run that did not diverge: seed, test accuracy, seconds, device, commit."""
     server_images: int = 0
-    """Forward and backward passes of the server's images in one run; these may differ between methods."""
+    """The number of server images in one run, counted over the steps of all rounds. It may differ between
+    methods."""
     tries: list[dict[str, Any]] = field(default_factory=list)
-    """The values that were tried, with their validation accuracy."""
+    """The settings that were tried before the contest, with their validation accuracy."""
     flag: str = ""
     """A remark that readers need, such as that the method uses the users' labels."""
     passes: int = 0
-    """Forward and backward passes of user images in one run."""
+    """The number of forward and backward passes of user images in one run, counted over the steps of all
+    rounds."""
     collapsed: int = 0
     """How many runs ended far below their own best validation accuracy."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -68,8 +71,8 @@ class Standing:
 
     @property
     def correct(self) -> tuple[str, str]:
-        """The mean number of correct test images over the seeds, and the interval of the accuracy, in
-        words."""
+        """The mean number of correct test images over the seeds, and the 95 % interval of the accuracy, both
+        as text."""
         if self.mean is None or self.interval is None or self.images_tested is None:
             return "–", "–"
         low, high = self.interval
@@ -110,7 +113,7 @@ def table(standings: Sequence[Standing]) -> str:
 
 
 def _images(standings: Sequence[Standing]) -> str:
-    """Returns a line with the numbers of test and validation images."""
+    """Returns a line of text that says how many test and validation images were used."""
     for run in (run for one in standings for run in one.runs):
         return (
             f"\naccuracy on {run['test_images']:,} test images; the curves use "
@@ -152,8 +155,9 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
 
 
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns the mean difference from the first method and the ends of its 95 % interval. Differences are
-    paired by seed, since both methods have the same split with a seed."""
+    """Returns how many percentage points the first method is better than this one: the mean and the two ends
+    of its 95 % interval. Differences are paired by seed, since with the same seed both methods have the same
+    split."""
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
     apart = difference(best, theirs)
     if apart is None or standing is first:
@@ -163,7 +167,8 @@ def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
 
 
 def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> Path:
-    """Writes contest.json, which has the standings and how they were made."""
+    """Writes contest.json with the standings and with `origin`, which says how they were made. Returns its
+    path."""
     entries = [
         {
             "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
@@ -187,7 +192,8 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
 
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Draws the validation accuracy against user images and against megabytes, as PNG and SVG."""
+    """Draws the validation accuracy against user images and against megabytes. Returns the paths of the PNG
+    and SVG files."""
     from ssfl.report import plots
 
     plt = plots.pyplot()
