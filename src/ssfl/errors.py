@@ -40,7 +40,8 @@ class ConfigError(SsflError):
 
 
 class MethodError(SsflError):
-    """A method uses something that it did not declare, or returns something wrong."""
+    """The code of a method is wrong: it uses something that it did not declare, or returns something
+    unusable."""
 
 
 class DataError(SsflError):
@@ -68,7 +69,7 @@ class Stopped(SsflError):
 
 
 class SsflWarning(UserWarning):
-    """A warning that says what will be worse or slower than expected, and why."""
+    """A warning for users of the package: what will be worse or slower than expected, and why."""
 
 
 class DivergedError(SsflError):

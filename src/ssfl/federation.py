@@ -35,7 +35,8 @@ NEEDS = {
     "sizes": "how many images each user has",
     "labels": "the true labels of users' images",
 }
-"""What a method may declare in `needs()`. What it can be combined with follows from it."""
+"""What a method may declare in `needs()`, each with its meaning. The declared needs decide whether the method
+can run in several processes, with privacy and with real sites."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,21 @@ class State:
     """Everything that passes from one round to the next."""
 
     round: int
-    """t, the number of rounds done."""
+    """t, the number of rounds played so far."""
     streams: Tensor
-    """[S, P + Q]: w_avg,i, the model that members of group i start from; one row without groups."""
+    """[S, P + Q]: one model for each of the S groups (the paper's w_avg,i), from which its members start the
+    round. A model is a row of P weights and Q running statistics. Without groups there is one row."""
     average: Tensor
-    """[P + Q]: w_avg, the model that the server starts from, and that is evaluated."""
+    """[P + Q]: the averaged model (the paper's w_avg), from which the server starts and which is evaluated.
+    It has P weights and Q running statistics."""
     momentum: Tensor
-    """[slots + 1, P]: momentum kept between rounds, the server's row last; empty if momentum is reset."""
+    """The optimizer's momentum that trainers keep between rounds, one row of P numbers each; the server's
+    rows are last. Empty if momentum is reset every round (train.momentum_policy)."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[K]: how often the gate refused each user's model; empty without federation.gate."""
+    """[K]: how often each of the K users had a model refused by the gate, which checks models before they are
+    averaged. Empty without federation.gate."""
     memory: dict[str, Tensor] = field(default_factory=dict)
-    """Further tensors that a method keeps, by name: `Method.initial` lists all of them."""
+    """Further tensors that the method keeps between rounds, by name. `Method.initial` returns all of them."""
 
     def next(
         self,
@@ -89,7 +94,8 @@ class State:
 
 
 Momentum = tuple[tuple[Tensor, Tensor], ...]
-"""Pairs of slots [m] and the momentum [m, P] that belongs there."""
+"""The momentum to keep after training: pairs of row numbers [m] in `State.momentum`, and the new rows [m,
+P]."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +103,27 @@ class Trained:
     """The result of the server's training in a round."""
 
     row: Tensor
-    """[P + Q]: the trained model; with several replicas, the first."""
+    """The trained model, a row of P weights and Q running statistics. If the server trained several copies of
+    its model (replicas), this is the first."""
     momentum: Momentum
 
 
 @dataclass(frozen=True)
 class Users:
-    """The result of the users' training in a round, after the gate, the robust average and the privacy
-    noise."""
+    """The result of the users' training in a round. Updates have passed the gate (federation.gate), the
+    robust average and the privacy noise, as far as these are used."""
 
     means: Tensor
-    """[S, P + Q]: the paper's equation (7), the new model of every group. If no user counted, it is the model
-    that was sent."""
+    """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user counted, these
+    are the models that were sent."""
     average: Tensor
-    """[P + Q]: the paper's equation (8), the mean of the groups' models."""
+    """[P + Q]: the mean of the groups' models, the paper's equation (8)."""
     counted: bool
     """Whether any user's model counted: it came back, was not refused and has a weight above 0."""
     indices: Tensor
-    """[m]: the users whose models counted."""
+    """[m]: the numbers of the m users whose models counted."""
     groups: tuple[tuple[int, ...], ...]
-    """Positions in `indices`, by group."""
+    """For each group, the positions of its members in `indices`."""
     momentum: Momentum
     declared: frozenset[str] = frozenset()
     _rows: Tensor | None = None
@@ -125,17 +132,20 @@ class Users:
 
     @property
     def rows(self) -> Tensor:
-        """[m, P + Q]: the models themselves. Needs "models"."""
+        """The models of the m users that counted, [m, P + Q]: P weights and Q running statistics each. Only
+        for methods that declare "models" in `needs`."""
         return self._needing("models", self._rows)  # type: ignore[no-any-return]
 
     @property
     def report(self) -> Named:
-        """[m, ...] each: what `label` reported. Needs "reports"."""
+        """The numbers that the method's `label` reported at each of the m users that counted, by name, [m,
+        ...] each. Only for methods that declare "reports" in `needs`."""
         return self._needing("reports", self._report)  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> Tensor:
-        """[m]: how many images each user has. Needs "sizes"."""
+        """[m]: how many images each of the m users that counted has. Only for methods that declare "sizes" in
+        `needs`."""
         return self._needing("sizes", self._sizes)  # type: ignore[no-any-return]
 
     def _needing(self, need: str, value: Any) -> Any:
@@ -180,26 +190,29 @@ class Fed(Protocol):
         """Sends each participant the model of its group, trains it there, and averages the updates that come
         back.
 
-        With `server`, the server trains that model at the same time and joins the average of every group,
-        with weight `server_weight` (default: that of a user). `send(users)` returns further tensors [n, ...]
-        for these users.
+        `start` has one model per group. With `server`, the server trains that model at the same time and
+        joins the average of every group, with weight `server_weight` (default: that of a user). With
+        `replicas` above 1, it trains that many copies. `send(users)` returns further tensors to send to these
+        n users, [n, ...] each.
         """
 
     def train_server(self, row: Tensor) -> Trained:
         """Returns a model after training on the server's labelled images."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
-        """Returns the probabilities [m, B, classes] that models [m, P + Q] predict for uint8 images."""
-
-    def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's balanced accuracy minus chance, on about `most` of the server's labelled
+        """Returns the probabilities [m, B, classes] that each of m models [m, P + Q] predicts for B uint8
         images."""
 
+    def above_chance(self, row: Tensor, most: int | None = None) -> float:
+        """Returns a model's balanced accuracy minus that of guessing (1 divided by the number of classes), on
+        about `most` of the server's labelled images."""
+
     def confidence(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's mean confidence on about `most` of the server's labelled images."""
+        """Returns the mean of a model's largest class probability on about `most` of the server's labelled
+        images."""
 
     def record(self, **metrics: float) -> None:
-        """Adds metrics to the round's event."""
+        """Adds metrics of the method to the event that is logged for this round."""
 
 
 def paper_round(
@@ -221,15 +234,17 @@ class Method:
     frozen dataclass."""
 
     called: ClassVar[str] = ""
-    """The name or import path that it was loaded by; see `name`."""
+    """The built-in name or the import path by which the method was loaded; empty for a Python object. See
+    `name`."""
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Defaults for other sections; settings that a person types override them."""
+    """The method's defaults for other sections of the config, by section and key. Settings that a person sets
+    override them."""
     start: ClassVar[str] = "group"
     """The model that a user starts a round from: that of its "group", or its own ("user")."""
     grouped: ClassVar[bool] = False
     """Whether there are several groups by default (`federation.groups`)."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """The names of further metrics that its losses return."""
+    """The names of the metrics that its losses return besides those that every method has."""
     note: ClassVar[str] = ""
     """A remark that tables of results show beside it, such as that it needs users' labels."""
     label: ClassVar[Any] = None
@@ -237,9 +252,9 @@ class Method:
     keeps_models: ClassVar[bool] = False
     """Whether `initial` keeps a model of every user; then the memory for them is checked before the start."""
     trains_users: ClassVar[bool] = True
-    """Whether its round trains users."""
+    """Whether the method's `round` trains users."""
     trains_server: ClassVar[bool] = True
-    """Whether its round trains the server, if the server has labelled images."""
+    """Whether the method's `round` trains the server, if the server has labelled images."""
 
     @property
     def name(self) -> str:
@@ -247,13 +262,13 @@ class Method:
         return str(type(self).__dict__.get("called") or "in memory")
 
     def needs(self) -> tuple[str, ...]:
-        """Returns the entries of `NEEDS` that the method needs. They decide whether it can run with "dist",
-        with privacy and with real sites."""
+        """Returns the entries of `NEEDS` that the method needs. They decide whether it can run with the
+        engine "dist" (several processes), with privacy and with real sites."""
         return ()
 
     def uses(self) -> tuple[str, ...]:
-        """Returns which inputs the users' steps need: "weak" and "strong" views, and the "received"
-        weights."""
+        """Returns which inputs the users' steps need: "weak" views, "strong" views, or the weights that were
+        "received" at the start of the round."""
         return ("weak", "strong")
 
     def passes(self) -> int:
@@ -285,8 +300,8 @@ class Method:
         return losses.supervised(step.forward(step.weak), step.labels)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of a step by weight name, and its metrics. Weights without a gradient stay as
-        they are."""
+        """Returns the gradient of the loss in one step, by the names of the weights, and the metrics. Weights
+        that are not in it stay unchanged."""
         return step.gradient(loss, wide=False)
 
     def round(self, state: State, fed: Fed) -> State:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SETTLE = 0.5
-"""Seconds in which a second SIGTERM is ignored: `timeout` sends one to the process it started and another one
-to the whole group."""
+"""Seconds after a SIGTERM during which another one is ignored: `timeout` sends one to the process that it
+started and one to the whole group."""
 
 
 class Terminated(BaseException):
@@ -23,7 +23,7 @@ class Terminated(BaseException):
 
 @dataclass
 class Stop:
-    """The signal that asked this process to stop; 0 if there was none."""
+    """Holds the number of the signal that asked this process to stop, or 0 if there was none."""
 
     by: int = 0
 
