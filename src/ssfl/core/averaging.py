@@ -2,8 +2,8 @@
 
 The new model of group i is s_i · w_s + (1 - s_i) · mean of w_k over its users G_i. Here w_s is the server's
 model, w_k the model of user k, and s_i the weight of the server. FedAvg is one group of all C users with s =
-1/(C+1). The paper's grouping is S groups with s_i = 1/(|G_i|+1). A server-weighted average is one group with
-any s.
+1/(C+1). The grouping of the paper (Zhang et al. 2020) is S groups with s_i = 1/(|G_i|+1). A server-weighted
+average is one group with any s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +17,9 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
     """Returns the matrix [S, 1 + C] that turns the models of the server and of C users into S group models.
 
     Each row of the matrix sums to one. `groups` lists for each group the positions of its users, 0 to C - 1;
-    every user is in one group. If `server` is false, the server's column is zero. A group without users gets
-    the server's model, or the mean of all users if there is no server.
+    every user is in one group. `server` says whether there is a server model; if not, the first column is
+    zero. `server_weight` is the server's weight in each group; None means 1 / (number of the group's users +
+    1). A group without users gets the server's model, or the mean of all users if there is no server.
     """
     everybody = sorted(user for group in groups for user in group)
     if everybody != list(range(len(everybody))):
@@ -40,8 +41,9 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns one average of several models, one per row. The rule is their "mean" (weighted by `weights` [n]
-    if given), or a robust average of each coordinate: the "median" or the "trimmed" mean.
+    """Returns one average of n models, given as the rows of a matrix. The rule "mean" is their mean, weighted
+    by `weights` [n] if given. "median" and "trimmed" take the median or a trimmed mean of each coordinate, so
+    that a few extreme models have little influence.
 
     The trimmed mean leaves out the smallest and the largest fifth of the values, at least one each. With two
     models or fewer, every rule is the mean.
@@ -56,8 +58,8 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """Returns the median of the models (one per row) if its loss is smaller than that of their `aggregate`,
-    else the aggregate.
+    """Returns the coordinate-wise median of the models (one per row) if its `loss` is smaller than that of
+    `aggregate`, their average; otherwise returns `aggregate`.
 
     It is used if `federation.median_fallback` is set.
     """
@@ -65,8 +67,11 @@ def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], f
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the groups' models [S, P] and their mean [P]: the paper's equation (7) with this mixing
-    matrix."""
+    """Returns the groups' models [S, P] and the mean of these [P], as in the paper's equation (7).
+
+    `server` is the server's model [P] or None, `users` are the users' models [C, P], and `matrix` comes from
+    `mixing`.
+    """
     rows = users if server is None else torch.cat([server[None], users])
     weights = matrix.to(rows)
     streams = (weights[:, 1:] if server is None else weights) @ rows
@@ -74,22 +79,23 @@ def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tenso
 
 
 def fedavg(server: Any, users: Any) -> Tensor:
-    """Returns the average of the paper's equation (8): (w_s + sum of w_k) / (C + 1). If `server` is None, it
-    is the mean of the users."""
+    """Returns (w_s + sum of w_k) / (C + 1), the average of the server's model w_s and the models w_k of C
+    users. If `server` is None, it is the mean of the users. This is equation (8) of the paper (Zhang et al.
+    2020)."""
     return grouping(server, users, [range(len(users))])[1]
 
 
 def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
     """Returns the average of server and users in which the server has the weight `server_weight`, from 0 to
-    1."""
+    1. The users share the rest equally."""
     rows = as_rows(users)
     everybody = [list(range(len(rows)))]
     return average(as_rows(server), rows, mixing(everybody, True, server_weight))[1]
 
 
 def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Returns the models of the paper's equation (7), each the average of a group's users and the server, and
-    their mean w_avg.
+    """Returns the models of the groups, each the average of a group's users and the server, and the mean
+    w_avg of these models. This is equation (7) of the paper (Zhang et al. 2020).
 
     Models may be tensors, arrays or lists. `groups` lists for each group the positions of its users.
     """
@@ -102,7 +108,7 @@ def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[
 
 
 def as_rows(rows: Any) -> Tensor:
-    """Returns a tensor, an array, or a list of numbers or rows as one floating-point tensor."""
+    """Converts a tensor, an array or a (nested) list of numbers to a floating-point tensor."""
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Tensor):
         rows = torch.stack(list(rows))
     tensor = torch.as_tensor(rows)

@@ -27,10 +27,11 @@ def root() -> Path:
 
 
 def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """Returns the folder of an entry, and whether `make` had to write it now.
+    """Returns the folder of a cache entry, and whether the entry was made now.
 
-    If several processes want the same entry, one makes it and the others wait. Raises OSError if the cache
-    cannot be written.
+    The entry is the folder `kind`/`key` in the cache. If it does not exist, `make` gets an empty folder and
+    writes the files into it. If several processes want the same entry, one makes it and the others wait.
+    Raises OSError if the cache cannot be written.
     """
     place = root() / kind
     entry, part = place / key, place / f"{key}{PART}"
@@ -54,7 +55,8 @@ def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, boo
 
 
 def trim(keep: Path | None = None) -> None:
-    """Deletes the entries that were not used for longest until the cache is within its limit.
+    """Deletes the entries that were not used for longest until the cache is within its limit. The entry
+    `keep` is never deleted.
 
     An entry that another process has mapped into memory stays usable for that process until it ends.
     """
@@ -75,7 +77,8 @@ def limit() -> float:
 
 
 def entries() -> list[tuple[float, int, Path]]:
-    """Returns for each entry the time of its last use, its size in bytes and its folder."""
+    """Returns for each entry the time of its last use (seconds since 1970), its size in bytes and its
+    folder."""
     listed = []
     for entry in root().glob("*/*"):
         with suppress(OSError):

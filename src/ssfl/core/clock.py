@@ -10,8 +10,8 @@ import torch
 class Phases:
     """Adds up the seconds that each phase of a round takes.
 
-    A GPU works asynchronously, so the times come from CUDA events in its queue. The GPU does not wait for
-    them; they are read at the end of the round.
+    A GPU works asynchronously, so its times come from CUDA events in its queue. These are read at the end of
+    the round, so that the CPU does not have to wait for the GPU after each phase.
     """
 
     def __init__(self, device: torch.device) -> None:

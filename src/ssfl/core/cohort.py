@@ -20,10 +20,11 @@ class Cohort:
     groups: tuple[tuple[int, ...], ...]
     """G_1 .. G_S: the members of each group, as positions in `users`."""
     streams: tuple[int, ...]
-    """The number of the group that each of `users` belongs to."""
+    """For each of `users`, the number of the group whose model it receives. If users keep models of their own
+    (`own_streams` of `draw_cohort`), it is the number of the user."""
     slots: tuple[int, ...] = ()
-    """A number from 0 to C - 1 for each of `users`, in random order. Momentum can be kept for each such
-    slot."""
+    """For each of `users`, its place (0 to C - 1) in a random order of the round's C participants. Momentum
+    can be kept for each place, whichever user has it in a round (`train.momentum_policy` = "slot")."""
 
 
 def draw_cohort(
@@ -37,8 +38,8 @@ def draw_cohort(
     filled: bool = False,
     own_streams: bool = False,
 ) -> Cohort:
-    """Draws C of the K users at random, divides them at random into S groups, and draws which of them drop
-    out.
+    """Draws `participants` of the `users` at random, divides them at random into `groups` groups, and draws
+    which of them drop out, each with probability `dropout`.
 
     The groups are as even as possible. With `filled` each group is filled before the next one gets users.
     With `own_streams` every user is a group of its own.
@@ -71,8 +72,8 @@ def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]
 
 
 def only(cohort: Cohort, sent: Collection[int], returned: Collection[int]) -> Cohort:
-    """Returns the same cohort without users that were not `sent` a model, and without those that `returned`
-    none."""
+    """Returns the cohort of the users that really took part, if some failed. Its `drawn` are the users that
+    were `sent` a model, and its `users` are those that `returned` one."""
     places = [place for place, user in enumerate(cohort.users) if user in returned]
     users, streams, slots = (
         tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)

@@ -32,21 +32,22 @@ from ssfl.core import cache, plain_files
 from ssfl.errors import SsflError, SsflWarning
 
 VARIABLES = {"inductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
-"""For each part of the cache, the environment variable that says where it lies."""
+"""For each part of the cache (torch's Inductor, Triton), the environment variable that names its folder."""
 HEAD = "ssfl-compile-cache.json"
 FORMAT = 1
 MOST_FILES, MOST_BYTES = 500_000, 16 << 30
-"""Limits of a file that is loaded; a run compiles some hundred files of some ten megabytes."""
+"""An archive with more files or more unpacked bytes is not loaded. A run compiles far less: some hundred
+files, some ten megabytes in all."""
 GROUP = re.compile(r"__grp__.+\.json")
-"""Triton's lists of the files of a kernel, with absolute paths."""
+"""Matches the names of Triton's files that list the files of a kernel, with absolute paths."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
-"""The name of a file or folder in the cache."""
+"""Matches the names that files and folders in the cache may have."""
 BAD = (
     zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError
 )  # fmt: skip
 """What reading a broken archive may raise."""
 _chosen: dict[str, str] = {}
-"""The values that `use` gave to the environment variables."""
+"""The values that `use` gave to the environment variables, to tell them from a user's own choice."""
 
 
 class Copied(NamedTuple):
@@ -78,12 +79,14 @@ def folder() -> Path:
 
 
 def parts() -> dict[str, Path]:
-    """Returns the folders in which torch and Triton keep what they compile."""
+    """Returns by part the folders in which torch ("inductor") and Triton ("triton") keep what they
+    compile."""
     return {part: Path(_own(part) or folder() / part).absolute() for part in VARIABLES}
 
 
 def _own(part: str) -> str | None:
-    """Returns the folder that the user chose for a part by its environment variable; None if there is none.
+    """Returns the folder that the user chose for a part ("inductor" or "triton") by its environment variable;
+    None if the user chose none.
 
     As soon as torch's compiler is imported, torch sets these variables to its default, a folder of /tmp. That
     does not count as a choice.
@@ -162,7 +165,8 @@ def save(file: Path) -> Copied:
 
 
 def _files(place: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the files of a part that are worth keeping, which excludes locks, links and unfinished files."""
+    """Yields each file of the folder `place` that is worth keeping: its name relative to `place`, and its
+    path. Locks, links and unfinished files are left out."""
     for base, folders, names in os.walk(place):
         inside = Path(base).relative_to(place)
         folders[:] = sorted(name for name in folders if name != "locks" and _is_kept(name))
@@ -186,9 +190,10 @@ def _member(name: str) -> zipfile.ZipInfo:
 
 
 def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
-    """Returns the content of a file, with the paths in Triton's lists of files replaced.
+    """Returns the content of a file, with the absolute paths in Triton's lists of files replaced.
 
     With `place` they become paths in that folder (loading); without it, only file names are left (saving).
+    Other files are returned unchanged.
     """
     if not GROUP.fullmatch(name):
         return content

@@ -1,4 +1,5 @@
-"""Gradient diversity Δ: the paper's Definition 1 and the variants of its Appendix D, in two normalisations.
+"""Gradient diversity Δ: Definition 1 of the paper (Zhang et al. 2020) and the variants of its Appendix D, in
+two normalisations.
 
 Low diversity means that all users and the server move in the same direction. This can be agreement or a
 collapse. To tell which, compare it with the mask rate and the accuracy.
@@ -16,11 +17,11 @@ from ssfl.core.averaging import as_rows
 
 
 def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns Δ = (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q for gradients [n, P]; q is 2, or 1 if not
-    `squared`.
+    """Returns Δ = (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q for gradients g_k, the rows of [n, P]. The
+    exponent q is 2 if `squared`, else 1.
 
-    `order` is that of the norm. The paper's Definition 1 is `order=2, squared=True`. If the gradients sum to
-    zero, the result is inf, or nan if all of them are zero.
+    `order` is the order of the norm, 1 or 2. The paper's Definition 1 is `order=2, squared=True`. If the
+    gradients sum to zero, the result is inf, or nan if all of them are zero.
     """
     rows = as_rows(gradients).double()
     norms = torch.linalg.vector_norm(rows, order, dim=1)
@@ -30,11 +31,12 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 
 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns the diversity as the authors' scripts compute it: the mean of (‖g_k‖ / ‖mean of g‖)^q, which is
-    n^(q-1) · Δ.
+    """Returns the diversity as the scripts of the paper's authors compute it: the mean over k of (‖g_k‖ /
+    ‖mean of g‖)^q. It is n^(q-1) · Δ, with n, q and Δ as in `gradient_diversity`.
 
-    It is 1 if all gradients are equal, n if they are orthogonal, and more if they oppose each other. So
-    larger cohorts look more diverse. The paper's Definition 1 gives 1/n and 1 instead.
+    With the default arguments it is 1 if all gradients are equal, n if they are orthogonal and equally long,
+    and more if they oppose each other. So larger cohorts look more diverse. For the same gradients, Δ is 1/n
+    and 1.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)
@@ -45,13 +47,14 @@ def variants(
     server: dict[str, Tensor | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
-    """Returns all sixteen variants of gradient diversity, each in both normalisations, over all users and
-    within groups.
+    """Returns all sixteen variants of gradient diversity by name, each in both normalisations, over all users
+    and within groups.
 
-    `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names "gradient" and
-    "update". `server` holds the same two of the server, one row each or None. The value within groups is the
-    mean over groups, weighted by their numbers of users. Variants with the server include it in every group.
-    Undefined values are None.
+    A variant is a choice of gradient or update, L1 or L2 norm, squared or not, and with or without the
+    server. `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names
+    "gradient" and "update". `server` holds the same two of the server, one row each or None. The value within
+    groups is the mean over groups, weighted by their numbers of users. Variants with the server include it in
+    every group. Undefined values are None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(

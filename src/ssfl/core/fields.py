@@ -32,9 +32,11 @@ class Limits:
     choices: tuple[str, ...] = ()
     """The allowed words; empty if all are allowed."""
     paths: bool = False
-    """Whether an import path or "in memory" is allowed in place of one of the words."""
+    """Whether other code is allowed besides `choices`: an import path, or "in memory" for an object that was
+    passed from Python."""
     instead: str = ""
-    """A field of the same section that is cleared when this one is set on the command line."""
+    """Another field of the same section, an alternative to this one. It is cleared when this one is set on
+    the command line."""
 
 
 def setting(
@@ -47,7 +49,7 @@ def setting(
     paths: bool = False,
     instead: str = "",
 ) -> T:
-    """Returns a dataclass field with a default and limits."""
+    """Returns a dataclass field with a default and limits. The other arguments are the fields of `Limits`."""
     limits = Limits(least, most, what, choices, paths, instead)
     with_limits: T = field(default=default, metadata={"limits": limits})
     return with_limits
@@ -62,8 +64,8 @@ def limits_of(kind: type) -> dict[str, Limits]:
 
 
 def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
-    """Returns the value converted to the field's type; raises ConfigError if type or limits do not allow
-    it."""
+    """Returns the value of the setting `key`, converted to the type `hint`; raises ConfigError if the type or
+    the limits do not allow it."""
     if value == "" and isinstance(value, str):
         raise ConfigError(f"{key} is empty: set a value or leave it out", key=key, value=value)
     try:
@@ -76,7 +78,7 @@ def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """Returns the value converted to a type; raises TypeError or ValueError if that is not possible.
+    """Returns the value converted to the type `hint`; raises TypeError or ValueError if that is not possible.
 
     A whole number is allowed for a float, and a list for a tuple.
     """
@@ -100,7 +102,8 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _items(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Returns the type of each of a tuple's `count` items."""
+    """Returns the types of a tuple's `count` items. `inner` are the arguments of its type, such as (float,
+    ...)."""
     return inner[:1] * count if inner[1:] == (...,) else inner
 
 
@@ -163,5 +166,5 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def meant(word: str) -> str:
-    """Returns the end of an error message, ": did you mean WORD?", or "" if there is no word to suggest."""
+    """Returns the end of an error message, ": did you mean WORD?", or "" if `word` is empty."""
     return f": did you mean {word}?" if word else ""

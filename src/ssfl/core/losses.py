@@ -1,4 +1,5 @@
-"""The losses of the paper's section 3.1 as pure functions of logits, with one value per image.
+"""The losses of section 3.1 of the paper (Zhang et al. 2020) as functions of logits, with one value per
+image.
 
 The mean over a batch estimates the paper's mean over D_s (the server's images) or D_k (those of user k). An
 image whose confidence is below the threshold counts as zero in this mean, as in the paper and in FixMatch. ȳ
@@ -12,16 +13,16 @@ from torch.nn import functional as F
 
 
 class Losses(NamedTuple):
-    """The losses of a batch of n models: one per image, [n, B], or one per model, [n]."""
+    """The losses of n models on a batch of B images each, with the masks and labels that were used."""
 
     loss: Tensor
-    """The image's loss, zero if it is masked out."""
+    """The loss of each image, [n, B], zero if the image is masked out; or one loss per model, [n]."""
     mask: Tensor
     """[n, B]: 1 if the image is trained on, else 0: the indicator 1[max ȳ ≥ τ]."""
     label: Tensor
-    """[n, B]: the label it is trained with, the pseudo-label argmax ȳ or the true one."""
+    """[n, B]: the label that the image is trained with: the pseudo-label argmax ȳ, or the true one."""
     metrics: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
-    """[n] each: further metrics that the method declares in `metrics`."""
+    """[n] each: further metrics, which the method must also list in its attribute `metrics`."""
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
@@ -48,14 +49,14 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
 
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
-    """Returns the cross-entropy with pseudo-labels. It is multiplied by the mask, so it is zero for images
-    without a pseudo-label."""
+    """Returns the cross-entropy with pseudo-labels that are given. It is multiplied by `mask` (1 or 0), so it
+    is zero for images that are not trained on."""
     return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 
 def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
-    """Returns the mixup loss of mixed images: the part `share` of each comes from an image with label
-    `labels`, and the rest from one with label `others`."""
+    """Returns the mixup loss of mixed images. Each is the sum of `share` times an image with label `labels`,
+    and 1 - `share` times an image with label `others`."""
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(logits, others)
 
 

@@ -1,8 +1,8 @@
 """Code from outside the package, named by an import path: `FILE.py:name` or `package.module:name`.
 
 A path is imported only if a person typed it in this process (`--set`, `--with`, a Python call). Run folders,
-model cards and the settings that a centre sends also contain such paths, with a digest of the code. Nothing
-is imported because of them.
+model cards and the settings that a deployment's server sends to its sites also contain such paths, with a
+digest of the code. Nothing is imported because of them.
 """
 
 import ast
@@ -21,9 +21,9 @@ from typing import Any
 from ssfl.errors import ConfigError, SsflError, with_class
 
 IN_MEMORY = "in memory"
-"""The name of objects that were passed from Python."""
+"""The recorded name of data, networks and methods that were passed as Python objects."""
 _trusted: set[str] = set()
-"""Resolved files and dotted module names that a person typed in this process."""
+"""The absolute paths of files, and the dotted names of modules, that a person typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
 """The imported modules by file, with the file's digest at that time."""
 
@@ -34,7 +34,8 @@ def is_path(name: str | None) -> bool:
 
 
 def is_outside(name: str | None) -> bool:
-    """Returns whether a recorded name belongs to something from outside the package."""
+    """Returns whether the name in a config stands for something from outside the package: an import path, or
+    an object that was passed from Python."""
     return is_path(name) or name == IN_MEMORY
 
 
@@ -87,7 +88,8 @@ def load(name: str, key: str) -> Any:
 
 
 def called(name: str, key: str) -> Any:
-    """Calls the function that an import path names, without arguments, and returns its result."""
+    """Calls the function that an import path names, without arguments, and returns its result. `key` is the
+    setting that contains the path, for error messages."""
     function, setting = load(name, key), f"{key} = {name!r}"
     if not callable(function):
         raise ConfigError(
@@ -102,7 +104,8 @@ def called(name: str, key: str) -> Any:
 
 
 def require(name: str, key: str) -> Path:
-    """Returns the file of an import path; raises if it does not exist or nobody typed it in this process."""
+    """Returns the file of an import path. Raises ConfigError if it does not exist, or if no person typed it
+    in this process. `key` is the setting that contains the path."""
     module = _module(name)
     file = _file(module)
     if not _is_trusted(module, file):
@@ -124,7 +127,7 @@ def require(name: str, key: str) -> Path:
 
 
 def supplied(name: str) -> str:
-    """Returns what a person must type after `--with` to allow a recorded path."""
+    """Returns what a person must type after `--with` to allow an import path: its file or module."""
     return _module(name)
 
 
@@ -240,7 +243,8 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
-    """Imports a module. A file that has changed since it was last imported is imported again."""
+    """Imports the module in `file`. A file that has changed since it was last imported is imported again.
+    `key` and `name` (a setting and its value) are for error messages."""
     current_digest = digest(module)
     if file in _loaded and _loaded[file][0] == current_digest:
         return _loaded[file][1]

@@ -33,7 +33,8 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read(path: Path, most: int = LARGEST) -> bytes:
-    """Returns the content of a regular file; raises OSError for anything else, and for too large a file."""
+    """Returns the content of a regular file. Raises OSError for anything else, and for more than `most`
+    bytes."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))

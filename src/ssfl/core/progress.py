@@ -23,8 +23,9 @@ def show(visible: bool) -> None:
 
 def show_in(display: Callable[[str], None] | None) -> None:
     """Sets a function that shows progress as a text, for use while another progress bar is on the screen.
+    None removes it.
 
-    It gets an empty text at the end.
+    When the work ends, the function gets an empty text.
     """
     global _display
     _display = display
@@ -39,7 +40,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar. Yields a function that takes the number of items done since the last call."""
+    """Shows a progress bar during the `with` block. Yields a function; call it with the number of items that
+    were finished since its last call."""
     began = shown = time.monotonic()
     done, line = 0, None
 

@@ -29,13 +29,14 @@ class Layout:
 
     @property
     def trained(self) -> int:
-        """How many of the tensors are weights."""
+        """How many of the tensors are trained weights. They are the first in `names`."""
         return next(i for i in range(len(self.sizes) + 1) if sum(self.sizes[:i]) == self.weights)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors by name from one row, or from a matrix of rows, whose first dimension is kept.
+        """Returns the tensors by name, given one row [P + Q], or several rows [n, P + Q], which give tensors
+        [n, ...].
 
-        A row without running statistics gives only the weights.
+        A row without running statistics, [P], gives only the weights.
         """
         count = len(self.sizes) if row.shape[-1] == self.length else self.trained
         parts = row.split(self.sizes[:count], dim=-1)
@@ -46,8 +47,8 @@ class Layout:
         }
 
     def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
-        """Returns the row of these tensors, which are all tensors or only the weights. The first `lead`
-        dimensions are kept."""
+        """Returns the row of these tensors, which are all of them or only the weights. The first `lead`
+        dimensions are kept: with lead=1, tensors [n, ...] give n rows."""
         return torch.cat(
             [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
             dim=-1,
@@ -55,19 +56,18 @@ class Layout:
 
 
 def lengths(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of each of n models, [n]. Each is taken over all tensors, which have the shape [n,
-    ...]."""
+    """Returns the Euclidean norm of each of n models, [n]. `parts` are the models' tensors, [n, ...] each."""
     return torch.stack([part.flatten(1).square().sum(1) for part in parts]).sum(0).sqrt()
 
 
 def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
-    """Copies numbers to a device without blocking the CPU."""
+    """Returns numbers as a tensor on a device. The copy does not block the CPU."""
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that are trained, by name; frozen ones are not part of the row."""
+    """Returns the trained parameters by name, without frozen ones. Only they are part of a row."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
@@ -83,7 +83,8 @@ def learning(model: nn.Module) -> dict[str, bool]:
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the running statistics by name, without those of frozen normalisation layers."""
+    """Returns the running means and variances of normalisation layers by name. Those of frozen layers are
+    left out."""
     learns = learning(model)
     running = {}
     for name, module in model.named_modules():

@@ -4,7 +4,8 @@ import math
 
 
 def head_start(share: float, rounds: int) -> int:
-    """Returns the number of rounds at the start in which only the server trains."""
+    """Returns the number of rounds at the start in which only the server trains: the part `share` of all
+    rounds, rounded down."""
     return int(share * rounds + 1e-9)
 
 
@@ -18,12 +19,13 @@ def learning_rate(
     floor: float = 1e-4,
     annealing: bool = False,
 ) -> float:
-    """Returns the learning rate at step t: base · max(cos(π · cycles · (t - warmup) / (steps - warmup)),
-    floor).
+    """Returns the learning rate at a step: base · max(cos(π · cycles · progress), floor), where progress =
+    (step - warmup) / (steps - warmup).
 
-    This is the paper's formula. Before `warmup` the rate rises linearly from zero. The cosine is periodic:
-    with `cycles` above 1/2 it reaches the floor, above 3/2 it rises again before the end, and at 2 it ends at
-    the full base rate. With `annealing` the rate is base · (1 + cos(π · progress)) / 2.
+    This is the formula of the paper (Zhang et al. 2020). Before `warmup` the rate rises linearly from zero.
+    The cosine is periodic: with `cycles` above 1/2 it reaches the floor, above 3/2 it rises again before the
+    end, and at 2 it ends at the full base rate. With `annealing` the rate is base · max((1 + cos(π ·
+    progress)) / 2, floor).
     """
     if step < warmup:
         return base * step / warmup

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Z = 1.959963984540054
-"""The normal quantile of a two-sided interval of 95 %."""
+"""The 97.5 % quantile of the normal distribution, for two-sided intervals of 95 %."""
 FEW = 100
-"""With fewer images than this an accuracy says little: its interval is wider than about 12 points."""
+"""With fewer images than this an accuracy says little. An accuracy of 90 %, for example, then has a 95 %
+confidence interval of more than 11 percentage points."""
 UNEVEN = 1.5
 """Classes are uneven if the largest has more than this many times the images of the smallest."""
 
 
 class Interval(NamedTuple):
-    """A confidence interval at the level 95 %."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
@@ -29,13 +30,13 @@ class Paired:
 
     count: int
     correct: int
-    """How many the first model gets right."""
+    """How many images the first model classifies correctly."""
     other_correct: int
-    """How many the second model gets right."""
+    """How many images the second model classifies correctly."""
     won: int
-    """How many the first alone gets right."""
+    """How many images only the first model classifies correctly."""
     lost: int
-    """How many the second alone gets right."""
+    """How many images only the second model classifies correctly."""
 
     @property
     def difference(self) -> float:
@@ -54,7 +55,8 @@ class Paired:
 
 
 def wilson(correct: float, count: int) -> Interval:
-    """Returns Wilson's score interval of a proportion. It stays within 0 and 1, also with few images."""
+    """Returns Wilson's score interval (95 %) of the proportion `correct` / `count`. It stays within 0 and 1,
+    also with few images."""
     if count < 1:
         return Interval(0.0, 1.0)
     share, square = correct / count, Z * Z / count
@@ -65,15 +67,16 @@ def wilson(correct: float, count: int) -> Interval:
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Returns the comparison of two models, given for each of the same images whether each model is right."""
+    """Returns the comparison of two models. For each image, `first` and `second` say whether the first and
+    the second model are right."""
     pairs = list(zip(first, second, strict=True))
     won, lost = (sum(bool(a) > bool(b) for a, b in each) for each in (pairs, [(b, a) for a, b in pairs]))
     return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
 
 
 def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -> Interval:
-    """Returns the confidence interval of the difference of two models' accuracies on the same images
-    (Newcombe 1998, method 10).
+    """Returns the 95 % confidence interval of the difference of two models' accuracies on the same images
+    (Newcombe 1998, method 10). The arguments are the fields of `Paired`.
 
     It combines the Wilson intervals of both accuracies, with a continuity-corrected correlation between them.
     """
@@ -98,8 +101,8 @@ def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -
 
 
 def mcnemar(won: int, lost: int) -> float:
-    """Returns the two-sided p-value of the exact McNemar test, from the images on which two models
-    disagree."""
+    """Returns the two-sided p-value of the exact McNemar test. `won` and `lost` are the numbers of images
+    that only the first, or only the second, of two models classifies correctly."""
     total = won + lost
     if not total:
         return 1.0
@@ -131,7 +134,7 @@ def is_uneven(counts: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Bin:
-    """One bin of a reliability diagram: the images whose confidence lies in one interval between 0 and 1."""
+    """One bin of a reliability diagram: the images whose confidence lies between `low` and `high`."""
 
     low: float
     high: float
@@ -142,8 +145,8 @@ class Bin:
 
 
 def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> list[Bin]:
-    """Returns the mean confidence and the accuracy in bins of equal width. In a calibrated model both agree
-    in every bin."""
+    """Returns the bins of a reliability diagram, of equal width, with the mean confidence and the accuracy in
+    each. In a calibrated model both agree in every bin."""
     table = []
     for number in range(bins):
         low, high = number / bins, (number + 1) / bins
@@ -156,8 +159,8 @@ def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float | None:
-    """Returns the expected calibration error (ECE): the mean distance between confidence and accuracy over
-    all images, bin by bin."""
+    """Returns the expected calibration error (ECE): the mean over bins of the distance between confidence and
+    accuracy, weighted by the bins' numbers of images. None if there are no images."""
     total = sum(one.count for one in bins)
     if not total:
         return None

@@ -1,9 +1,9 @@
-"""What a method's user side sees: the batch of a step, its loss, and the pseudo-labels that are made once a
-round.
+"""What the user side of a method sees: the batch of a step, its loss, and the pseudo-labels that are made
+once a round.
 
-`Step` is one SGD step, as `user_loss` and `gradient` see it. `Look` is what a method's `label` sees before
-the first step, and `Labels` is what `label` returns. Tensors are [n, ...] for n users at once. T is the
-number of steps in a round and B the number of images in a step.
+`Step` is one SGD step, which a method's functions `user_loss` and `gradient` get. `Look` is what its function
+`label` gets before the first step, and `Labels` is what `label` returns. Tensors are [n, ...] for n users at
+once. T is the number of steps in a round and B the number of images in a step.
 """
 
 import copy
@@ -21,19 +21,21 @@ Named = dict[str, Tensor]
 """Tensors by their names in the network."""
 Loss = Callable[["Step"], Losses]
 Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
-"""(weights, buffers, images [n, B, ...], training mode or not, dropout keys [n]) -> logits [n, B, classes]
-and the new buffers."""
+"""A function (weights, buffers, images [n, B, ...], training mode or not, dropout keys [n]) that returns the
+logits [n, B, classes] and the new buffers."""
 Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
-"""(loss, weights, buffers, batch, received) -> the loss of each model [n], its metrics, the new buffers."""
+"""A function (loss, weights, buffers, batch, received weights) that returns the loss of each model [n], its
+metrics and the new buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
 """The metrics of every step: the loss; the share of images that are trained on (mask rate); the share that is
-trained on and whose true label is known; the share whose pseudo-label is correct."""
+trained on and whose true label is known; the share that is trained on with the correct label."""
 DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
-"""The numbers of the dropout masks that the package's own methods use."""
+"""The dropout masks of the package's own methods by name, and the number that stands for each in the key of
+its random draws. See `Step.forward`."""
 
 
 class Batch(NamedTuple):
-    """The images of one step after normalisation, [n, B, C, H, W] each, and their labels."""
+    """The images of one step and their labels. Images are [n, B, C, H, W] and normalised."""
 
     weak: Tensor | None
     """Weakly augmented views; None unless the method uses them."""
@@ -42,20 +44,20 @@ class Batch(NamedTuple):
     labels: Tensor
     """[n, B]: the true labels, -1 where unknown."""
     own: Tensor | None
-    """Weak views of the users' own labelled images; None if no user has any."""
+    """Weakly augmented views of the users' own labelled images; None if no user has any."""
     own_labels: Tensor | None
     """[n, B]: the labels of `own`; -1 for a user without labelled images."""
     keys: Tensor
     """[n]: the keys of the step's dropout masks, see `core/draws.py`."""
     shares: Tensor
-    """[n, B]: each image's share of its model's loss."""
+    """[n, B]: the weight of each image in its model's loss, such as 1 / B for the mean."""
     tensors: Named
-    """Further tensors of the method for this step, by name: those that `label` returned and those that the
-    server sent with the model."""
+    """Further tensors of the method for this step, by name: those that the method's `label` returned, and
+    those that the server sent with the model."""
 
 
 class Step:
-    """One SGD step of n users, or of the server, as a method's losses see it.
+    """One SGD step of n users, or of the server. A method's loss gets it as its only argument.
 
     A loss may depend only on tensors. On a GPU a step is recorded once and replayed, so a Python number that
     changes from round to round would keep its first value.
@@ -78,7 +80,7 @@ class Step:
     ) -> None:
         self.batch, self.role = batch, role
         self.weights, self.buffers = weights, buffers
-        """[n, ...] in float32 or wider."""
+        """The weights and buffers by name, [n, ...] each, in float32 or float64."""
         self.tensors = batch.tensors
         self.own, self.own_labels = batch.own, batch.own_labels
         self.rate, self.decay = rate, decay
@@ -116,8 +118,9 @@ class Step:
         draw: str = "student",
         weights: Named | None = None,
     ) -> Tensor:
-        """Returns the logits [n, B, classes] of images [n, B, ...]. `draw` names the dropout mask, so that
-        equal names give equal masks."""
+        """Returns the logits [n, B, classes] of images [n, B, ...], at the current weights or at `weights`.
+        `grad` says whether gradients are needed, and `train` chooses training or evaluation mode. `draw`
+        names the dropout mask: equal names give equal masks."""
         keys = draws.fold(self.batch.keys, _number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
         if grad:
@@ -128,8 +131,8 @@ class Step:
         return logits.to(self.batch.shares.dtype)
 
     def gradient(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
-        """Returns the gradient of a loss by weight name, and the loss's metrics. It is taken at the current
-        weights, or at the weights `at`.
+        """Returns the gradient of a loss by weight name, and the loss's metrics. The gradient is taken at the
+        current weights, or at the weights `at`.
 
         Only the first gradient at the current weights updates the running statistics. The gradient has the
         number type of the weights. With wide=False it has the type of the forward pass, such as bfloat16,
@@ -152,8 +155,8 @@ class Step:
         return gradients, metrics
 
     def after(self, gradients: Named) -> "Step":
-        """Returns a step at the weights that one update of plain SGD with weight decay would give. This step
-        is not changed."""
+        """Returns a copy of this step in which the weights have made one update of plain SGD with weight
+        decay, along `gradients`. This step is not changed."""
         if self.rate is None:
             raise MethodError("step.after() was called in a loss: call it in the method's gradient()")
         moved = dict(self.weights)
@@ -165,7 +168,7 @@ class Step:
         return later
 
     def with_tensors(self, **tensors: Tensor) -> "Step":
-        """Returns the same step with some of its `tensors` replaced."""
+        """Returns a copy of this step with some of its `tensors` replaced."""
         changed = copy.copy(self)
         changed.batch = self.batch._replace(tensors=self.tensors | tensors)
         changed.tensors = changed.batch.tensors
@@ -185,7 +188,7 @@ def _declared(value: Any, name: str) -> Any:
 
 
 def _number(draw: str) -> int:
-    """Returns the number that stands for the name of a dropout mask."""
+    """Returns the number that stands for the name of a dropout mask in the key of its random draws."""
     if draw in DRAWS:
         return DRAWS[draw]
     number = 0
@@ -195,7 +198,7 @@ def _number(draw: str) -> int:
 
 
 def along(numbers: Tensor, models: Tensor) -> Tensor:
-    """Reshapes one number per model, [n], so that it multiplies tensors [n, ...]."""
+    """Returns numbers [n], one per model, reshaped so that they multiply the tensor `models` [n, ...]."""
     return numbers.view(-1, *[1] * (models.dim() - 1))
 
 
@@ -228,14 +231,13 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
 
 
 def of_models(result: Losses, batch: Batch) -> Tensor:
-    """Returns the loss of each model, [n]. It is the mean over the model's images if the losses are per
-    image."""
+    """Returns the loss of each model, [n]. If `result` has one loss per image, it is their weighted mean."""
     return result.loss if result.loss.dim() == 1 else (result.loss * batch.shares).sum(1)
 
 
 def with_own_labels(loss: Loss) -> Loss:
-    """Returns a loss to which the cross-entropy on users' own labelled images is added, for users that have
-    such images."""
+    """Returns a new loss: the given one plus the cross-entropy on a user's own labelled images, if it has
+    any."""
 
     def both(step: Step) -> Losses:
         result = loss(step)
@@ -250,17 +252,17 @@ def with_own_labels(loss: Loss) -> Loss:
 
 
 class Look(NamedTuple):
-    """What a method's `label` sees before the first step: the received model's predictions for the round's
-    images."""
+    """What a method's `label` gets before the first step: the predictions of the received model for all
+    images of the round."""
 
     probabilities: Tensor
-    """[n, T · B, classes]: predicted probabilities of weak views, in eval mode."""
+    """[n, T · B, classes]: the predicted probabilities for weak views, in evaluation mode."""
     images: Tensor
-    """[n, T, B]: which images, as indices that only mean something to their owner."""
+    """[n, T, B]: the numbers of the images of every step. They only mean something to their owner."""
     keys: Tensor
     """[n]: the keys of the draws that `label` may need, see `core/draws.py`."""
     tensors: Named
-    """What the round sent besides the model, [n, ...]."""
+    """What the server sent besides the model, by name, [n, ...] each."""
     has_labels: bool
     """Whether users hold labelled images of their own."""
     taken: Tensor | None = None
@@ -280,20 +282,21 @@ class Labels(NamedTuple):
     """What a method's `label` returns for a round of n users: pseudo-labels, and how each user trains."""
 
     images: Tensor
-    """[n, T, B]: the images of every step; they may differ from `Look.images`."""
+    """[n, T, B]: the numbers of the images of every step; they may differ from `Look.images`."""
     tensors: Named
-    """[n, T, ...] each: what a step finds in `step.tensors`, such as labels and a mask."""
+    """[n, T, ...] each: what a step finds in `step.tensors`, such as pseudo-labels and a mask."""
     extra_images: Named = {}  # noqa: RUF012 (never changed)
-    """[n, T, B] each: further images. A step gets weak views of them in `step.tensors`."""
+    """[n, T, B] each: the numbers of further images. A step finds weak views of them in `step.tensors`."""
     weight: Tensor | None = None
     """[n]: a user's weight in the average. A user with weight 0 is treated as a dropout."""
     lr_scale: Tensor | None = None
-    """[n]: a factor on each user's learning rate."""
+    """[n]: the factor by which each user's learning rate is multiplied."""
     steps: Tensor | None = None
     """[n]: how many steps each user takes, at most T. Default: T."""
     update_scale: Tensor | None = None
     """[n]: the factor by which a user's update is scaled before it is sent."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: numbers that users report to the server; the round reads them in `Users.report`."""
+    """[n, ...] each: numbers that users report to the server. A method's `round` reads them in
+    `Users.report`."""
     metrics: Named = {}  # noqa: RUF012 (never changed)
-    """[n] each: metrics that replace those of the steps."""
+    """[n] each: metrics that replace the metrics of the same names that the steps would report."""
