@@ -41,7 +41,7 @@ METHODS = {
     "freematch": "freematch:FreeMatch",
     "server-only": "server_only:ServerOnly",
 }
-"""The built-in methods and where each is written."""
+"""The built-in methods: the name of each, and the module and class in which it is written."""
 DEFAULT = "anchored"
 BASELINE = "server-only"
 """The method that a run is compared with: the same training without users."""
@@ -74,7 +74,8 @@ def find(name: str) -> "type[Method]":
 
 @cache
 def settings_of(name: str) -> type | None:
-    """Returns a dataclass with the settings of a built-in method; None for methods from outside.
+    """Returns a dataclass with the settings of a built-in method; None for a method that is not part of the
+    package.
 
     The settings are read from the method's source file without importing torch, which would take seconds. So
     mistakes in settings are reported at once.
@@ -96,8 +97,8 @@ def settings_of(name: str) -> type | None:
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":
-    """Returns a stand-in for a method from outside whose file was not supplied. Its recorded settings can be
-    read, but it cannot train."""
+    """Returns a stand-in for a method that is not part of the package and whose file was not supplied. Its
+    recorded settings can be read, but it cannot train."""
     from ssfl.federation import Method
 
     fields = [(key, type(value), field(default=value)) for key, value in values.items()]
@@ -115,7 +116,7 @@ def flag(method: "Method") -> str:
 
 
 def _outside(name: str) -> "type[Method]":
-    """Returns the class of a method from a file or package outside this one."""
+    """Returns the class of a method that is not part of the package, from its import path."""
     from ssfl.federation import Method
 
     method = outside.load(name, "method.name")

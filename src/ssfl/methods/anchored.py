@@ -12,11 +12,13 @@ from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step, Users
 from ssfl.methods import parts
 
 SLOWEST = 1 / 30
-"""The smallest factor on the learning rate of a user with few classes."""
+"""The smallest factor by which the learning rate of a user is multiplied, if its pseudo-labels cover few
+classes."""
 IMAGES = 1000
-"""About how many of the server's images the guard and the relative threshold use."""
+"""About how many of the server's labelled images are used to evaluate a model, for the settings `guard` and
+`relative`."""
 NEVER = 2.0
-"""A threshold that no probability reaches."""
+"""A threshold that no probability reaches, so that no image gets a pseudo-label."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Anchored(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        """Returns the pseudo-labels of confident images; with pace "classes" also each user's learning rate
-        and update scale."""
+        """Returns the pseudo-labels of confident images. With pace "classes", also returns factors for each
+        user's learning rate and update."""
         threshold: float | Tensor = self.threshold
         if "threshold" in look.tensors:
             threshold = look.tensors["threshold"][:, None].expand(-1, look.probabilities.shape[2])
@@ -99,8 +101,8 @@ class Anchored(Method):
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:
-        """Returns the result of the users' training. A relative threshold is computed here and sent to
-        them."""
+        """Returns the result of the users' training. With `relative`, first computes the threshold and sends
+        it to the users."""
         if not self.relative or not fed.has_server or not fed.cohort.users:
             return fed.train_users(state.streams)
         confidence = fed.confidence(state.average, most=IMAGES)
@@ -113,7 +115,7 @@ class Anchored(Method):
 
 
 def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
-    """Returns a factor on each user's learning rate, [n]. `counts` [n, classes] are its pseudo-labels per
+    """Returns a factor for each user's learning rate, [n]. `counts` [n, classes] are its pseudo-labels per
     class, and `images` [n] the number of its pseudo-labelled images.
 
     With large steps, a user with few classes forgets the others, and the average of such models is useless.
@@ -127,5 +129,6 @@ def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
 
 
 def _coarse(numbers: Tensor) -> Tensor:
-    """Rounds to 1/4096, because pow() is not bit-identical for one user and for a batch."""
+    """Returns the numbers rounded to 1/4096, because pow() is not bit-identical for one user and for a
+    batch."""
     return (numbers * 4096).round() / 4096

@@ -66,8 +66,8 @@ class CbaFed(Method):
         return {"counts": fed.server_counts, "stored": state.average[:0].clone()}
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round. Every n rounds, the model is averaged with the one that was stored
-        n rounds before."""
+        """Returns the state after a round. After every n rounds (the setting `residual`), the model is
+        averaged with the one that was stored n rounds before."""
 
         def send(users: Sequence[int]) -> Named:
             return {"counts": state.memory["counts"].expand(len(users), -1)}

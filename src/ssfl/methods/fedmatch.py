@@ -37,7 +37,8 @@ from ssfl.federation import Fed, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
 START = 0.2
-"""ψ starts as this multiple of σ."""
+"""FedMatch's weights are a sum σ + ψ, where labelled images train σ and unlabelled ones train ψ. At first, ψ
+is this multiple of σ."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class FedMatch(Method):
         return ("weak", "strong", "received")
 
     def check(self, config: Any) -> None:
-        """Raises for settings that do not work with the decomposed weights."""
+        """Raises ConfigError for settings that do not work with weights that are a sum σ + ψ."""
         train = config.train
         fitting = [
             (config.model.norm != "batch", "model.norm", config.model.norm, "model.norm=none"),
@@ -108,7 +109,8 @@ class FedMatch(Method):
         return result._replace(loss=self.supervised * result.loss)
 
     def user_loss(self, step: Step) -> Losses:
-        """Returns the unlabelled loss that trains ψ, without its two penalties."""
+        """Returns the users' loss on unlabelled images, which trains ψ. The L1 and L2 penalties are not part
+        of it; `gradient` adds them."""
         helpers = self._helper_weights(step)
         weak_logits = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
         helper_logits = [
@@ -145,8 +147,8 @@ class FedMatch(Method):
         return Losses(loss * mask, mask, label)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of σ on labelled images and of ψ on unlabelled ones, with ψ's penalties; at
-        the server only that of σ."""
+        """Returns the gradient of one step. At a user, it is that of ψ on unlabelled images with its
+        penalties, and that of σ on labelled images if users have any. At the server, it is only that of σ."""
         if step.role == "server":
             gradients, metrics = step.gradient(loss)
             return _half(gradients, "sigma."), metrics
@@ -214,9 +216,11 @@ class FedMatch(Method):
         return parts.server_last(state, fed, users, last=last)
 
     def helpers_of(self, last: Tensor, fed: Fed) -> Tensor:
-        """Returns the helpers of each participant, [n, H]; -1 stands for none.
+        """Returns the numbers of the H users that help each of the n participants, [n, H]; -1 stands for no
+        helper.
 
-        `last` [K, P] are the models that users sent last, zeros for users that have not taken part yet.
+        `last` [K, P + Q] are the models that the K users sent last (P weights and Q running statistics each),
+        zeros for users that have not taken part yet.
         """
         seen = last.any(1).nonzero().flatten()
         probabilities = fed.predict(last[seen], noise(fed.key("noise", by_round=False), fed.shape))[:, 0]
@@ -224,7 +228,7 @@ class FedMatch(Method):
 
 
 def _vote(logits: Tensor) -> Tensor:
-    """Returns the logits as a one-hot vote: 1 for the largest, 0 for the others."""
+    """Returns each image's vote for a class: 1 for the class with the largest logit, 0 for the others."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     return (logits.argmax(-1)[..., None] == classes).long()  # F.one_hot would wait for a GPU
 
@@ -246,7 +250,7 @@ class Decomposed(nn.Module):
 
 
 def composed(tensors: Named) -> Named:
-    """Returns θ = σ + ψ under the names that the plain network uses."""
+    """Returns the weights θ = σ + ψ under the names that the plain network uses. `tensors` has σ and ψ."""
     sigma, psi = (_half(tensors, half) for half in ("sigma.", "psi."))
     return {
         name.removeprefix("sigma."): weight + psi["psi." + name.removeprefix("sigma.")]

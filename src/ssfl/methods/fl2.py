@@ -19,9 +19,10 @@ from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
 CERTAIN = 0.95
-"""The confidence above which an image takes part in the sharpness-aware loss."""
+"""An image takes part in the sharpness-aware loss if the model's confidence in it is above this."""
 LEAST = 0.01
-"""ASAM's η: how far a weight of zero may be moved."""
+"""ASAM's η: the move of each weight is scaled by its size plus this, so that a weight of zero can also
+move."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Fl2(Method):
         return parts.round_labels(step)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of the loss, plus that of the sharpness-aware consistency loss for users."""
+        """Returns the gradient of the loss. For users, the gradient of the sharpness-aware consistency loss
+        is added."""
         gradients, metrics = step.gradient(loss)
         if step.role == "server" or not self.sharpness:
             return gradients, metrics
@@ -75,8 +77,8 @@ class Fl2(Method):
             perturbed = uphill(step.weights, ascent, self.sharpness)
 
         def disagreement(moved: Step) -> Losses:
-            """Returns KL( f(w) ‖ f(w + ε) ), as in the authors' code: it moves w + ε towards the predictions
-            of w."""
+            """Returns KL( f(w) ‖ f(w + ε) ), the divergence between the predictions with weights w and with
+            moved weights w + ε. As in the authors' code, it trains w + ε towards the predictions of w."""
             target = moved.forward(moved.strong, grad=False, weights=step.weights).log_softmax(-1)
             divergence = (target.exp() * (target - moved.forward(moved.strong).log_softmax(-1))).sum(-1)
             return Losses(divergence * certain, certain, moved.tensors["labels"])

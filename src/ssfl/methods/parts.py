@@ -11,7 +11,7 @@ from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Named, State, Step, Users
 
 QUANTILES = 1024
-"""The resolution of the Beta distribution that mixtures are drawn from."""
+"""Mixing shares for mixup are drawn from a table of this many quantiles of the Beta distribution."""
 
 
 # --- losses -------------------------------------------------------------------------------------------------
@@ -44,8 +44,9 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """Returns [n, T · B]: whether the model's confidence in each image reaches the threshold. The threshold
-    is one number, or one for each class. Images of steps that a user does not take are never confident."""
+    """Returns which images the model is confident about, as booleans [n, T · B] for n users with T batches of
+    B images. An image counts if its largest probability reaches the threshold: one number, or one for each
+    class. Images of steps that a user does not take never count."""
     confidence, label = look.probabilities.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.probabilities, threshold)
@@ -54,13 +55,13 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
 
 
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
-    """Returns the round's pseudo-labels and their mask. `extra` tensors [n, T · B] are kept together with
-    their images.
+    """Returns the round's pseudo-labels and their mask. `sure` [n, T · B] says which images are confident,
+    for n users with T batches of B images. `extra` are further tensors of this shape, which are kept together
+    with their images.
 
-    `sure` says which images are confident. Without `fill`, the others stay in their batches with a loss of
-    zero. With `fill`, batches hold only confident images, and a user takes as many steps as these fill. The
-    last batch is completed with the first images. A user without confident images takes no step and has
-    weight 0.
+    Without `fill`, images that are not confident stay in their batches with a loss of zero. With `fill`,
+    batches hold only confident images, and a user takes as many steps as these fill. The last batch is
+    completed with the first images. A user without confident images takes no step and has weight 0.
     """
     users, shape = len(sure), look.images.shape
     images, dtype = look.images.flatten(1), look.probabilities.dtype
@@ -86,14 +87,16 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
 
 
 def class_counts(look: Look, sure: Tensor) -> Tensor:
-    """Returns [n, classes]: how many of each user's images got each class as pseudo-label."""
+    """Returns how many of each user's images got each class as pseudo-label, [n, classes]. `sure` says which
+    images get a pseudo-label. Repeated images count each time."""
     users, _, classes = look.probabilities.shape
     counts = look.probabilities.new_zeros(users, classes)
     return counts.scatter_add_(1, look.probabilities.argmax(-1), sure.to(counts.dtype))
 
 
 def distinct(images: Tensor, chosen: Tensor) -> Tensor:
-    """Returns [n]: how many different image numbers are among the `chosen` ones of `images` [n, m]."""
+    """Returns for each of n users how many different images are `chosen`, [n]. `images` [n, m] are image
+    numbers, and an image may occur several times."""
     ordered = torch.where(chosen, images, -1).sort(1).values
     is_first = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
     return (is_first & (ordered >= 0)).sum(1)
@@ -140,8 +143,9 @@ def server_last(
 ) -> State:
     """Returns the state after the server has trained the users' average, which ends the round.
 
-    If the server has no labelled images, the average itself is the result. `streams`, if given, replace the
-    group models.
+    All groups continue with the trained model. If the server has no labelled images, the average itself is
+    the result. `streams` are group models that replace those in `users`, for example after server momentum.
+    `memory` replaces tensors of the method's memory.
     """
     average = users.average
     if streams is None:
@@ -155,12 +159,12 @@ def server_last(
 
 
 def still(state: State, beta: float) -> Named:
-    """Returns the initial memory for the server's momentum: a velocity of zero."""
+    """Returns the method's memory before the first round, for server momentum: a velocity of zero."""
     return {"velocity": torch.zeros_like(state.streams[:, : state.momentum.shape[1]])} if beta else {}
 
 
 def momentum(state: State, users: Users, beta: float) -> tuple[Tensor, Named]:
-    """Returns the group models after server momentum, and the new velocity for the state's memory.
+    """Returns the groups' models after server momentum, and the new velocity for the method's memory.
 
     Each model is moved further by `beta` times its movement in the last round.
     """

@@ -57,8 +57,8 @@ class RscFed(Method):
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """Returns the mean of several distance-reweighted averages, each over another random half of the
-        users."""
+        """Returns the mean of several averages of the users' models. Each average is over another random half
+        of the users, and is weighted by distance (see `by_distance`)."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
