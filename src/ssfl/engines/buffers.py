@@ -17,7 +17,7 @@ from ssfl.engines.work import Optimizer, Pool, Work
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """The tensors that a step of n trainers reads and writes, [n, ...] each."""
+    """The tensors that one step of n trainers (users or the server) reads and writes, [n, ...] each."""
 
     weights: Named
     """The weights, in float32 or wider."""
@@ -25,28 +25,29 @@ class StepBuffers:
     received: Named
     """The weights at the start of the round, if the method uses them; else empty."""
     narrow: Named
-    """The weights that networks compute with: copies in bfloat16 if `rounded`, else `weights`."""
+    """The weights that networks compute with: copies of `weights` in the lower precision of the network (such
+    as bfloat16) if `rounded`, else `weights` themselves."""
     rounded: bool
     statistics: Named
     """The running statistics of normalisation layers."""
     work: Work
     rates: Tensor
-    """[T, n]: the learning rate of each step."""
+    """[T, n]: the learning rate of each of T steps, for each of n trainers."""
     step: Tensor
-    """[1]: the number of the next step."""
+    """[1]: the number of the next step, from 0."""
     metrics: Named
-    """[n] each: sums over the steps so far."""
+    """The metrics of the n trainers by name, [n] each, summed over the steps so far."""
     taken: Tensor | None = None
-    """[n]: how many steps each trainer takes; after these its tensors no longer change. None means all
-    steps."""
+    """[n]: how many steps each of the n trainers takes; after these its tensors no longer change. None means
+    all steps."""
 
     @property
     def models(self) -> int:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Copies a round's models and work into the buffers. If there are fewer trainers than buffers, the
-        first trainers also fill the rest."""
+        """Copies the models, momentum and work of a round's trainers into the buffers. If there is room for
+        more trainers, the first ones are copied again, and these copies are not used."""
         chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]
@@ -91,14 +92,15 @@ def make_buffers(
     learns: bool = True,
     received: bool = False,
 ) -> StepBuffers:
-    """Returns empty buffers for this kind of work.
+    """Returns new buffers for `models` trainers with work of this kind. Their content is not set.
 
     Buffers for inference only (`learns` is false) hold no optimizer state. Without `received` they do not
     keep the weights at the start of the round.
     """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a tensor [models, ...]; on a GPU, filters have their channels last, as images do."""
+        """Returns a new tensor [models, ...] without content. On a GPU, convolution filters have the memory
+        format "channels last", as images do."""
         shape = (models, *like.shape[1:])
         if like.dim() == 5 and like.is_cuda:
             order = (shape[0], shape[1], shape[3], shape[4], shape[2])

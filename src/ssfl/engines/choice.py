@@ -28,17 +28,19 @@ __all__ = [
 ]
 
 CACHED = 20 * 2**20
-"""A user's step is short if it touches no more bytes than this. On a CPU, the arithmetic of such a step takes
-less time than what users can share (function calls, draws, views). Measured in results/engines-cpu.json."""
+"""Bytes. On a CPU, a user's step that touches at most this many is called short. Then overheads that all
+users of a joint step share (function calls, random draws, views) cost more than the arithmetic, so users are
+trained together. Measured in results/engines-cpu.json."""
 MOST = 16_383
-"""The most users that the GPU kernels can train at once."""
+"""The largest number of users that the GPU kernels can train at once."""
 LONG = 2000
-"""Runs with at least this many steps take longer than it takes to compile a step."""
+"""A number of steps. A run with at least this many takes longer than compiling a step, so that compiling
+pays."""
 
 
 def choose(device: torch.device, needed: int) -> str:
-    """Returns the name of the default engine. `needed` is how many bytes "vmap" needs for each further
-    user."""
+    """Returns the name of the default engine. `needed` is how many bytes the engine "vmap", which trains
+    users together, needs for each further user."""
     return "vmap" if device.type != "cpu" or needed <= CACHED else "loop"
 
 
@@ -48,7 +50,8 @@ def can_compile(name: str, device: torch.device) -> bool:
 
 
 def threads(needed: int, most: int) -> int:
-    """Returns how many threads share one step. A short step is not worth sharing."""
+    """Returns how many threads, up to `most`, share one step that needs this many bytes. A short step is not
+    worth sharing."""
     return 1 if needed <= CACHED else most
 
 

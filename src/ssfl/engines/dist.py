@@ -18,7 +18,7 @@ from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import ConfigError, RunError, one_line
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others."""
+"""How long a rank waits for a message of the others before the run fails."""
 
 
 def rank() -> int:
@@ -58,7 +58,7 @@ def local_cores(cores: int) -> int:
 
 
 def _lost(error: RuntimeError) -> RunError:
-    """Returns the error of an exchange in which another process did not take part."""
+    """Returns the error to raise if another process did not take part in an exchange of tensors."""
     return RunError(
         f"the processes of torchrun cannot reach each other ({one_line(error, 200)}): probably one of them "
         "has ended; see the output of each"
@@ -83,17 +83,19 @@ class Dist:
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns these trainers' gradients over all their data, computed on this rank."""
+        """Returns the gradient of each of these trainers' losses over all its images, computed on this
+        rank."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes each further trainer takes."""
+        """Returns about how many bytes of memory each further trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what the function `positions` of `engines/work.py` returns."""
+        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
+        sequence. See the function `positions` in `engines/work.py`."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def close(self) -> None:
@@ -103,17 +105,17 @@ class Dist:
             distributed.destroy_process_group()
 
     def share(self, count: int, which: int | None = None) -> slice:
-        """Returns the positions in the cohort that a rank (default: this one) trains. Ranks get even shares,
-        in order."""
+        """Returns which of the round's `count` users a rank trains (default: this rank), as a slice of their
+        positions. Ranks get even shares, in order."""
         which = self.rank if which is None else which
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all ranks' `streams`, and each tensor of `each` with the rows of all `count`
-        users.
+        """Returns the sum of all ranks' `streams` (the partial sums of the groups' models), and each tensor
+        of `each` with the rows of all `count` users.
 
-        A single message carries everything. It has a checksum of the model that the round started from,
-        because otherwise it would go unnoticed if ranks held different models.
+        A single message carries everything. It has a checksum of `start`, the model that the round started
+        from, because otherwise it would go unnoticed if ranks held different models.
         """
         if self.size == 1:
             return [streams, *each]
@@ -149,7 +151,8 @@ class Dist:
         return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Returns the models of all users of the cohort (one per row), in the order of the cohort."""
+        """Returns the models of all `count` users of the round, one per row, in order. `rows` are those that
+        this rank trained."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:

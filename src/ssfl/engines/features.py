@@ -84,38 +84,42 @@ class Features:
     """The folder of the features on disk; None: they are not stored."""
     threads: int = 1
     views: tuple[Tensor, ...] = ()
-    """[N, V, ...] for all images of the pool: the features of weak views and, if they are used, of strong
-    views. If weak and strong views are made in the same way, both are the same 2 V views."""
+    """The features of all N images of the pool, [N, V, ...]: first for V weak views and then, if they are
+    used, for V strong views. If weak and strong views are made in the same way, both are the same 2 V
+    views."""
     seconds: float = 0.0
-    """Seconds that it took to compute `computed` views; views from the disk do not count."""
+    """Seconds that it took to compute `computed` views. Views that were read from disk do not count."""
     computed: int = 0
     _available: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), repr=False)
-    """The number of views of an image that may be drawn now, in memory that forked processes share."""
+    """How many views of each image may be drawn in this round. The number is in memory that forked processes
+    share."""
     _images: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     _names: dict[int, bytes] = field(default_factory=dict, repr=False)
     """The checksums of the images whose features are computed, by their place in the pool."""
     _room: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
-    """[N, V, kinds, ...]: the memory of all views."""
+    """The memory for the features of all views, [N, V, kinds, ...]. There are two kinds, weak and strong, or
+    only weak."""
     _first: float = 0.0
-    """Seconds that the very first view took."""
+    """Seconds that the very first view took. It is used for estimates until more views are measured."""
     _done: int = 0
     """How many views of each kind there are already."""
     _plain: dict[tuple[bytes, int], Tensor] = field(default_factory=dict, repr=False)
-    """The features of images that are evaluated, by their checksum and the number of their test view; number
-    0 is the image without augmentation."""
+    """The features of images that are evaluated, by the image's checksum and the number of the test view (an
+    augmented view for prediction). Number 0 is the image without augmentation."""
     _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """Images that are evaluated repeatedly, by the address of their memory. Keeping them here ensures that
     the address is not used again."""
     _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
-    """The checksums of these images, by their address and shape."""
+    """The checksums of images that are evaluated repeatedly, by the address and shape of their tensor."""
 
     @classmethod
     def of(
         cls, module: nn.Module, count: int, mean: Sequence[float], std: Sequence[float], flip: bool,
         weak: augment.View, strong: augment.View, threads: int,
     ) -> "Features":  # fmt: skip
-        """Returns the features of a divided network. They are stored on disk only for the package's own
-        augmentations, since others have no name by which a file could be found."""
+        """Returns an object for the features of a divided network, with none computed yet. Features are
+        stored on disk only for the package's own augmentations, since others have no name by which a file
+        could be found."""
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
         kind = gentle.kind_of(weak, strong)
@@ -131,7 +135,8 @@ class Features:
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
-        """Computes, or reads from disk, the first views of those images of the pool that `indices` name."""
+        """Computes, or reads from disk, the first weak view (and with `strong` the first strong view) of the
+        images of the pool at `indices`."""
         began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
         self._first = time.perf_counter() - began
@@ -148,7 +153,8 @@ class Features:
         self.use(0)
 
     def serves(self, images: Tensor, indices: Tensor, strong: bool) -> bool:
-        """Returns whether these features also cover the images at these indices."""
+        """Returns whether there are features for the images at these indices of the pool, with `strong` also
+        for strong views."""
         known = images is self._images and self._names.keys() >= set(indices.unique().tolist())
         return known and len(self.views) >= 1 + strong
 
@@ -175,8 +181,8 @@ class Features:
         return missing * self._each_takes
 
     def left_to_evaluate(self, images: Tensor, test_views: int) -> float:
-        """Returns about how many seconds the features of these images and of their test views will take, when
-        the images are evaluated for the first time."""
+        """Returns about how many seconds it will take to compute the features of these images and of their
+        test views, which happens when they are evaluated for the first time."""
         kept, numbers = self._kept(), range(test_views + 1)
         missing = sum(
             (name, number) not in self._plain
@@ -213,12 +219,12 @@ class Features:
                 cache.trim(keep=self.folder)
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of one view of each image; the random numbers `drawn` choose the view. Kind 0
-        is weak and 1 is strong."""
+        """Returns the features of one view of each image at these `places` in the pool. The random numbers
+        `drawn` choose the view. Kind 0 is weak and 1 is strong."""
         return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Returns the features of uint8 images without augmentation, or of their test view with this
+        """Returns the features of uint8 images without augmentation (number 0), or of the test view with this
         number."""
         if not len(images):  # with run.folds there are no test images
             return self._through(images.new_zeros(1, *images.shape[1:]).cpu())[:0].to(images.device, dtype)
@@ -236,7 +242,8 @@ class Features:
         return torch.stack([self._plain[name, number] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
-        """Keeps the checksums of these images, and of parts of them, because they will be evaluated often."""
+        """Keeps the checksums of these images, and of parts of the tensor, because they will be evaluated
+        often."""
         self._lasting[images.untyped_storage().data_ptr()] = images
 
     def _checksums_of(self, images: Tensor) -> list[bytes]:
@@ -255,7 +262,8 @@ class Features:
         return self._through(gentle.test_view(image[None], number, self.flip))[0]
 
     def _view(self, kind: int, image: Tensor, name: bytes, number: int) -> Tensor:
-        """Returns the features of one of an image's weak or strong views."""
+        """Returns the features of one weak (kind 0) or strong (kind 1) view of an image. `name` is the
+        image's checksum."""
         view = (self.weak, self.strong)[kind]
         key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
         drawn = draws.bits(draws.fold(key, torch.tensor([number])), view.draws)
@@ -270,7 +278,8 @@ class Features:
     def _stored(
         self, name: bytes, kind: str, number: int, image: Tensor, make: Callable[[Tensor, bytes, int], Tensor]
     ) -> Tensor:
-        """Returns features from the disk, or computes them and writes them there."""
+        """Returns features from the disk, or computes them with `make` and writes them there. `name` is the
+        image's checksum."""
         file = None if self.folder is None else self.folder / _file(name, kind, number)
         if file is not None:
             with suppress(OSError, ValueError, EOFError):
@@ -292,8 +301,8 @@ class Features:
             return set()
 
     def _each(self, work: Callable[..., None], items: Sequence[object], label: str) -> None:
-        """Calls `work` for each item on several threads, and measures the time. Each image is computed by a
-        single thread, so that its features do not depend on the number of threads."""
+        """Calls `work` for each item on several threads, and adds the time to `seconds`. Each image is
+        computed by a single thread, so that its features do not depend on the number of threads."""
         before, began, computed = torch.get_num_threads(), time.perf_counter(), self.computed
         with (
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as workers,

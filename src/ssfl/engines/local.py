@@ -18,11 +18,11 @@ class Returned(NamedTuple):
     rows: Tensor
     momentum: Tensor
     metrics: Named
-    """[n] each: the metrics by name."""
+    """The metrics of the n users by name, [n] each."""
     weight: Tensor | None = None
     """[n]: each user's weight in the average; None: all the same."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: the numbers that a method's `label` reported (`Labels.report`)."""
+    """The numbers that the method's `label` reported for each of the n users, by name, [n, ...] each."""
 
 
 def train(

@@ -109,7 +109,8 @@ class Loop:
         return torch.cat(probabilities)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its data, [n, P]."""
+        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
+        weights."""
         totals = []
         for i, row in enumerate(rows):
             weights, buffers = self._unpacked(row)
@@ -128,17 +129,20 @@ class Loop:
         """Does nothing, since there is nothing to release."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns the bytes of a trainer's model and momentum, before and after training."""
+        """Returns how many bytes each further trainer takes: its model and momentum, before and after
+        training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what the function `positions` of `engines/work.py` returns."""
+        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
+        sequence. See the function `positions` in `engines/work.py`."""
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
-        """Returns the weights and the buffers of one model, [1, ...] each. The weights are copies."""
+        """Returns the weights and the running statistics of one model by name, [1, ...] each. The weights are
+        copies."""
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
@@ -155,8 +159,8 @@ class Loop:
         received: Named | None = None,
         rate: float = 0.0,
     ) -> Step:
-        """Returns the step of one trainer, with the functions by which a method computes logits and
-        gradients."""
+        """Returns the `Step` that a method sees: one trainer's batch and weights, and functions that compute
+        logits and gradients."""
         narrow = None
         if self.pool.dtype != self.pool.wide:
             narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}
@@ -187,7 +191,8 @@ class Loop:
     def _network(
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
-        """Returns the logits [1, B, classes] of one trainer's images [1, B, ...], and the new buffers."""
+        """Returns the logits [1, B, classes] of one trainer's images [1, B, ...], and the new running
+        statistics."""
         if self.model.training != training:
             self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
@@ -197,13 +202,14 @@ class Loop:
 
 
 def predicted(step: Step) -> Tensor:
-    """Returns the probabilities of every class for weak views, [n, B, classes], in eval mode."""
+    """Returns the probabilities of every class, [n, B, classes], that n models predict in eval mode for the
+    weak views of a step."""
     return step.forward(step.weak, grad=False, train=False, draw="teacher").softmax(-1)
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """Returns one batch of a pass over all N images of a trainer. Each image has weight 1/N, and repeated
-    ones have weight 0."""
+    """Returns one batch of a pass over all N images of each trainer (`sizes`). Each image has weight 1/N, and
+    repeated ones have weight 0."""
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

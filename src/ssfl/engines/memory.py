@@ -33,7 +33,8 @@ def free(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> dict[str, int]:
-    """Returns the largest number of bytes that this process has held so far, for each kind of device."""
+    """Returns the largest number of bytes that this process has held so far, in main memory and, if it is
+    used, on the GPU."""
     unit = 1 if sys.platform == "darwin" else 1024
     most = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if device.type == "cuda":
@@ -51,11 +52,11 @@ def check_kept(
     device: torch.device,
     fix: str,
 ) -> int:
-    """Returns how many bytes a setting needs that keeps one model for each user or group between rounds.
-    Raises if they do not fit.
+    """Returns how many bytes it takes to keep one model for each user or group between rounds, as the setting
+    `key` asks for. Raises ConfigError if they are not free on the device.
 
-    A round holds these models twice, before and after it. On a CPU, writing a checkpoint needs them once
-    more.
+    There are `rows` models of `length` numbers. A round holds them twice, before and after it. On a CPU,
+    writing a checkpoint needs them once more. `whose` and `fix` are parts of the message.
     """
     needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     available = free(device)
@@ -71,8 +72,8 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train at once if each needs `needed` bytes: all of them, or parts of equal
-    size that fit.
+    """Returns how many users to train at once if each needs `needed` bytes. It is all of them if they fit
+    into the free memory; otherwise they are divided into parts of equal size that fit.
 
     `reserved` bytes are kept free for other things.
     """

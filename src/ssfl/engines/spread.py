@@ -30,11 +30,12 @@ from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import RunError
 
 _engine: Engine | None = None
-"""The copy of the engine in a forked process."""
+"""The copy of the engine that a forked process trains with."""
 
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
-    """Returns whether this can be used: there are several trainers and cores, and processes can be forked."""
+    """Returns whether trainers can be divided among processes: there are several trainers and CPU cores, and
+    processes can be forked."""
     allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
     return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
@@ -74,12 +75,14 @@ class Spread:
         )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the probabilities that each model predicts for the images of its batches."""
+        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
+        images in its own batches."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
         return torch.cat(self._everywhere("predict", parts))
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns each trainer's gradient over all its data, [n, P]."""
+        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
+        weights."""
         return torch.cat(
             self._everywhere(
                 "gradients", [(rows[part], work.of(part), sizes[part]) for part in self._parts(len(rows))]
@@ -91,13 +94,14 @@ class Spread:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes each further trainer takes."""
+        """Returns about how many bytes of memory each further trainer takes."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what the function `positions` of `engines/work.py` returns."""
+        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
+        sequence. See the function `positions` in `engines/work.py`."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -105,8 +109,8 @@ class Spread:
         return [slice(a, b) for a, b in pairwise(edges) if b > a]
 
     def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
-        """Returns the results of calling a method of the engine in each process, with the arguments in
-        `parts`."""
+        """Calls the engine's method `verb` in each process, with the arguments in `parts`, and returns the
+        results in order."""
         try:
             waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
             return [pickle.loads(waiting.pop(0).result()) for _ in parts]
@@ -153,8 +157,8 @@ def _one_thread() -> None:
 
 
 def _probe() -> None:
-    """Computes a gradient. torch refuses this in a process that was forked after a gradient was computed on a
-    GPU."""
+    """Computes a small gradient, to find out whether this process can. torch refuses it in a process that was
+    forked after a gradient was computed on a GPU."""
     torch.ones(1, requires_grad=True).sum().backward()
     time.sleep(0.01)  # so that each process gets one of these calls
 
@@ -164,7 +168,8 @@ def _do(verb: str, packed: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as bytes. torch's own way needs shared memory, and containers have little of it."""
+    """Pickles tensors as bytes, to send them between processes. torch's own way needs shared memory, and
+    containers have little of it."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -37,13 +37,15 @@ from ssfl.models.kernels import convolution
 
 
 class RecordedStep(NamedTuple):
-    """A recorded step over fixed buffers, for one kind of work."""
+    """A step of all trainers, recorded as a CUDA graph over fixed buffers. It can be replayed for all work of
+    the same kind (`Work.kind`)."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
-    """None if the step could not be recorded."""
+    """The CUDA graph; None if the step could not be recorded."""
     probabilities: Tensor | None
-    """[n, T, B, classes]: the buffer for predictions; None if the step trains."""
+    """The buffer for predictions, [n, T, B, classes], for n models and T batches of B images; None if the
+    step trains."""
 
 
 class Vmap:
@@ -70,7 +72,7 @@ class Vmap:
         self._functions()
 
     def _functions(self) -> None:
-        """Sets the functions that a step and a round call, either compiled or as they are."""
+        """Sets the functions that a step and a round call, either compiled by torch or as they are."""
 
         def prepared(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
             return compiling.Compiled(function, dynamic) if self.compiled else function
@@ -105,7 +107,7 @@ class Vmap:
         return TrainedRows(trained[:count], momentum[:count], metrics)
 
     def _buffers(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
-        """Returns buffers for training."""
+        """Returns buffers for `models` trainers with this work."""
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
@@ -129,8 +131,8 @@ class Vmap:
         return torch.cat([self._predict(buffers.narrow, buffers.statistics, batch) for batch in batches], 1)
 
     def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> RecordedStep:
-        """Runs the T steps of some work, and returns the recorded step. A step is recorded when its kind of
-        work comes up for the first time."""
+        """Runs the steps of this work, and returns the recorded step with the results in its buffers. A step
+        is recorded when its kind of work comes up for the first time, and replayed afterwards."""
         if kind not in self._recorded:
             self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
         recorded = self._recorded[kind]
@@ -143,7 +145,8 @@ class Vmap:
         return recorded
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its data, [n, P]."""
+        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
+        weights."""
         buffers = make_buffers(self.layout, self.pool, len(rows), rows, work)
         buffers.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in buffers.weights.items()}
@@ -164,7 +167,8 @@ class Vmap:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns what the function `positions` of `engines/work.py` returns."""
+        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
+        sequence. See the function `positions` in `engines/work.py`."""
         return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
@@ -223,7 +227,8 @@ class Vmap:
         self._update(buffers, gradients, step.buffers, metrics, self.optimizer)
 
     def _step_of(self, buffers: StepBuffers, batch: Batch) -> Step:
-        """Returns the step of all trainers, at the weights in the buffers."""
+        """Returns the `Step` that a method sees: the batch of all trainers, and functions that compute logits
+        and gradients at the weights in the buffers."""
         role = buffers.work.role
         rates = buffers.rates
         return Step(
@@ -246,8 +251,8 @@ class Vmap:
     def _evaluated(
         self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
-        """Returns the value of a loss with its metrics. The method's own two losses may be compiled, but not
-        other losses."""
+        """Returns the value of a loss, its metrics and the new running statistics. The method's own two
+        losses may be compiled, but not other losses."""
         if loss is self._losses[role]:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
@@ -290,7 +295,8 @@ class Vmap:
         return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, trains: bool) -> RecordedStep:
-        """Returns a step that is recorded over new buffers, for one kind of work."""
+        """Returns a new step over new buffers with room for `models` trainers, recorded as a CUDA graph if
+        possible. It trains, or only predicts if `trains` is false."""
         probabilities = None
         if trains:
             buffers = self._buffers(models, rows, work)

@@ -19,7 +19,8 @@ from ssfl.engines.features import Features
 
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
-"""How many values of views are made at once at most: 2,048 colour images of 32×32, or 55 of 224×224."""
+"""How many values (pixels times channels) of augmented images are made at once at most: 2,048 colour images
+of 32×32, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class Pool:
     """All images of the simulation, on its device. Users and server refer to them by index."""
 
     images: Tensor
-    """uint8 [N, C, H, W]."""
+    """uint8 [N, C, H, W]: N images with C channels."""
     labels: Tensor
-    """int64 [N], -1 where unknown."""
+    """int64 [N]: the class of each image, -1 where unknown."""
     mean: Tensor
-    """[C] on the device of the images; `std` likewise."""
+    """[C]: the mean of each channel, which is subtracted from images; `std` is the standard deviation, by
+    which they are divided. Both are on the device of the images."""
     std: Tensor
     flip: bool
     """Whether views may be mirrored."""
@@ -42,7 +44,8 @@ class Pool:
     strong: augment.View = augment.STRONG
     """How strong views are made."""
     features: Features | None = None
-    """The frozen trunk's output for the images, if only the rest of the network is trained."""
+    """The features of the images: the output of the network's frozen part, if there is one. None if the
+    images themselves are used."""
     test_views: int = 0
     """The prediction for a test image is averaged over the image and this many views of it."""
 
@@ -68,7 +71,7 @@ class Pool:
                 yield self.normalised(gentle.test_view(images, number, self.flip), dtype)
 
     def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
-        """Returns the network's input for "weak" or "strong" views, one view per key. `source` is what
+        """Returns the network's input for "weak" or "strong" views, one view per random key. `source` is what
         `Pool.source` returned for the images."""
         view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
         if self.features is not None:
@@ -76,25 +79,27 @@ class Pool:
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
     def use(self, round: int) -> None:
-        """Prepares the views that a round draws from, if features are stored."""
+        """Prepares the views from which a round draws, if the output of the network's frozen part is stored
+        (`features`)."""
         if self.features is not None:
             self.features.use(round)
 
     def source(self, indices: Tensor) -> Tensor:
-        """Returns what `views` takes as its source: the images at these indices or, if features are stored,
-        the indices."""
+        """Returns what `views` takes as its source: the images at these indices or, if the network's frozen
+        part has been applied already (`features`), the indices themselves."""
         return self.images[indices] if self.features is None else indices
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The constants of SGD. The learning rate is part of `Work`."""
+    """The constants of SGD. The learning rate is not one of them; it is part of `Work`."""
 
     momentum: float
     nesterov: bool
     weight_decay: float
     clip: float = 0.0
-    """The largest norm of a step's gradient, without weight decay; 0: no limit."""
+    """The largest norm of a step's gradient, before weight decay is added; longer gradients are scaled down.
+    0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -102,30 +107,35 @@ class Work:
     """The T steps of each of n trainers in a round: their images, learning rates and random keys."""
 
     role: str
-    """"user" or "server"."""
+    """Who trains: "user" or "server"."""
     views: tuple[str, ...]
     """The views of the images: "weak", "strong", or "mixed" (weak, but every second image strong)."""
     keys: Tensor
-    """[4, n]: the keys of this round's draws, see `round_keys`."""
+    """[4, n]: the keys from which this round's random numbers are drawn, for n trainers. See `round_keys`."""
     batches: Tensor
-    """[n, T, B]: indices into the pool."""
+    """[n, T, B]: the images of n trainers in T batches of B, as indices into the pool."""
     labelled: Tensor | None
-    """[n, T, B]: users' own labelled images, -1 for a user without; None if no user has any."""
+    """[n, T, B]: the labelled images that users own, as indices into the pool; -1 for a user without labelled
+    images. None if no user has any."""
     rates: tuple[float, ...]
-    """[T]: the learning rate of each step."""
+    """The learning rate of each of the T steps."""
     seats: int = 1
-    """The largest number of trainers of such work. Buffers have room for this many."""
+    """The largest number of trainers that this kind of work has in any round. Buffers have room for this
+    many."""
     tensors: Named = field(default_factory=dict)
-    """[n, T, ...] each: tensors that the steps get in `step.tensors`."""
+    """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. A step finds its
+    part in `step.tensors`."""
     extra_images: Named = field(default_factory=dict)
-    """[n, T, B] each: further images. The steps get weak views of them in `step.tensors`."""
+    """Further images by name, as indices into the pool, [n, T, B] each. A step finds weak views of them in
+    `step.tensors`."""
     sent: Named = field(default_factory=dict)
-    """[n, ...] each: what the server sent besides the model. Every step gets it in `step.tensors`."""
+    """What the server sent besides the model, by name, [n, ...] each for n trainers. Every step finds it in
+    `step.tensors`."""
     lr_scale: Tensor | None = None
-    """[n]: a factor on each trainer's learning rate; None: 1."""
+    """[n]: a factor for the learning rate of each of n trainers; None means 1."""
     taken: Tensor | None = None
-    """[n]: how many of the T steps each trainer takes; after these its model no longer changes. None
-    means T."""
+    """[n]: how many of the T steps each of n trainers takes; after these its model no longer changes. None
+    means all T."""
     longest: int | None = None
     """The most steps that any trainer takes, if that is known to be less than T."""
 
@@ -136,20 +146,21 @@ class Work:
 
     @property
     def played(self) -> int:
-        """The number of steps after which every trainer is done."""
+        """The number of steps that must be computed until every trainer has taken all its steps."""
         return self.steps if self.longest is None else self.longest
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Identifies the kind of work: work of equal kind can use the same recorded step."""
+        """Identifies the kind of work. If two pieces of work have the same kind, a step that was recorded for
+        one can be replayed for the other."""
         extra = {**self.tensors, **self.extra_images, **self.sent}
         shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
         even = self.taken is None
         return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "Work":
-        """Returns the work with `change` applied to all its tensors [n, ...] except the keys, and with other
-        `fields` replaced."""
+        """Returns the work with `change` applied to all its tensors with one entry per trainer, except the
+        keys, and with other `fields` replaced."""
 
         def each(tensors: Named) -> Named:
             return {name: change(tensor) for name, tensor in tensors.items()}
@@ -167,11 +178,11 @@ class Work:
         )
 
     def of(self, trainers: slice) -> "Work":
-        """Returns the work of some of the trainers."""
+        """Returns the work of only these trainers."""
         return self.map(lambda tensor: tensor[trainers], keys=self.keys[:, trainers])
 
     def with_labels(self, labels: Labels) -> "Work":
-        """Returns the work with the images and the pseudo-labels that the method's `label` chose."""
+        """Returns the work with the images that the method's `label` chose, and with their pseudo-labels."""
         work = replace(
             self,
             batches=labels.images,
@@ -187,7 +198,8 @@ class Work:
 
 
 class TrainedRows(NamedTuple):
-    """The result of T steps: models [n, P + Q], momentum [n, P], and metrics [n] by name."""
+    """The result of T steps of n trainers: models [n, P + Q] with P weights and Q running statistics each,
+    momentum [n, P], and metrics [n] by name."""
 
     rows: Tensor
     momentum: Tensor
@@ -195,7 +207,8 @@ class TrainedRows(NamedTuple):
 
 
 def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
-    """Returns positions after one pass of a swap-or-not shuffle of `size` images (see `positions`)."""
+    """Returns the images' positions after one pass of a swap-or-not shuffle. Each image and its mirror image
+    about a random point change places or not. See `positions`."""
     key = draws.fold(keys, turn)
     mirror = draws.below(key, size) - image
     mirror = torch.where(mirror < 0, mirror + size, mirror)
@@ -243,7 +256,8 @@ VIEWS = ("weak", "strong", "labelled", "dropout")
 
 
 def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
-    """Returns the keys (seed, purpose, round, trainer) of the random draws of every step, [4, n].
+    """Returns the keys from which the random numbers of a round are drawn, [4, n]: one for each of four
+    purposes and n trainers. A key follows from the seed, the purpose, the round and the trainer.
 
     `trainers` are the users' numbers, or draws.SERVER.
     """
@@ -259,7 +273,8 @@ def for_prediction(work: Work) -> Work:
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
-    """Returns the batch of one step for all trainers. `step` is a number, or a tensor [1] on the device."""
+    """Returns the batch of one step for all trainers. `step` is the step's number from 0, or a tensor [1]
+    with it on the device."""
 
     def at_step(tensor: Tensor) -> Tensor:
         return tensor[:, step] if isinstance(step, int) else tensor.index_select(1, step).squeeze(1)
@@ -271,8 +286,8 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
     """Yields the batch of every step, with the same bytes as `make_batch`. Views are made for several steps
     at a time, about `at_once` images.
 
-    This is for CPUs, where a call costs more than a small image. Fewer large images are made at a time, since
-    their views would fill the memory.
+    This is for CPUs, where the overhead of a call is larger than the work for a small image. Of large images,
+    fewer are made at a time, since their views would fill the memory.
     """
     trainers, _, size = work.batches.shape
     at_once = min(at_once, VALUES // pool.images[0].numel())
