@@ -7,12 +7,13 @@ from ssfl.core import draws
 from ssfl.core.rows import Layout
 
 ASCENT = 0.29
-"""The norm of an "ascent" update, as a share of the model's norm."""
+"""An attacker of the kind "ascent" reverses its update and sets its norm to this share of the model's
+norm."""
 
 
 def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
-    """Returns which of the K users are attackers. They are a share of the users, and the same ones in every
-    round."""
+    """Returns the numbers of the users that are attackers: a `share` of all users, chosen at random and the
+    same in every round."""
     count = round(share * users)
     keys = draws.fold(torch.tensor(draws.key(seed, "attack")), torch.arange(users))
     return frozenset(keys.argsort()[:count].tolist())
@@ -26,8 +27,8 @@ def kind_in(attack: str, round: int) -> str | None:
 
 
 def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
-    """Returns what an attacker sends instead of the model [P + Q] that it trained. The manipulated update is
-    multiplied by `scale`.
+    """Returns what an attacker sends instead of the model `row` that it trained; `sent` is the model that it
+    received. The manipulated update is multiplied by `scale`.
 
     "sign": the update in the opposite direction. "ascent": the same, but its norm is 0.29 of the model's
     norm, however small the true update is. "noise": random noise as large as the weights is added. "shift":

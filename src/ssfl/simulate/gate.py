@@ -10,28 +10,33 @@ import torch
 from torch import Tensor
 
 REACH = 1.0
-"""An update is shortened to this multiple of the usual length. Honest lengths differ little, even with
-skew."""
+"""An update longer than this multiple of the usual length (the median norm of the users' updates) is
+shortened to it. Honest lengths differ little, even if the users' classes are skewed."""
 GROWTH = 2.0
-"""The usual length is at most this multiple of the largest of the last rounds."""
+"""The usual length (the median norm of the users' updates) can be at most this multiple of the largest one in
+the remembered rounds."""
 ROUNDS = 10
-"""The number of past rounds whose usual lengths are remembered."""
+"""For how many past rounds the usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
-"""An update is refused if it is longer than this multiple of the usual length."""
+"""An update is refused if its norm is larger than this multiple of the usual length (the median over users),
+and also larger than `SHARE` allows."""
 SHARE = 0.3
-"""An update shorter than this share of the model's norm is shortened, not refused. In early rounds, a single
-user may be confident and learn while the others hardly move."""
+"""An update whose norm is below this share of the model's norm is never refused for its length, only
+shortened. In early rounds, a single user may be confident and learn while the others hardly move."""
 STRIKES = 3
-"""A user whose models were refused this often is excluded."""
+"""A user whose models were refused this many times is excluded for the rest of the run."""
 DOUBT = 0.2
-"""A user whose trust is this far below zero gets no weight. On digits, the trust of honest users stays above
--0.22, also with a Dirichlet split of 0.1. Users that reverse their updates fall to between -0.2 and -0.46."""
+"""A user gets no weight if its trust is this far below zero, or below the median trust if that is negative.
+Trust is the cosine between its updates and the server's descent direction, averaged over rounds. On digits,
+the trust of honest users stays above -0.22, also with a Dirichlet split of 0.1. Users that reverse their
+updates fall to between -0.2 and -0.46."""
 NAMED = 0.25
-"""A user with less weight than this is named in the events."""
+"""The events of a round list the users whose weight is below this. Weights are from 0 to 1."""
 KEEPS = 0.8
-"""The part of a user's trust that stays from round to round."""
+"""The share of a user's trust that is kept from one round to the next; the rest comes from the new update."""
 VIEWS = 256
-"""About how many views of labelled images are used to compute the server's direction."""
+"""About how many strong views of labelled images are used to compute the direction in which the server's loss
+falls."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,15 @@ class GateResult:
     reasons: list[str]
     """Why each model is refused; "" if it is accepted."""
     rows: Tensor
-    """The models, where long updates are shortened."""
+    """[n, P + Q]: the models of the n users, in which updates that are too long are shortened."""
     usual: Tensor
-    """The usual length of an update in this round, a number."""
+    """The usual length of an update in this round: the median norm over the accepted users, limited by
+    earlier rounds."""
     times: list[float]
-    """Each update's length as a multiple of the usual one, before it was shortened."""
+    """Each update's norm as a multiple of the usual length (the median over users), before it was
+    shortened."""
     weights: Tensor
-    """[n]: the weight of each model that is not refused, from 0 to 1."""
+    """[n]: the weight in the average, from 0 to 1, of each model that is not refused."""
 
 
 def judge(
@@ -57,7 +64,8 @@ def judge(
     before: Tensor | None = None,
     trust: Tensor | None = None,
 ) -> GateResult:
-    """Returns which of the models [n, P + Q] are refused or shortened, and their weights.
+    """Returns which of the models `rows` [n, P + Q] are refused or shortened, and their weights. `sent` are
+    the models that the n users received.
 
     `strikes` counts how often each user was refused. `before` holds the usual lengths of earlier rounds (the
     larger of the users' and the server's), 0 if unknown. `trust` [n] comes from `trusted`.
@@ -111,12 +119,12 @@ def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:
 
 
 def weighted(trust: Tensor) -> Tensor:
-    """Returns the users' weights [n] in the average:
+    """Returns the users' weights [n] in the average, given their trust (see `trusted`):
 
         weight = clamp(1 + (trust - min(0, median trust)) / 0.2, 0, 1)
 
-    Users whose updates oppose the server's direction get less weight, unless most users' updates do. In that
-    case the direction is uninformative for this method or these images.
+    Users whose updates oppose the direction in which the server's loss falls get less weight, unless most
+    users' updates oppose it. In that case the direction is uninformative for this method or these images.
     """
     if not len(trust):
         return trust
@@ -125,7 +133,8 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the median length of the updates, limited by those of earlier rounds."""
+    """Returns the usual length of an update: the median of the `lengths`, limited by the usual lengths of
+    earlier rounds (`before`)."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):
         usual = torch.minimum(usual, GROWTH * before.max().to(usual))
@@ -133,6 +142,7 @@ def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:
-    """Returns the usual lengths of the last rounds, where this round's replaces the oldest."""
+    """Returns the usual lengths of the last rounds for the gate to remember. This round's is the larger of
+    the users' (`usual`) and the server's; it replaces the oldest in `before`."""
     longest = torch.maximum(usual.to(before), torch.as_tensor(server).to(before))
     return torch.cat([before[1:], longest.reshape(1)])

@@ -22,8 +22,8 @@ from ssfl.simulate.rounds import Log, Round
 
 
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
-    """Returns the event of a round: who took part, their metrics, and the bytes that were sent. One model has
-    `size` bytes."""
+    """Returns the event of a round: who took part, their metrics, and the bytes that were sent. `size` is the
+    number of bytes of one model."""
     cohort, log = fed.cohort, fed.log
     event: Event = {
         "event": "round",
@@ -132,8 +132,8 @@ def _in_parts(
     sizes: Tensor,
     weights: int,
 ) -> Tensor:
-    """Returns each trainer's gradient over all its data. They are computed `at_once` trainers at a time, and
-    shared among all processes."""
+    """Returns each trainer's gradient over all its images. They are computed for `at_once` trainers at a
+    time. With torchrun, each process computes a share of them."""
     count = len(rows)
     share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []

@@ -22,7 +22,8 @@ Positions = Callable[[int, Tensor, Tensor, int | Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Owners:
-    """The image indices of all owners, one owner after another in one tensor."""
+    """The images of all owners (users or the server), as indices into the pool. One tensor has them all, one
+    owner after another."""
 
     images: Tensor
     starts: Tensor
@@ -34,14 +35,15 @@ class Owners:
         return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
-        """Returns for each owner [n] the images at these places [n, m] of its own list."""
+        """Returns the images, as indices into the pool, at the given places [n, m] in the lists of these n
+        owners."""
         index = self.starts[owners][:, None] + places
         return self.images[index.clamp(max=len(self.images) - 1)]  # the last owner may have no image
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of an experiment's rounds."""
+    """The plan of all rounds of a run: who takes part, and which images they train on."""
 
     config: Config
     """The resolved config."""
@@ -50,7 +52,8 @@ class Plan:
     server: Owners
     """The server's labelled images. The server is their only owner."""
     positions: Positions
-    """The engine's own version of the function `positions` of `engines/work.py`."""
+    """The engine's implementation of `positions` (see `engines/work.py`), which says which image a trainer
+    sees when."""
     device: torch.device
     judges: Tensor | None = None
     """The server's labelled images on which it does not train but evaluates models
@@ -66,7 +69,8 @@ class Plan:
 
     @property
     def own_streams(self) -> bool:
-        """Whether every user keeps a model of its own."""
+        """Whether every user keeps a model of its own between rounds, instead of starting from that of its
+        group."""
         return self.config.method.start == "user"
 
     @property
@@ -115,7 +119,7 @@ class Plan:
         return steps + -(-round // epoch)
 
     def batch_size(self, role: str) -> int:
-        """Returns how many images a user or the server sees in a step."""
+        """Returns the batch size of a "user" or of the "server"."""
         train = self.config.train
         return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
 
@@ -133,12 +137,13 @@ class Plan:
         return 0 if self.local_steps is None else int(self.local_steps.max())
 
     def own_steps(self, role: str) -> int | None:
-        """Returns the number of steps in a round if the role has a number of its own, else None for T. With a
-        number of its own, the learning rate is constant within a round."""
+        """Returns the number of steps in a round for the "user" or the "server", if federation.local_epochs
+        or train.server_steps sets one; else None. With such a number, the learning rate is constant within a
+        round."""
         return (self.most_steps or None) if role == "user" else self.config.train.server_steps
 
     def rates(self, round: int, role: str = "user") -> tuple[float, ...]:
-        """Returns the learning rate of each step of a round."""
+        """Returns the learning rate of each step of a round, for the "user" or the "server"."""
         train = self.config.train
         rate = partial(
             learning_rate,

@@ -82,8 +82,8 @@ def describe(event: Event) -> str:
 
 
 def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any]:
-    """Returns the two ε values for a user that took part in `parts` rounds. `least` maps the size of a
-    round's smallest group to the number of such rounds."""
+    """Returns the two bounds ε, `epsilon_sent` and `epsilon_model`, for a user that took part in `parts`
+    rounds. `least` maps the size of a round's smallest group to the number of such rounds."""
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
     # a mean of n users contains n draws of noise; for other averages we count only the one of each model

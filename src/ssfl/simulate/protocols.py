@@ -18,7 +18,7 @@ from ssfl.simulate.scoring import ModelScore
 
 
 class Experiment(Protocol):
-    """What a round needs from its simulation, or from the centre of a real federation."""
+    """What a round needs from its simulation, or from the server of a real federation."""
 
     @property
     def config(self) -> Config: ...
@@ -54,12 +54,13 @@ class Workers(Protocol):
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends the groups' models and the `extra` tensors, and returns the cohort without dropouts. While
-        real sites train, it calls `meanwhile`, which trains the server's model."""
+        """Sends the models `start`, one per group, and the `extra` tensors to the users. Returns the cohort
+        without users that dropped out. While real sites train, it calls `meanwhile`, which trains the
+        server's model."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Returns the results of a part of the cohort's users, trained from the models and tensors that they
-        were sent."""
+        """Returns the results of some of the cohort's users (`part`), trained from the models and tensors
+        that they were sent."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
         """Returns these models after training on the server's labelled images."""
@@ -72,4 +73,5 @@ class Ranks(Protocol):
         """Returns the positions in a cohort that this process trains."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all processes' streams, and each tensor with the rows of all users, in order."""
+        """Returns the sum of all processes' `streams` (the partial sums of the groups' models), and each
+        tensor of `each` with the rows of all users, in order."""

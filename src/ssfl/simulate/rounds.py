@@ -21,7 +21,8 @@ from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
 USUAL = "usual"
-"""The key in `State.memory` for the usual update norms of the last rounds, see `gate.py`."""
+"""The key in `State.memory` for the usual norms of updates (medians over users) in the last rounds, see
+`gate.py`."""
 TRUST = "trust"
 """The key in `State.memory` for the users' trust: how well their updates agreed with the server's labels in
 the last rounds, see `gate.py`."""
@@ -32,9 +33,9 @@ class TrainedUpdates:
     """The metrics and updates of n trainers."""
 
     metrics: Named
-    """[n] each: loss, mask rate, ..."""
+    """The metrics of the n trainers by name, [n] each: loss, mask rate and others."""
     norms: Tensor
-    """[n]: the norms of the updates."""
+    """[n]: the norm of each trainer's update."""
     updates: Tensor | None
     """[n, P + Q]: the updates themselves, if they are needed for gradient diversity."""
 
@@ -44,22 +45,26 @@ class Log:
     """Records what happened in a round, for its events."""
 
     users: TrainedUpdates | None = None
-    """The users' metrics and updates; None if no user returned a model."""
+    """The metrics and updates of the round's users; None if no user returned a model."""
     server: TrainedUpdates | None = None
     server_sent: Tensor | None = None
-    """[P + Q]: the model that the server started from, if it trained."""
+    """[P + Q]: the model that the server started from (P weights and Q running statistics); None if it did
+    not train."""
     server_row: Tensor | None = None
-    """[P + Q]: the model that the server ended with."""
+    """[P + Q]: the model that the server ended with (P weights and Q running statistics); None if it did not
+    train."""
     server_steps: int = 0
-    """How many models the server trained."""
+    """How many models the server trained in this round. Each copy (replica) counts."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Why the gate refused models, by the position of their users in the cohort."""
+    """Why the gate refused a model, by the position of its user in the cohort."""
     cut: dict[int, float] = field(default_factory=dict)
-    """The norms of updates that were far too long and were shortened, as multiples of the usual norm."""
+    """Updates that were far too long and were shortened: their norm as a multiple of the usual norm (the
+    median over users), by the position of their user in the cohort."""
     usual: Tensor | None = None
-    """The usual norm of an update, if there is a gate."""
+    """The usual norm of an update in this round (the median over users); None without a gate."""
     trust: Tensor | None = None
-    """[n]: the trust in the cohort's users after this round, with a gate and labels at the server."""
+    """[n]: the trust in each of the cohort's users after this round (see `gate.py`); None without a gate or
+    without labels at the server."""
     against: dict[int, float] = field(default_factory=dict)
     """The weights of users that the gate hardly trusts, by their positions in the cohort."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -71,7 +76,7 @@ class Log:
 
 
 class Round:
-    """Implements `Fed` for one round."""
+    """Implements `Fed`, the interface that a method's `round` uses, for one round."""
 
     def __init__(self, sim: Experiment, state: State, cohort: Cohort, workers: Workers, keep: bool) -> None:
         self.sim, self.state, self.cohort, self.workers = sim, state, cohort, workers
@@ -128,8 +133,8 @@ class Round:
         return self._train_server(row[None])[1]
 
     def _train_server(self, sent: Tensor) -> tuple[Tensor, Trained]:
-        """Returns the server's models after training, and the first of them. There is one, or one replica for
-        each group."""
+        """Trains the models in `sent` on the server's labelled images. Returns all of them, and the result
+        for the first. There is one model, or several copies (replicas) if each group has one of its own."""
         if not self.has_server:
             raise MethodError(
                 "the round trains the server, which has no labelled images: check fed.has_server first",
@@ -179,8 +184,9 @@ class Round:
         server_weight: float | None,
         send: Extra | None,
     ) -> "CohortResult | None":
-        """Trains the cohort, a part at a time. The models of each part are added to their groups' sums at
-        once, so that only one part is in memory, unless all models are needed together."""
+        """Trains the cohort, a part at a time, and returns the result. The models of each part are added to
+        their groups' sums at once, so that only one part is in memory, unless all models are needed
+        together."""
         count, ranks = len(cohort.users), self.sim.ranks
         if not count:
             return None
@@ -268,8 +274,8 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Returns the models after the gate, their weights, and the positions of the users that count: the
-        gate accepted their models, and their weight is above 0."""
+        """Returns the models after the gate (federation.gate), their weights, and the positions of the users
+        that count: the gate accepted their models, and their weight is above 0."""
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
@@ -298,7 +304,8 @@ class Round:
         return trusted(before[users], updates[:, : self.layout.weights], direction)
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
-        """Returns the mean or robust average of a group's models, or of all models if the group is empty."""
+        """Returns the mean or the robust average of the models in a group, or of all models if the group is
+        empty."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -312,7 +319,8 @@ class Round:
         return loss if math.isfinite(loss) else math.inf
 
     def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
-        """Returns the momentum that trainers start with: kept from the last round, or zeros."""
+        """Returns the momentum that trainers start with. It is kept from the last round, at the rows `slots`
+        of the state's momentum, or it is zero."""
         if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
@@ -325,7 +333,8 @@ class Round:
     def _exchanged(
         self, ranks: Ranks, sums: Tensor, own: TrainedUpdates, momentum: Tensor, count: int
     ) -> tuple[Tensor, TrainedUpdates, Tensor]:
-        """Returns the sums, the metrics and the momentum of all users, given those of this process."""
+        """Exchanges results with the other processes of torchrun. Returns the sums, the metrics and the
+        momentum of all users, given those of this process."""
         each = [torch.stack([*own.metrics.values(), own.norms], dim=1).to(sums.dtype)]
         if len(self.state.momentum):
             each.append(momentum)
@@ -344,12 +353,15 @@ class CohortResult:
     """The result of a cohort's training."""
 
     sums: Tensor
-    """[S, P + Q]: the users' part of the groups' averages."""
+    """[S, P + Q]: for each of the S groups, the weighted sum of its users' models, to which the server's part
+    is added later."""
     matrix: Tensor | None
-    """[S, 1 + C]: the mixing matrix; None if users keep models of their own."""
+    """[S, 1 + C]: the weights with which the server and C users enter the averages of S groups, see
+    `core/averaging.py`. None if users keep models of their own."""
     momentum: Momentum
     held: list[tuple[Tensor, Returned]]
-    """The models sent and the results of each part of the cohort, if all models are needed together."""
+    """For each part of the cohort, the models that were sent and the results. It is empty unless all models
+    are needed together."""
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
@@ -360,19 +372,21 @@ def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
 
 
 def _only(momentum: Momentum, places: list[int]) -> Momentum:
-    """Returns the momentum at these positions only: users that do not count leave no trace."""
+    """Returns the momentum at these places only, so that users that do not count have no influence on the
+    next round."""
     return tuple((slots[places], values[places]) for slots, values in momentum)
 
 
 def _regrouped(groups: Sequence[Sequence[int]], counted: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups without models that do not count. Positions are those among the models that
-    count."""
+    """Returns the groups without the users that do not count. `counted` are the positions of those that
+    count, and the returned positions are positions in `counted`."""
     position = {place: number for number, place in enumerate(counted)}
     return tuple(tuple(position[place] for place in group if place in position) for group in groups)
 
 
 def _together(parts: list[TrainedUpdates], names: Sequence[str], like: Tensor, keep: bool) -> TrainedUpdates:
-    """Returns the metrics and updates of all parts of a cohort; without parts, those of an empty cohort."""
+    """Returns the metrics and updates of all parts of a cohort together; for no parts, those of an empty
+    cohort."""
     if not parts:
         nobody = like.new_zeros(0)
         return TrainedUpdates(dict.fromkeys(names, nobody), nobody, like[:0] if keep else None)

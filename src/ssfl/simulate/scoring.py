@@ -14,7 +14,7 @@ from ssfl.engines.work import VALUES, Pool
 
 BATCH = 1000
 STEP = 64
-"""The number of images whose gradient is computed at once."""
+"""How many images are used at once when a gradient is computed."""
 
 
 class ModelScore(NamedTuple):
@@ -51,8 +51,8 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
 
 
 def _batch(pool: Pool, images: Tensor) -> int:
-    """Returns how many images are evaluated at once. Large images are fewer, so that they do not fill the
-    memory."""
+    """Returns how many images are evaluated at once. It is fewer if the images are large, so that they do not
+    fill the memory."""
     if pool.features is not None or pool.images.device.type != "cpu":
         return BATCH
     return max(1, min(BATCH, VALUES // math.prod(images.shape[1:])))

@@ -1,5 +1,5 @@
-"""What simulated users send back: their models, or manipulated models of attackers. With [privacy] they are
-clipped and have noise."""
+"""What simulated users send back: their models or, for attackers, manipulated models. With the section
+[privacy] of the config, updates are clipped and noise is added."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ def sent_back(
     sent: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Returns the models [n, P + Q] that the server gets from users that were `sent` models and trained them
-    to `rows`."""
+    """Returns the models [n, P + Q] that the server receives from n users. The users were sent the models
+    `sent` and trained them to `rows`."""
     federation, seed = config.federation, config.run.seed
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:

@@ -54,9 +54,11 @@ class Simulation:
     make: external.Factory | None = None
     """The function that makes the network, if it was passed as a Python object."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """Digests that identify a network and a method from outside, see `assemble.brought`."""
+    """Digests that identify a network and a method that are not part of the package, see
+    `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
-    """The next round's cohort and work, prepared while the device was busy."""
+    """The cohort and work of the next round, by its number, if they were prepared while the device was
+    busy."""
 
     @property
     def config(self) -> Config:
@@ -83,7 +85,7 @@ class Simulation:
 
     @property
     def holds_models(self) -> bool:
-        """Whether all users' models are held in memory before they are averaged."""
+        """Whether the models of all of a round's users are held in memory before they are averaged."""
         federation = self.config.federation
         robust = federation.gate or federation.median_fallback or federation.combine != "mean"
         robust = robust or federation.skip_unlabelled
@@ -150,14 +152,15 @@ class Simulation:
         return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
 
     def make_views(self, round: int, phases: Phases) -> None:
-        """Computes the features of the views that are new in a round, if the network has a frozen part."""
+        """Computes what the network's frozen part returns for the views that are new in a round, if it has
+        such a part."""
         if self.pool.features is not None:
             with phases.during("features"):
                 self.pool.use(round)
 
     def played(self, state: State, fed: Round) -> State:
-        """Returns the state after the method's round, with the settings applied that all methods have in
-        common."""
+        """Returns the state after the method's round. Settings that exist for all methods, such as the slow
+        average, are applied too."""
         new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
@@ -256,8 +259,8 @@ class Simulation:
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def server_score(self, row: Tensor, most: int | None = None) -> scoring.ModelScore:
-        """Evaluates a model on the images of `server_images`. Rounds do this often, so test views are not
-        used."""
+        """Returns a model's accuracy and loss on the images of `server_images`. Rounds do this often, so
+        predictions are not averaged over test views."""
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, len(self.dataset.classes))
@@ -309,17 +312,17 @@ class Simulation:
 
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """The results of earlier calls of `server_images`, by `most`."""
+        """A cache: the results of earlier calls of `_server_places`, by their argument `most`."""
         return {}
 
     @cached_property
     def _server_pixels(self) -> dict[int | None, Tensor]:
-        """The same images. They are kept if their features are, so that an evaluation need not read them
-        again."""
+        """A cache: the images that `server_images` returned, by its argument `most`. They are kept only if
+        features of the images are kept too, so that an evaluation need not read them again."""
         return {}
 
     def message_bytes(self) -> int:
-        """Returns how many bytes one model has when it is sent."""
+        """Returns the number of bytes that one model has when it is sent."""
         return self.layout.length * self.pool.wide.itemsize
 
 

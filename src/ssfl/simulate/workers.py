@@ -33,11 +33,13 @@ class Simulated:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends nothing, and returns the cohort. Its dropouts were already drawn."""
+        """Sends nothing, since the users are simulated here, and returns the cohort as it is. Users that drop
+        out were already left out when it was drawn."""
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
-        """Returns the results of a part of the cohort's users."""
+        """Returns the results of some of the cohort's users (`part`), trained from these models, one per
+        row."""
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
@@ -45,7 +47,7 @@ class Simulated:
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns the server's models after training, one or several."""
+        """Returns these models after training on the server's labelled images."""
         assert self.server_work is not None
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
