@@ -101,7 +101,7 @@ def _changed(handle: int, file: str) -> int:
 def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
     """Returns the round, the accuracies and the seconds left of an unfinished run, from its last events. The
     validation accuracy is included, because test images may be used only at the end. The seconds left are
-    those that the terminal shows."""
+    estimated as for the terminal."""
     progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
     for event in _last_events(handle):

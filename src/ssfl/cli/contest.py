@@ -13,7 +13,7 @@ from ssfl.cli.options import Quiet
 
 
 class Equal(StrEnum):
-    """The amount of user work that is the same for all methods."""
+    """What all methods get the same amount of: user images, or forward and backward passes."""
 
     images = "images"
     passes = "passes"

@@ -54,7 +54,8 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """Returns the default in words. Defaults of methods that have another one come first."""
+    """Returns the default in words. If some methods have another default, those come first, with the methods'
+    names."""
     others: dict[str, list[str]] = {}
     for method in METHODS if section != "method" else ():
         value = find(method).defaults.get(section, {}).get(name, default)

@@ -94,7 +94,7 @@ class Centre(Simulation):
         return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
 
     def prepare(self, round: int) -> None:
-        """Does nothing: sites prepare their own work."""
+        """Does nothing: real sites prepare their own work. A simulation prepares the next round here."""
 
     def initial(self) -> State:
         """Returns the initial state. It always counts refusals, because the gate is not the only part that
@@ -156,7 +156,7 @@ class _Sites:
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
-    """Returns the centre's part of the federation, and the terms: the settings that all sites must share."""
+    """Returns a simulation with the centre's images, and the terms: settings that all sites must share."""
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
@@ -197,7 +197,7 @@ def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
 
 
 DEFAULTS = {"--host": "0.0.0.0", "--port": 8443, "--deadline": 120.0, "--patience": 600.0}
-"""Of the options of `ssfl serve`."""
+"""The defaults of some options of `ssfl serve`."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,8 @@ def _labelled(sim: Simulation) -> str:
 def opened(
     config: Config | None, path: Path, again: bool, known: list[str], count: int
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
-    """Creates or reopens the run folder and locks it. Yields the centre's part, the terms and the names of
-    the sites."""
+    """Creates or reopens the run folder and locks it. Yields the simulation with the centre's images, the
+    terms (settings that all sites must share) and the names of the sites."""
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":

@@ -26,9 +26,10 @@ GRACE = 30.0
 """Seconds after which a refused key is an error. Before that the refusal may be temporary: a centre that has
 just started knows no keys yet, and a site that was killed still counts as connected for a while."""
 RETRY = 1.0
-"""Seconds until a heartbeat that failed is sent again, or a connection that did not work is made again."""
+"""Seconds to wait after a failed heartbeat or a failed connection, before the next attempt."""
 RECONNECT = 5.0
-"""Seconds for which a request that finds no connection is tried again, before the site starts anew."""
+"""Seconds for which a request is repeated if the centre cannot be reached. After that, the site connects
+again from the start."""
 IDLE = 60.0
 """Seconds after which an idle connection is closed. The centre would close it later."""
 HALFWAY = 120.0
@@ -54,7 +55,7 @@ class Connection:
         return internals.receive(self.call, "fleet", self.node, run, tree, HALFWAY)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Sends an answer. Its work took this many seconds."""
+        """Sends an answer. `seconds` is the time that the work for it took."""
         self.clock.stamp(reply)
         internals.send(self.call, "fleet", self.node, reply, clientapp_runtime_list=[seconds])
 
@@ -130,7 +131,8 @@ class _Attempts:
     said: bool = False
 
     def failed(self, error: Exception) -> None:
-        """Raises if it is useless to try again or the time is over; otherwise says once what happens."""
+        """Raises if trying again is useless or the patience is used up. Otherwise it reports the error, but
+        only once."""
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         unreachable, why = isinstance(error, httpx.TransportError), connection_error(error)
         if status == 403:

@@ -17,8 +17,8 @@ LONGEST_KIND = 60
 class PublicError(DataError):
     """An error at a site with a text that may be sent to the centre: `public`, by default the whole text.
 
-    Whoever raises it makes sure that `public` holds nothing of the site: only counts, and what the centre
-    sent.
+    The code that raises it must make sure that `public` reveals nothing about the site. It may hold only
+    counts, and values that the centre sent.
     """
 
     def __init__(self, message: str, *, public: str | None = None, **attributes: Any) -> None:

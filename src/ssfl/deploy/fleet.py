@@ -25,9 +25,9 @@ from ssfl.errors import DataError, RunError
 LINE_EVERY = 10.0
 """Seconds between two lines about missing sites."""
 GREETING = 10.0
-"""Seconds to wait for the next answer when new sites are asked for their names."""
+"""New sites are asked for their names. The centre stops waiting after this many seconds without an answer."""
 LATER = 30.0
-"""Seconds until a site is asked again for its name, if its answer was something else."""
+"""Seconds until a site is asked again for its name, if its answer was not a valid name."""
 SOON = 10.0
 """Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
 without the centre knowing it yet."""
@@ -51,9 +51,10 @@ class Answers:
     refused: Mapping[int, str]
     """Why something that a user sent was refused, by user. Its model may still have been accepted."""
     traffic: Mapping[str, int]
-    """Bytes sent over the port during the round, including Flower's own: `wire_up`, `wire_down`."""
+    """Bytes sent over the port during the round, including those that Flower adds: `wire_up` to the centre,
+    `wire_down` to the sites."""
     missing: list[str] = field(default_factory=list)
-    """The sites that should have taken part but sent no model, accepted or refused."""
+    """The sites that should have taken part but sent nothing, neither an accepted model nor a refused one."""
     again: list[int] = field(default_factory=list)
     """The users that were sent their model again, listed once for each repetition."""
 
@@ -77,7 +78,7 @@ class Fleet:
     exclude: Callable[[Collection[int]], None] = lambda nodes: None
     """Tells the port to drop the nodes of sites that are left out."""
     asked: bool = False
-    """Whether sites choose their own names, because there are no keys."""
+    """Whether sites are asked for names of their own choice. With keys, the key says which site it is."""
     look: Callable[[], None] = lambda: None
     """Looks for keys that were replaced or removed."""
     quorum: int | None = None
@@ -101,7 +102,8 @@ class Fleet:
     _nodes: dict[int, str] = field(default_factory=dict)
     """The site of each of Flower's node numbers."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """For each node that was asked for its name: the message, and the time until which it may answer."""
+    """For each node that was asked for its name: the message's identifier, and the time until which it may
+    answer."""
     _rejected: dict[int, float] = field(default_factory=dict)
     """For each node that may not join: the time before which it is not asked again for its name."""
     _taken: dict[int, float] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Fleet:
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
     """How often each site's update was "cut" or "weakened"."""
     _reached: bool = True
-    """Whether the message exchange could be reached at the last attempt."""
+    """Whether Flower's message exchange could be reached at the last attempt."""
 
     def least(self, sites: int) -> int:
         """Returns the quorum for this many sites."""
@@ -134,13 +136,14 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Reports that a site's update was too long and was shortened."""
+        """Reports that a site's update was shortened, because its norm was `times` times the usual one."""
         self._limited(
             name, "cut", f"an update whose norm is {times:.3g} times the usual one: it was scaled down"
         )
 
     def weakened(self, name: str, weight: float) -> None:
-        """Reports that a site gets less or no weight because its updates work against the centre's labels."""
+        """Reports that a site gets less or no weight, because its updates raise the loss on the centre's
+        labels, round after round."""
         how = f"its weight in this round is {weight:.0%}" if weight else "it is not used in this round"
         self._limited(
             name, "weakened", f"updates that tend to increase the loss on the centre's labels: {how}"
@@ -269,9 +272,12 @@ class Fleet:
             self._dismiss_nodes([node], EXCLUDED)
 
     def _turn_away(self, node: int, name: str) -> None:
-        """Refuses a site by its name. A site without a key is told so; one with a key is refused by the port.
+        """Refuses a site whose name is taken or not allowed.
 
-        A taken name is asked for again for a while: the site that has it may be gone.
+        A site without a key is told why; one with a key is refused by the port.
+
+        If the name is taken, the site is asked again for a while, because the other site of that name may
+        have disconnected.
         """
         now, taken = time.monotonic(), name in self.names
         if taken:
@@ -359,8 +365,8 @@ class Fleet:
     ) -> Answers:
         """Sends a model to each user that is connected; returns the answers.
 
-        Users that do not answer are asked again until there is a quorum. If none of these users is
-        connected, the server may train `alone`.
+        Users that do not answer are asked again until there is a quorum. `alone` says whether the server may
+        train alone if none of these users is connected.
         """
         before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
         returned: dict[int, tuple[Tensor, dict[str, float]]] = {}
@@ -436,7 +442,7 @@ class Fleet:
         return returned
 
     def _tell_missing(self, missing: list[str]) -> None:
-        """Reports the sites without which a round goes on, unless they are the same as last time."""
+        """Reports the sites that are missing from a round, unless they are the same as last time."""
         if missing and missing != self._without:
             self.tell(
                 "not connected, so not in this round: "
@@ -482,5 +488,4 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """Does nothing. When sites are asked again, the centre has already trained and has nothing to do
-    meanwhile."""
+    """Does nothing. It is the `meanwhile` of a repeated request: the centre trained during the first one."""

@@ -64,7 +64,7 @@ except ImportError as error:
     raise SsflError(f"{OTHER_FLOWER} ({error}): {INSTALL_FLOWER}") from error
 
 CLOCKS_AGREE = 2.0
-"""A difference between two clocks of up to this many seconds is ignored."""
+"""Two clocks count as equal if they differ by at most this many seconds."""
 Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
@@ -278,7 +278,8 @@ def take_task(call: Caller) -> int:
 
 
 def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
-    """Activates a site's node, after registering a `new` key; announces a heartbeat every `beat` seconds."""
+    """Marks a site's node as connected and returns it. A `new` key is registered first. The site promises a
+    heartbeat every `beat` seconds."""
     public_key = public_key_to_bytes(private.public_key())
     if new:
         call("fleet/register-node", public_key=public_key)

@@ -159,7 +159,8 @@ class Watch:
     """Sites that currently have no key."""
     fleet: WatchedFleet
     renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
-    """Tells the port to accept this key of a site instead of its old one, or none."""
+    """Tells the port to accept a new key of a site instead of its old one. None means that the site is no
+    longer accepted."""
     _seen: list[tuple[str, int]] = field(default_factory=list)
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
 """The centre's link to its SuperLink: starts Flower's message exchange in its own process and talks to it.
 
-Flower itself uses one port for sites, for starting runs and registering sites, and for the processes of the
-runs, and it authenticates only the sites. Here only sites use the port (`port.py`, `request_filter.py`). The
+Flower itself uses one port for everything: sites, commands that start runs or register sites, and the runs'
+processes. It authenticates only the sites. Here only sites use the port (`port.py`, `request_filter.py`). The
 centre has its own Unix socket and a secret. No app bundle is ever executed.
 """
 
@@ -34,7 +34,7 @@ STARTING = 300.0
 RETRYING = 60.0
 """Seconds for which a request to the SuperLink is retried."""
 ASKING = 30.0
-"""Seconds after which Flower is asked for an answer that the port has not announced."""
+"""Seconds after which the centre asks Flower for an answer, even if the port has not reported one."""
 BEAT = 20.0
 """Seconds between two heartbeats of the run."""
 BACKLOG = 1024
@@ -66,7 +66,8 @@ class Link:
         return list(self.call("runtime/get-nodes").nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Sends messages; returns the names of those that were accepted, whose sites are still connected."""
+        """Sends messages; returns the names of those that Flower accepted. It accepts none for a site that
+        has disconnected."""
         sent, nodes = [], []
         for message in messages:
             with suppress(internals.CannotCarry):
@@ -286,7 +287,8 @@ def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
 
 @contextmanager
 def _played(call: internals.Caller) -> Iterator[int]:
-    """Takes over the run and sends its heartbeats; yields its number; marks it as completed at the end."""
+    """Makes this process the run's ServerApp and yields the run's number. It sends heartbeats for the run,
+    and marks it as completed at the end."""
     run = internals.take_task(call)
     over = threading.Event()
 

@@ -54,7 +54,7 @@ class Notes:
             budget.last = why
 
     def count(self, node: int, host: str, why: str) -> None:
-        """Counts a refusal of a site that is reported only in the next summary."""
+        """Counts a refusal of a site, without a report of its own: only the next summary includes it."""
         self.flush()
         budget = self.senders.setdefault((node, ""), Budget())
         budget.counted += 1

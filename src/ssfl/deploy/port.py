@@ -37,7 +37,7 @@ ANSWER = 900.0
 HEAD = 65_536
 """How many bytes may arrive before the headers are complete."""
 STRANGERS = 64
-"""The connections allowed from one address that have not shown a key. Two more are allowed for each site,
+"""How many connections without a known key are allowed from one address. For each site, two more are allowed,
 because many sites may share one address."""
 CHANCE = 1.0
 """Seconds after which a connection without a key counts as old. If there are too many, an old one is closed,
@@ -116,8 +116,8 @@ class Port:
     async def _receive(
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
     ) -> None:
-        """Does the TLS handshake of a connection. Afterwards the protocol notices when the connection
-        ends."""
+        """Does the TLS handshake of a new connection, then hands the connection to the HTTP protocol that
+        `make` returns."""
         options: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -154,8 +154,8 @@ class Port:
         self.end(crowd[0] if old else random.choice(crowd))
 
     def admit(self, visit: Visit, node: int) -> bool:
-        """Counts a connection as a site's. Returns False if the site has too many connections and all of them
-        are busy."""
+        """Records that a connection belongs to a site. Returns False if the site has too many connections and
+        all of them are busy."""
         if visit.node != node:
             same_site = [other for other in self.visits if other.node == node]
             if len(same_site) >= PER_SITE:

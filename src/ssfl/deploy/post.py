@@ -30,7 +30,7 @@ def short(text: object) -> str:
 
 
 class Exchange(Protocol):
-    """The part of Flower's Grid that is used."""
+    """The part of Flower's Grid that this package uses."""
 
     def get_nodes(self) -> Iterable[NodeInfo]: ...
 
@@ -84,7 +84,7 @@ def exchange(
     def fetch(node: int, name: str) -> None:
         """Waits for one answer.
 
-        It runs in its own thread, so that a site that stops within its answer does not delay the others.
+        It runs in its own thread, so that a site that stops in the middle of an answer delays no other.
         """
         while time.monotonic() < end:
             try:

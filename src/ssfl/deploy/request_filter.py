@@ -28,8 +28,8 @@ FLEET = "/v1/fleet/"
 VISIT = "ssfl.visit"
 """The key of the connection in a request's state. Requests over the centre's own socket have none."""
 ROOM = 65_536
-"""Bytes that an answer may have besides its model: names, numbers, Flower's own. Other requests may have at
-most this many bytes in all."""
+"""Bytes that an answer may have besides its model: names, numbers, and what Flower adds. Other requests may
+have at most this many bytes in all."""
 PARTS = 8
 """The number of an answer's objects besides the chunks of its model: the message, its records, the array."""
 ENDLESS = "headers that are too long"
@@ -43,13 +43,16 @@ shorter than a site may be silent (20 s), because each request is a sign of life
 BEATS = 10.0, 60.0
 """The shortest and the longest heartbeat interval that a site may announce, in seconds."""
 ALIVE = 5.0
-"""Seconds after which a site's next request is noted as a sign of life."""
+"""Every request shows that a site is alive. It is passed on to Flower only if this many seconds have passed
+since the last sign of life."""
 STALLED_PORT = 5.0
-"""Seconds without processor time after which this process does not count sites' silence."""
+"""If this process did not run for this many seconds, it could not read heartbeats. So it does not treat sites
+as lost because of that time."""
 FAREWELL = 40
 """How many requests a site may still send after it was excluded, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
-"""Paths to which the centre posts JSON lists of nodes: those that were sent a message, those left out."""
+"""Paths to which the centre posts a JSON list of nodes: those that were sent a message (wake), and those of
+excluded sites (exclude)."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]
@@ -70,7 +73,7 @@ def teller(descriptor: int) -> Report:
 
 
 class Connections(Protocol):
-    """The part of the port that is used."""
+    """The part of the port that the filter uses."""
 
     def admit(self, visit: Any, node: int) -> bool: ...
 
@@ -124,13 +127,13 @@ class RequestFilter:
         self.notes = Notes(tell)
 
     def tick(self) -> None:
-        """Does what must be done every second."""
+        """Sends summaries of refusals, and keeps sites connected after a pause. It is called every second."""
         self.notes.flush()
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Keeps sites connected after this process did not run for a while, because their heartbeats could
-        not be read."""
+        """Keeps sites connected if this process did not run for a while (`STALLED_PORT`) and could not read
+        their heartbeats."""
         before, self.ticked = self.ticked, time.monotonic()
         if self.ticked - before > STALLED_PORT:
             for node, seen in self.seen.items():
@@ -364,7 +367,8 @@ class RequestFilter:
                 return bytes(body)
 
     def _check_message(self, node: int, body: bytes) -> None:
-        """Raises unless this announces a single answer by its sender to one message, with few parts."""
+        """Raises unless a request announces exactly one answer. The answer must come from its sender, reply
+        to a message for the first time, and have few parts."""
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers in one request instead of one")

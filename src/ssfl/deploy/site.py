@@ -108,8 +108,8 @@ class Site:
 
     @contextmanager
     def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
-        """Ends the site's work if the code or weights that the centre calls `name` are missing here or
-        differ, since another request would not help."""
+        """Ends the site's work if the block raises: the external code or the weights `name` are missing here
+        or differ from the centre's. Another request would not help."""
         try:
             yield
         except SsflError as error:
@@ -157,8 +157,8 @@ class Site:
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
-    """Raises unless external code is a file of this site, given with `--with`, and equal to that of the
-    centre."""
+    """Raises unless the centre's external code is also a file of this site, given with `--with`, and both
+    files are equal."""
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
         return
@@ -197,7 +197,7 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = prin
     """Returns a site's ClientApp. A "query" asks for the site's name or says that the run is over; "train"
     asks for training.
 
-    If it fails, `tell` shows why, and the answer to the centre is an error that names nothing of the site.
+    If the work fails, `tell` shows why. The centre gets an error that reveals nothing about the site.
     """
 
     def report_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

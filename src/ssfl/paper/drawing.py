@@ -29,7 +29,7 @@ class Line:
     """The results of a run with several seeds, drawn as one line."""
 
     run: PaperRun
-    """The run that was trained. With the fidelity `recommended` it differs from the run in the paper's
+    """The run that was trained. With the fidelity `recommended` it may differ from the run in the paper's
     row."""
     results: list[PaperResult]
     place: int
@@ -62,17 +62,17 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that are trained in place of these runs with this fidelity, each once."""
+        """Returns the runs that this fidelity trains instead of the given ones, each once (see `actual`)."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(
         self, runs: Iterable[PaperRun], by: Callable[[PaperRun], Hashable] = lambda run: run.method
     ) -> list[Line]:
-        """Returns the lines of runs to compare, all of one scale and data set: the ones with results for most
-        runs, and among those the largest scale.
+        """Returns one line for each run that has results. Runs without results are recorded as missing.
 
-        Runs without results are left out. Runs that differ in `by` have their own colour and style, and so
-        have changed runs, which come last.
+        All lines have the same scale and data set, so that they can be compared. It is the pair for which
+        most runs have results; if there are several, the one with the largest scale. Runs that differ in `by`
+        get different colours and styles. So do runs with changed settings, which come last.
         """
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}

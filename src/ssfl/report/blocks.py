@@ -40,10 +40,10 @@ def half(block: Block) -> Block:
 
 
 def bars(figure: str, title: str, items: list[Block], form: str, note: str = "") -> Block:
-    """Returns horizontal bars of items {name, value}."""
+    """Returns a chart with a horizontal bar for each item {name, value}. `form` is the number format."""
     return {"kind": "bars", "figure": figure, "title": title, "items": items, "format": form, "note": note}
 
 
 def named(blocks: Sequence[Block], prefix: str) -> list[Block]:
-    """Returns the blocks, where the names of figures have a prefix."""
+    """Returns the blocks, with a prefix before the names of their figures."""
     return [{**block, "figure": prefix + block["figure"]} if "figure" in block else block for block in blocks]

@@ -9,8 +9,8 @@ from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
 """Limits of a collapse: mask rate at least SURE, share of correct pseudo-labels at most WRONG, accuracy at
-least FELL below its best, and n·Δ at most ONE_WAY. Here n·Δ is 1 if all updates are parallel, and n if they
-are orthogonal; the quickstart has more than 6."""
+least FELL below its best, and n·Δ at most ONE_WAY. Here Δ is the gradient diversity of n updates. n·Δ is 1 if
+all updates are parallel, and n if they are orthogonal; the quickstart has more than 6."""
 STAYS = 3
 """The number of rounds in a row for which the signs of a collapse must last."""
 

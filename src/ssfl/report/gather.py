@@ -138,8 +138,8 @@ class Run:
 
     @property
     def test_kept(self) -> bool:
-        """Whether test images are used only in the last round or never. Curves then show validation
-        images."""
+        """Whether test images are used only in the last round or never. Curves then show the accuracy on
+        validation images."""
         return self.config.run.test != "every"
 
     @cached_property

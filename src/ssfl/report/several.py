@@ -44,7 +44,7 @@ class Family:
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
         """Returns the line of an experiment in a chart: the mean over the seeds, with a band of one standard
-        deviation."""
+        deviation. `look` is the number of its colour and style."""
         curves = [dict(points) for points in map(points_of, self.counted) if points]
         if not curves:
             return None
