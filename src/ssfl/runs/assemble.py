@@ -30,7 +30,7 @@ from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.simulation import Simulation
 
 CORES = torch.get_num_threads()
-"""The threads that torch would use: all cores of the machine, or what the environment says."""
+"""How many threads torch uses by default: one for each core of the machine, or what the environment says."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -99,8 +99,9 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns what identifies your own network and method when a run is resumed: the import path, the digest
-    of the file (None for an object) and, for a network, the fingerprint of its frozen weights.
+    """Returns what identifies a network and a method that are not part of the package, when a run is resumed.
+    By section of the config, it has the import path, the digest of the file (None for an object) and, for a
+    network, the fingerprint of its frozen weights.
 
     The package's own networks and methods need no entry, except for the fingerprint of pretrained weights.
     """
@@ -125,8 +126,9 @@ def build(
     make: external.Factory | None = None,
     features: Features | None = None,
 ) -> Simulation:
-    """Returns the simulation of a resolved config, with these images and owners. `features` come from another
-    simulation of the same network, and are used again."""
+    """Returns the simulation of a resolved config. `parts` says who owns which images of the data set, and
+    `validation` which images are for validation. `features` are outputs of the network's frozen part that
+    another simulation of the same network has computed, and are used again."""
     dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(validation):
         raise ConfigError(
@@ -232,8 +234,8 @@ def _with_features(
 def _make_engine(
     config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device, state_bytes: int
 ) -> tuple[choice.Engine, RunSettings]:
-    """Returns the engine, and [run] with all choices made that depend on the machine. `state_bytes` is the
-    memory that the state needs."""
+    """Returns the engine, and the section [run] with all settings filled in that depend on the machine.
+    `state_bytes` is the memory that the state between rounds needs."""
     train, run, method = config.train, config.run, config.method
     spread_out = run.engine == "dist"
     participants = -(-(config.federation.participants or 1) // (choice.dist.ranks() if spread_out else 1))

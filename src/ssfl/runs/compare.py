@@ -38,8 +38,8 @@ def first_difference(first: Path, second: Path) -> str | None:
 
 
 def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
-    """Returns the first difference within a quantity. If the quantity has one value per user, it names the
-    user."""
+    """Returns in words how two events differ in the quantity `key`. If the quantity has one value per user,
+    it names the first user that differs."""
     x, y = a.get(key), b.get(key)
     if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
         place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)

@@ -37,7 +37,7 @@ def accuracy(event: Event) -> str:
 
 
 class _Left(ProgressColumn):
-    """The column with the remaining time, which counts down between events, as on the board."""
+    """The column of the progress bar with the remaining time. It also counts down between events."""
 
     def __init__(self, left: Callable[[], str]) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class Reporter:
         return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
-        """Sets the remaining seconds. A run inside another, such as a baseline, knows only its own; the total
-        then keeps counting down."""
+        """Sets the remaining seconds. A run inside another, such as the server-only run, knows only its own
+        time; meanwhile the time of the whole run counts down."""
         end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
             self.whole = end
         self.inner = end if self.what else None
 
     def _prepare(self, text: str) -> None:
-        """Shows the progress of a preparation that happens during the rounds."""
+        """Shows a line about a preparation, such as computing features, that happens during the rounds."""
         self.bar.update(self.task, metrics=text or self.metrics)
 
     def __call__(self, event: Event) -> None:

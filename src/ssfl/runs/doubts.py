@@ -57,7 +57,7 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
 
 
 def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
-    """Returns warnings about users or a server that the data themselves name."""
+    """Returns warnings about the users or the server if the data themselves say who owns which image."""
     if dataset.users is None:
         return []
     lines = loose(dataset.loose)

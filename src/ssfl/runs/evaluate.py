@@ -18,7 +18,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Answer:
-    """The prediction for one image."""
+    """The prediction for one image, with its true class."""
 
     file: Path
     label: int
@@ -41,7 +41,7 @@ class Evaluation:
     broken: list[str]
     """One line for each file that cannot be read. These files are left out."""
     white: int = WHITE
-    """The value that became 255 in image files of more than 8 bits."""
+    """Image files of more than 8 bits are scaled to 8 bits, so that this value becomes 255."""
 
     @property
     def count(self) -> int:
@@ -80,13 +80,15 @@ class Evaluation:
 
     @property
     def bins(self) -> list[statistics.Bin]:
-        """The mean confidence and the accuracy in each bin of confidence."""
+        """The mean confidence and the accuracy of the predictions in each bin of confidence, as in a
+        reliability diagram."""
         confidences = [answer.confidence for answer in self.answers]
         return statistics.reliability(confidences, [answer.correct for answer in self.answers], BINS)
 
     @property
     def calibration_error(self) -> float:
-        """The expected calibration error (ECE): the mean distance between confidence and accuracy."""
+        """The expected calibration error (ECE): the mean distance between confidence and accuracy over the
+        bins, weighted by their numbers of images."""
         return statistics.calibration_error(self.bins) or 0.0
 
     @property

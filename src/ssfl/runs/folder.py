@@ -28,9 +28,10 @@ from ssfl.errors import ConfigError, DamagedRun, DivergedError, FolderInUse, Run
 from ssfl.runs import resuming
 
 UNFINISHED = "unfinished.safetensors"
-"""The model of the last checkpoint, until the run is finished."""
+"""The name of the file with the model of the last checkpoint. It exists until the run is finished."""
 WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
-"""Event fields about time, memory and network traffic, which differ between equal runs."""
+"""The fields of events about time, memory and network traffic. They may differ between runs with the same
+results."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
@@ -121,8 +122,7 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
 
 
 def continuing(path: Path) -> str | None:
-    """Returns the command that continues the run in a folder; None if there is no run that it could
-    continue."""
+    """Returns the command that continues the run in a folder; None if there is no unfinished run."""
     try:
         config = read_config(path)
         require_resumable(path)
@@ -133,7 +133,7 @@ def continuing(path: Path) -> str | None:
 
 
 def require_free(path: Path) -> None:
-    """Raises if a path exists."""
+    """Raises RunError if the path exists. The message says how to continue a run that is there."""
     if path.exists():
         command = continuing(path)
         hint = f", or continue the run with `{command}`" if command else ""
@@ -182,7 +182,7 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
 
 @contextmanager
 def recorded_failures(path: Path) -> Iterator[None]:
-    """Writes the error that ends a training to the run folder, for the board and for reports.
+    """Writes the error that ends a training to the run folder, so that `ssfl board` and reports can show it.
 
     Ctrl-C and SIGTERM are not errors.
     """
@@ -277,8 +277,8 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Removes the events after a round. With `counted`, raises if an event before it is missing, since the
-    privacy spent is computed from the events."""
+    """Removes the events after the first `rounds` rounds. With `counted`, raises if the event of one of these
+    rounds is missing, since the privacy spent is computed from them."""
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
     if counted and lost:
@@ -323,19 +323,20 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def end_of(summary: dict[str, Any]) -> Any:
-    """Returns the final accuracy in a summary. It is that on validation images if test images are never
-    used."""
+    """Returns the final accuracy in the summary of a run: on test images, or on validation images if test
+    images are never used."""
     return summary.get("accuracy", summary.get("validation_accuracy"))
 
 
 def broke_down(path: Path) -> str | None:
-    """Returns the error if training diverged in this folder, else None. The same run would diverge again."""
+    """Returns the error message if training diverged in this folder, else None. Continuing would not help,
+    since the same run would diverge again."""
     failure = _object(path / FAILURE)
     return str(failure.get("error")) if failure.get("kind") == DivergedError.__name__ else None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if the file is missing or damaged."""
+    """Returns the object in a JSON file as a dictionary; an empty one if the file is missing or damaged."""
     try:
         content = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):

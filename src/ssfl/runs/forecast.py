@@ -21,10 +21,11 @@ from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
-"""If the first step takes longer than this many seconds, it is not repeated for a better measurement."""
+"""Seconds. If the first step takes longer than this, it is not measured again. If all steps of a round take
+longer, no whole round is tried before the run."""
 SCORED, SCORED_FEATURES = 64, 8
-"""The number of test images on which an evaluation is timed; with features, which must be computed first, it
-is smaller."""
+"""The number of test images on which an evaluation is timed. The second number is for networks with a frozen
+part, whose output must be computed first."""
 SAMPLED = 0.05
 """Seconds between two measurements of the memory."""
 
@@ -40,9 +41,10 @@ class Forecast:
     evaluation: float
     """Seconds per evaluation."""
     compared: float
-    """Seconds for training the models that the run is compared with."""
+    """Seconds for training the models that the run is compared with: the server-only model and
+    cross-validation folds."""
     features: float
-    """Seconds for computing the features of views during training."""
+    """Seconds for computing features, the output of the network's frozen part, during training."""
     memory: int
     """Bytes used by all processes of the run."""
 
@@ -53,8 +55,9 @@ class Forecast:
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
-    """Returns the forecast for the rounds after `state`; None if a step cannot be tried. This is so if it is
-    compiled, runs on several machines, or needs something that only a round has."""
+    """Returns the forecast for the rounds after `state`; None if a step cannot be tried. This is the case if
+    steps are compiled, if they run in several processes, or if the method needs something that only a round
+    has."""
     if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
@@ -152,7 +155,7 @@ def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> floa
 
 
 def _cut(work: Work, steps: int) -> Work:
-    """Returns the same work with only its first steps."""
+    """Returns the same work with only its first `steps` steps."""
     labelled = None if work.labelled is None else work.labelled[:, :steps]
     taken = None if work.taken is None else work.taken.clamp(max=steps)
     return replace(
@@ -166,7 +169,7 @@ def _cut(work: Work, steps: int) -> Work:
 
 
 def _evaluation(sim: Simulation, state: State) -> float:
-    """Returns how many seconds an evaluation takes."""
+    """Returns about how many seconds an evaluation takes."""
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
     most = SCORED if sim.pool.features is None else SCORED_FEATURES
     count = min(most, len(sim.dataset.test_labels))
@@ -178,8 +181,8 @@ def _evaluation(sim: Simulation, state: State) -> float:
 
 
 def _features(sim: Simulation) -> float:
-    """Returns how many seconds the features take that are not computed yet: of training views, and of the
-    images that are evaluated."""
+    """Returns about how many seconds it takes to compute the features (the output of the network's frozen
+    part) that are still missing: of training views, and of images that are evaluated."""
     if sim.pool.features is None:
         return 0.0
     held = [sim.validation, *([sim.parts.server] if sim.config.run.folds else [])]
@@ -191,8 +194,8 @@ def _features(sim: Simulation) -> float:
 
 
 def _timed(sim: Simulation, call: Callable[[], object]) -> float:
-    """Returns how many seconds a call takes, without the features that it computes: these are computed only
-    once."""
+    """Returns how many seconds a call takes. The time for computing features (the output of the network's
+    frozen part) is left out, since they are computed only once."""
     features = sim.pool.features
     computed = 0.0 if features is None else features.seconds
     began = time.perf_counter()

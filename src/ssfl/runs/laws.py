@@ -29,17 +29,19 @@ from ssfl.runs.surroundings import reproducible
 from ssfl.simulate.simulation import Simulation
 
 CLOSE = 1e-6
-"""The largest relative difference between engines after five rounds in float64."""
+"""The largest relative difference that is allowed between the results of two engines, after five rounds in
+float64."""
 SETTINGS = (
     "split.users=6", "split.server_labels=50", "federation.participants=4", "federation.rounds=5",
     "federation.period=3", "train.batch_size=16", "train.precision=float64", "train.momentum_policy=reset",
     "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
 )  # fmt: skip
 MASKED = (0.2, 0.95)
-"""The range of mask rates in which a comparison is meaningful. At a mask rate of 0 nothing is trained, so all
-engines agree."""
+"""The range of mask rates (shares of images that get a pseudo-label) in which comparing engines is
+meaningful. At a mask rate of 0 nothing is trained, so all engines agree."""
 THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
-"""For methods with a threshold: values that are tried until the mask rate is in this range."""
+"""For methods with a threshold: the values that are tried, one after another, until the mask rate is within
+`MASKED`."""
 
 
 class Law(NamedTuple):
@@ -131,7 +133,8 @@ def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Conf
 
 
 def _played(config: Config, model: Factory | str | None, rates: list[float] | None = None) -> State:
-    """Returns the state after all rounds."""
+    """Trains with this config, and returns the state after all rounds. The mask rate of each round is added
+    to `rates`."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         state = sim.initial()
@@ -144,8 +147,8 @@ def _played(config: Config, model: Factory | str | None, rates: list[float] | No
 
 
 def _resumed(config: Config, model: Factory | str | None) -> State:
-    """Returns the same as `_played`, but continues from a checkpoint with a new simulation after two
-    rounds."""
+    """Returns the same as `_played`, but interrupts the training after two rounds and continues from a
+    checkpoint, with a new simulation."""
     first = assemble.make(config, model)
     with closing(first.engine), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -170,8 +173,9 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
-    """Returns how much a replayed step differs from the step itself. A user's step is recorded in round 0 and
-    replayed with the tensors of round 3."""
+    """Returns the largest difference between a step that is replayed from a recording and the same step
+    computed directly, and the largest number in the latter. A user's step is recorded in round 0 and replayed
+    with the tensors of round 3."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         if not sim.method.trains_users:
@@ -186,7 +190,8 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns the gradient of a user's step as a function of plain tensors, and its arguments in a round."""
+    """Returns a function of plain tensors that computes the gradient of a user's step, and its arguments in
+    this round."""
     from ssfl.engines import local
     from ssfl.engines.vmap import Vmap
 
@@ -214,7 +219,8 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
 
 
 def _apart(one: State, two: State) -> tuple[float, float]:
-    """Returns the largest difference between two states, and the largest number in the first."""
+    """Returns the largest difference between the tensors of two states, and the largest weight of the first
+    one's averaged model."""
     pairs = [(one.average, two.average), (one.streams, two.streams)]
     pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
     worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)

@@ -23,14 +23,16 @@ from ssfl.models import backbones, external, networks
 from ssfl.runs import folder, resuming, surroundings
 
 LONGEST = 1000
-"""The most characters in the name of a class."""
+"""The largest number of characters that the name of a class may have."""
 MOST_VIEWS = 64
-"""The most views of an image over which a prediction is averaged."""
+"""The largest number of views of an image over which a prediction can be averaged."""
 VALUES = 1 << 23
-"""How many values of images are classified at once: 55 colour images of 224 pixels need about 0.5 GB."""
+"""How many values (pixels times channels) are classified at once at most: 55 colour images of 224×224 need
+about 0.5 GB."""
 MOST_AT_ONCE = 256
 SLACK = 1e-3
-"""Floats may be this far below 0 or above 1, because resizing can overshoot."""
+"""Images given as floats should be from 0 to 1. They may be this far outside, because resizing can
+overshoot."""
 
 
 class Classifier(nn.Module):
@@ -91,8 +93,8 @@ class Classifier(nn.Module):
         return gentle.averaged_logits(self, chain([images], views))
 
     def count(self) -> torch.export.Dim:
-        """Returns the number of images as a variable of an exported program. Views of more images than this
-        would need 64-bit coordinates."""
+        """Returns the number of images as a symbolic dimension for torch.export. With test views it has an
+        upper limit, above which their coordinates would need 64 bits."""
         most = (1 << 31) // math.prod(self.shape[1:]) - 1 if self.test_views else None
         return torch.export.Dim("images", max=most)
 

@@ -9,8 +9,9 @@ from ssfl.runs import baseline
 
 
 class Clock:
-    """Measures the seconds per round, including everything between rounds. Views that are computed in the
-    first rounds are counted separately."""
+    """Measures the seconds per round of a run, including everything between rounds. The time for computing
+    features (the output of the network's frozen part) is counted separately, since it is spent only in the
+    first rounds."""
 
     def __init__(self, config: Config, first: int, features: Features | None = None) -> None:
         self.config, self.first, self.features = config, first, features

@@ -22,7 +22,8 @@ from ssfl.models import backbones, networks
 from ssfl.simulate.privacy import library
 
 VIEWS = 4
-"""How many weak and strong views of an image are cached if a network has a frozen trunk."""
+"""The default number of weak and of strong views of an image for which the output of a network's frozen part
+is cached."""
 
 
 def load_data(config: Config, data_object: Data | None = None) -> Dataset:
@@ -57,7 +58,7 @@ def _loaded(config: Config, data_object: Data | None) -> Dataset:
 
 
 def _from_outside(name: str) -> Data:
-    """Returns the data that a function of yours returns."""
+    """Returns the data that a function outside the package returns. `name` is its import path."""
     data = outside.called(name, "data.name")
     if not isinstance(data, Data):
         raise ConfigError(
@@ -79,7 +80,8 @@ def with_data(config: Config, data: Data | str | None) -> Config:
 
 
 def planned_rounds(config: Config) -> float:
-    """Returns the number of rounds. If it follows from federation.epochs, it is not rounded."""
+    """Returns the number of rounds of a run. If it is computed from federation.epochs, it may be a
+    fraction."""
     federation = config.federation
     if federation.rounds is not None:
         return federation.rounds
@@ -228,7 +230,7 @@ def require_users(users: int, owners: int, folder: bool) -> None:
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
-    """Returns the validation images, and all other images."""
+    """Returns the numbers of the validation images, and of all other training images."""
     if dataset.validation is None:
         return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
     return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
@@ -282,7 +284,7 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
 
 
 def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the images of the server and of the users that the data name, without validation images."""
+    """Returns the owners of images, without validation images, as the data name them."""
     labels, settings = dataset.labels.numpy(), config.split
     left = np.zeros(len(labels), bool)
     left[available] = True
@@ -294,8 +296,8 @@ def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
 
 
 def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the images divided as [split] says. If the data name the server's images, the server keeps
-    them."""
+    """Returns the owners of images as the section [split] divides them. If the data name the server's images,
+    the server keeps them."""
     labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
     if dataset.server is not None:
         available, count = np.setdiff1d(available, dataset.server), 0

@@ -43,13 +43,14 @@ class Result:
     """The last round, if Ctrl-C or SIGTERM came during it. This run is finished, but a series of runs must
     stop here."""
     stopped_by: int = signal.SIGINT
-    """The signal that came in the last round: Ctrl-C or SIGTERM."""
+    """The number of the signal that came in the last round, for Ctrl-C or SIGTERM. It has no meaning if
+    `stopped` is None."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
     """summary.json: the accuracy with its count and interval, the verdict, the costs."""
 
     @property
     def verdict(self) -> str | None:
-        """Whether the unlabelled images helped, in words; None if nothing was compared."""
+        """A sentence that says whether the unlabelled images helped; None if nothing was compared."""
         judged = self.summary.get("verdict")
         return judged["text"] if isinstance(judged, dict) else None
 
@@ -109,8 +110,9 @@ def finish(
 
 
 def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
-    """Returns the accuracy of a run with its interval. It comes from test images if there are any, else from
-    folds, else from validation images."""
+    """Returns the entries of summary.json that say on which images the accuracy of a run was measured, and
+    its interval. These are the test images if there are any, else the cross-validation folds, else the
+    validation images."""
     if "accuracy" in evaluation:
         return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
     if compared.folds is not None:
@@ -128,7 +130,8 @@ def last_event(events: list[Event], kind: str) -> Event:
 
 
 def test_views(data: DataSettings) -> dict[str, Any]:
-    """Returns how a model card describes the views over which predictions are averaged, if there are any."""
+    """Returns the entries of a model card about test views, the views over which predictions are averaged;
+    empty if there are none."""
     return {"test_views": data.test_views, "flip": bool(data.flip)} if data.test_views else {}
 
 

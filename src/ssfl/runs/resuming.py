@@ -1,4 +1,5 @@
-"""The command that continues a run, for messages; `folder.continuing` says whether a run can be continued."""
+"""Makes the command that continues a run, to show it in messages. `folder.continuing` says whether a run can
+be continued."""
 
 from pathlib import Path
 from shlex import join, quote
@@ -9,19 +10,22 @@ from ssfl.core import outside, plain_files
 from ssfl.engines import dist
 
 SERVE = "serve.json"
-"""The options of `ssfl serve` that a run was started or continued with."""
+"""The name of a file in the run folder. It has the options of `ssfl serve` with which the run was started or
+continued."""
 FLOWER = "flwr"
-"""In this file: the number of sites, if the run was started with `flwr run` instead."""
+"""A key in serve.json. Its value is the number of sites, if the run was started with `flwr run` instead of
+`ssfl serve`."""
 OPTIONS = {
     "--keys": str, "--insecure": bool, "--sites": int, "--host": str, "--port": int, "--quorum": int,
     "--deadline": float, "--patience": float, "--share-model": bool,
 }  # fmt: skip
-"""The options that may be in this file, and their types; others are not repeated in a command."""
+"""The options of `ssfl serve` that may be in serve.json, with their types. Others are not repeated in the
+command that continues a run."""
 
 
 def command(config: Config, path: Path) -> str:
-    """Returns the command that continues the run in a folder, or a line of Python if an object was passed
-    from there."""
+    """Returns the command that continues the run in a folder. If the run uses an object that was passed from
+    Python, it is a line of Python instead."""
     names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
     if outside.IN_MEMORY in names.values():
         return f"ssfl.resume({str(path)!r}{''.join(_arguments(names))})"
@@ -33,7 +37,8 @@ def command(config: Config, path: Path) -> str:
 
 
 def _arguments(names: dict[str, str | None]) -> list[str]:
-    """Returns the arguments of `ssfl.resume`: objects, and import paths where it takes these."""
+    """Returns the further arguments of a call of `ssfl.resume` as text: objects that must be passed again,
+    and import paths."""
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = []
     for key, name in names.items():

@@ -59,7 +59,8 @@ def joined(config: Config, sites: int) -> Config:
 
 
 def grown(state: State, users: int) -> State:
-    """Returns the state with entries for new sites, with no refused updates and a trust of zero."""
+    """Returns the state with entries for new sites. They have no refused updates, and the trust that the gate
+    has in them starts at zero."""
     new = users - len(state.strikes)
     trust = {name: F.pad(kept, (0, new)) for name, kept in state.memory.items() if name == TRUST}
     return replace(state, strikes=F.pad(state.strikes, (0, new)), memory=state.memory | trust)

@@ -51,14 +51,15 @@ class RestOfRun:
     path: Path
     """The run folder."""
     start: Checkpoint
-    """The state after the rounds that were already played."""
+    """The checkpoint from which the run continues: the state after the rounds that were already played."""
     report: Report | None
-    """Shows events to the user."""
+    """A function that shows an event to the user; None to show nothing."""
     interrupted: Callable[[], int]
-    """Returns the signal that asks the run to stop, or 0."""
+    """A function that returns the number of the signal that asks the run to stop, or 0."""
     evaluate: Callable[[State], Event]
     what: str = ""
-    """The name of a run inside another, such as a baseline; "" for the run itself."""
+    """What the run is, in words, if it is inside the folder of another, such as a server-only run; "" for the
+    run itself."""
 
 
 class Interrupted(Stopped):
@@ -211,7 +212,8 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
 def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
-    """Plays a run inside the folder of another, from its last checkpoint, and returns its last state."""
+    """Plays a run inside the folder of another (`what` names it) from its last checkpoint, and returns its
+    last state."""
     start = _reopened(sim, path)
     if start is None:
         start = Checkpoint(sim.initial(), {}, conditions(sim))

@@ -16,7 +16,7 @@ from ssfl.runs.text import printable
 
 MOST, ACROSS, SIDE, LINE, GAP = 24, 6, 170, 17, 14
 MARK = {"Software": "ssfl evaluate"}
-"""Written into the file: only a file with this mark is ever replaced."""
+"""The metadata that is written into the PNG file. Only a file with this metadata is ever overwritten."""
 
 
 def write(evaluation: Evaluation, target: Path) -> Path | None:

@@ -25,7 +25,7 @@ RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
     "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
-"""Names that every evaluation event uses already, so that a metric of yours cannot have them."""
+"""The fields that evaluation events already have. A metric that you pass cannot have one of these names."""
 
 
 class Federation:

@@ -36,13 +36,13 @@ def duration(seconds: float) -> str:
 
 
 def interval(correct: float, count: int) -> str:
-    """Returns the 95 % interval of a share, in percent."""
+    """Returns the 95 % interval of the share `correct` / `count` as text, in percent."""
     low, high = statistics.wilson(correct, count)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
 def accuracy(correct: float, count: int) -> str:
-    """Returns an accuracy with its count and its 95 % interval."""
+    """Returns the accuracy `correct` / `count` as text, with both numbers and its 95 % interval."""
     share = percent(correct / count) if count else "-"
     return f"{share} ({correct:,.0f} of {count:,}; 95 % interval {interval(correct, count)})"
 
@@ -133,14 +133,16 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
 
 
 def loose(images: int) -> list[str]:
-    """Returns a line about images that lie directly in unlabelled/ although it has sub-folders."""
+    """Returns a line about images that are directly in the folder unlabelled/ although it has sub-folders;
+    empty if there are none."""
     if not images:
         return []
     return [f"{images} images directly in unlabelled/, beside its sub-folders, form one more user"]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
-    """Returns the images of the first user in words."""
+    """Returns a sentence about the first user, as an example: how many images it has, and of which
+    classes."""
     if not sum(counts):
         return f"user 0 has {size} images without labels"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])

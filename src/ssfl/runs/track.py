@@ -29,12 +29,12 @@ Numbers = dict[str, float]
 
 
 class Backend(NamedTuple):
-    """A tracker, opened for one run."""
+    """An open connection to a tracker (TensorBoard, MLflow or Weights & Biases) for one run."""
 
     log: Callable[[int, Numbers], object]
-    """Called with the round and its numbers by name."""
+    """Logs the numbers of an event. Called with the round and the numbers by name."""
     close: Callable[[bool], object]
-    """Called with whether the run is finished."""
+    """Closes the tracker. Called with True if the run is finished."""
 
 
 def require(name: str) -> None:

@@ -55,7 +55,8 @@ def run(
 
 
 def with_method(config: Config | str | Path, method: Method | None) -> Config:
-    """Returns the config, loaded if it was given as a name or a file, with `method` if one was passed."""
+    """Returns the config with `method`, if one was passed. A config that is given by a name or a file is
+    loaded first."""
     if not isinstance(config, Config):
         return load_config(config, method=method)
     return config if method is None else replace(config, method=method)

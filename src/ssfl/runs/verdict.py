@@ -13,7 +13,8 @@ from ssfl.core.statistics import FEW, Paired
 WORDS = {"test": "test images", "validation": "validation images", "folds": "held-out labelled images"}
 """Names for the images on which two models are compared."""
 DECIDES = ("folds", "validation")
-"""The images by which the model to keep is chosen. Test images are never used for that."""
+"""The kinds of images (see `WORDS`) by which the model to keep is chosen, federated or server-only. Test
+images are never used for that."""
 FEDERATED, SERVER_ONLY = "federated", "server-only"
 
 
@@ -22,11 +23,13 @@ class Comparison:
     """The federated and the server-only model, compared on the same images."""
 
     on: str
-    """"test", "validation" or "folds"."""
+    """The images on which the models are compared: "test", "validation" or "folds" (held-out labelled
+    images)."""
     pair: Paired
-    """The paired comparison, in which the federated model is the first."""
+    """The paired comparison of the two models. The federated model is the first, and the server-only model
+    the second."""
     balanced: tuple[float | None, float | None] = (None, None)
-    """The balanced accuracy of both."""
+    """The balanced accuracies of the federated and of the server-only model; None if unknown."""
     uneven: bool = False
     """Whether the classes have very different numbers of images."""
 
@@ -59,7 +62,8 @@ class Comparison:
 
 
 def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: int) -> Comparison:
-    """Returns the comparison of two models, given the classes that they predict."""
+    """Returns the comparison of two models on images with these true labels, given the classes that the
+    federated and the server-only model (`alone`) predict."""
     truth = labels.tolist()
     balanced, rights = [], []
     for predicted in (federated.tolist(), alone.tolist()):
