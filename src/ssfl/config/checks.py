@@ -1,5 +1,5 @@
-"""Raises for settings that cannot be combined. A method's `needs()` decides which settings suit the
-method."""
+"""Raises ConfigError for settings that cannot be combined. What a method does not allow follows from its
+`needs()`, the list of what it requires from an engine."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ssfl.errors import ConfigError
 
 
 def check(config: Config) -> None:
-    """Raises if two settings cannot be combined."""
+    """Raises ConfigError if settings cannot be combined."""
     _check_counts(config)
     _check_labels(config)
     _check_averaging(config)
@@ -31,13 +31,13 @@ def check(config: Config) -> None:
 
 
 def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigError:
-    """Returns an error with the message `KEY = VALUE WHY`."""
+    """Returns an error with the message `KEY = VALUE WHY`. `fix` is an override that would solve it."""
     return ConfigError(f"{key} = {value!r} {why}", key=key, value=value, fix=fix)
 
 
 def _check_counts(config: Config) -> None:
-    """Raises for numbers that do not fit together, such as more participants than users, and if both of two
-    alternatives are set."""
+    """Raises for numbers that do not fit together, such as more participants than users. Also raises if two
+    settings that exclude each other are both set, such as data.name and data.path."""
     split, federation = config.split, config.federation
     if config.data.name is not None and config.data.path is not None:
         raise ConfigError(
@@ -115,7 +115,8 @@ def _check_labels(config: Config) -> None:
 
 
 def _check_comparison(config: Config) -> None:
-    """Raises if the baseline or the folds cannot be computed with the other settings."""
+    """Raises if the server-only baseline (run.baseline) or the cross-validation (run.folds) is not possible
+    with the other settings."""
     run = config.run
     if run.folds == 1:
         raise _error("run.folds", 1, "would hold out all images: use at least 2, such as 5", "run.folds=5")
@@ -222,10 +223,10 @@ def _check_privacy(config: Config) -> None:
 
 
 def obstacle(config: Config, needs: tuple[str, ...]) -> str:
-    """Returns a reason if the method has one of these `needs`, or if its users keep their own models;
-    otherwise "".
+    """Returns which property of the method stands in the way, for an error message; "" if none does. It is
+    one of `needs`, or that the method's users keep their own models.
 
-    Callers pass the needs that an engine or differential privacy cannot meet.
+    Callers pass those `needs` that an engine or differential privacy cannot meet.
     """
     from ssfl.federation import NEEDS  # it imports torch
 

@@ -1,4 +1,4 @@
-"""Translates the configs of older run folders, so that they can still be read."""
+"""Translates configs that the first release wrote into run folders, so that they can still be read."""
 
 from typing import Any
 
@@ -8,17 +8,19 @@ from ssfl.core.fields import limits_of
 
 Sections = dict[str, dict[str, Any]]
 NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
-"""Fields that were added during the first release, with their values for configs that do not have them."""
+"""Settings of [method] that were added during the first release, each with the value at which it has no
+effect. Configs that lack them get these values."""
 
 
 def is_old(config: Sections) -> bool:
-    """Returns whether the first release wrote this resolved config. There, the config listed the settings of
-    all methods."""
+    """Returns whether the first release wrote this config. Its configs list the settings of all methods, such
+    as `objective`."""
     return "objective" in config.get("method", {})
 
 
 def with_new_names(config: Sections) -> Sections:
-    """Returns the same config in which renamed settings outside [method] have their present names."""
+    """Returns a copy of the config in which renamed settings have their present names. Section [method] stays
+    as it is."""
     new = dict(config)
     for old, today in RENAMED.items():
         (section, _, key), (home, _, name) = old.partition("."), today.partition(".")

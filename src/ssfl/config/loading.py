@@ -37,7 +37,7 @@ RENAMED = {
     "method.server_views": "train.server_views",
     "method.server_momentum": "method.momentum",
 }
-"""Settings that had another name in the first release or before this one, and their names today."""
+"""Settings that were renamed since the first release: the old name and the present one."""
 GONE = {
     "method.objective": "choose another method.name",
     "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
@@ -47,9 +47,9 @@ GONE = {
     "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
     "method.server": "set split.labels_at=users or split.server_labels=0 to leave the server without labels",
 }
-"""Settings of the first release that were removed, and what to do instead."""
+"""Settings of the first release that were removed, each with advice for the error message."""
 OUTSIDE = ("data.name", "model.name", "method.name")
-"""Settings that may name code from outside by an import path."""
+"""Settings that may name Python code from outside the package by an import path."""
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
@@ -64,14 +64,15 @@ def load_config(
     """Returns a config from a preset, a TOML file or a folder with ssfl.toml, changed by `section.key=value`
     overrides.
 
-    The default preset is `quickstart`. If the overrides name other data it is `own`, since the quickstart's
-    settings are made for the digits. A `method` object replaces the section [method].
+    The default preset is `quickstart`. If the overrides name other data, it is the preset `own`, since the
+    settings of `quickstart` are made for its data set of digits. A `method` object replaces the section
+    [method].
     """
     return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns only the settings that a person typed, section by section, without any defaults."""
+    """Returns only the settings in the source and the overrides, section by section, without any defaults."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
@@ -371,7 +372,7 @@ def _homes(field: str) -> list[str]:
 
 
 def _allows(section: str, field: str, value: Any) -> bool:
-    """Returns whether a setting of another section would accept this value."""
+    """Returns whether the setting `section.field` would accept this value."""
     kind = SECTIONS[section]
     try:
         checked(f"{section}.{field}", value, typing.get_type_hints(kind)[field], limits_of(kind)[field])
@@ -381,7 +382,7 @@ def _allows(section: str, field: str, value: Any) -> bool:
 
 
 def _word(value: Any) -> str:
-    """Returns a value as it is written after --set."""
+    """Returns a value in the form in which it is typed after `--set section.key=`."""
     return value if isinstance(value, str) else _toml(value)
 
 

@@ -2,7 +2,7 @@
 
 A setting that is None gets its value when the data are known; the resolved config of a run shows that value.
 `loading.py` reads and writes configs. [method] holds the name of a method and the settings of that method,
-which are defined in `methods/`.
+which are defined in `methods/`. "The paper" is Zhang et al. 2020, arXiv 2008.11364.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,8 @@ class DataSettings:
     """The part of a folder's labelled images held out for testing if it has no test/ of its own. With
     run.folds none are held out: each labelled image is tested in its fold."""
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
-    """The part of the training images set aside before the split, to choose settings by."""
+    """The part of the training images that is set aside before the split as validation images, to choose
+    settings with."""
     flip: bool | None = None
     """Whether views may be mirrored. Default: yes, but no for digits and letters and where most images are
     grey by their pixel values."""
@@ -45,12 +46,12 @@ class DataSettings:
     Cutout (paper). "gentle", for pretrained networks: both are slightly rotated, zoomed and shifted, and
     differ slightly in brightness and contrast."""
     test_views: int = setting(0, least=0, most=64, what="views of an image besides the image itself")
-    """Average the prediction for an image over the image itself and this many gentle views of it
-    (test-time augmentation), when a model is evaluated and in `ssfl predict`. It costs as many more
-    predictions. The preset pictures uses 8."""
+    """Average the prediction for an image over the image itself and this many gentle views of it (test-time
+    augmentation), when a model is evaluated and in `ssfl predict`. Each view costs one more prediction per
+    image. The preset pictures uses 8."""
     broken: str = setting("skip", choices=("skip", "stop"))
     """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
-    the command. Both name them together."""
+    the command with an error. Either message names the files."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ class TrainSettings:
     """ε, the smallest learning rate as a fraction of lr."""
     momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
     """SGD's momentum at the start of a round: "reset" to zero, kept from the last round for the "server"
-    only, or kept for server and users, either for each "slot" of a round or for each "user"."""
+    only, or kept for server and users: for each "user", or for each "slot". Slots are places in a random
+    order of the round's participants, and a participant continues with the momentum of its slot."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second image strong), or "suited": both,
     but only weak ones for images of fewer than 16 pixels a side, which strong augmentation would destroy."""
@@ -244,7 +246,7 @@ class RunSettings:
     """The random seed of the initial weights and of the training; 1 is the paper's."""
     engine: str = setting("auto", choices=("auto", "loop", "vmap", "dist", "sites"))
     """"loop" (one user after another), "vmap" (all at once), "auto", or "dist" (users spread over the
-    processes of torchrun); "sites" is what `ssfl serve` writes: users are real ones."""
+    processes of torchrun). "sites" means that the users are real sites; only `ssfl serve` sets it."""
     users_at_once: int | None = setting(None, least=1, most=10_000_000, what="users")
     """How many users are trained together. Default: as many participants as fit into memory."""
     compile: bool | None = None
@@ -255,13 +257,14 @@ class RunSettings:
     """CPU cores to use; on a CPU, users are trained in as many processes of one thread each. Default: all
     cores."""
     eval_every: int | None = setting(None, least=1, most=10**9, what="rounds")
-    """Rounds between evaluations; the last round is always evaluated. Default: 1/100 of all rounds, or 5."""
+    """Rounds between evaluations; the last round is always evaluated. Default: 1/100 of all rounds, but at
+    least 5; with real sites 1."""
     test: str = setting("every", choices=("every", "last", "never"))
     """Which evaluations use the test images: "every" one, only the "last" one (as in a contest), or "never"
     (to choose settings). The others use the validation images (data.validation)."""
     checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
-    """Rounds between checkpoints; there is also one after every two minutes. Default: 1/100 of all rounds, or
-    10."""
+    """Rounds between checkpoints; there is also one after every two minutes. Default: 1/100 of all rounds,
+    but at least 10; with real sites 1."""
     baseline: bool | None = None
     """Also train a model on the server's labels alone, with the same start and as many steps, and say whether
     the unlabelled images helped. If they hurt on held-out labels, the server-only model is kept. Default: yes
@@ -295,6 +298,6 @@ SECTIONS: dict[str, type] = {
     "data": DataSettings, "split": SplitSettings, "model": ModelSettings, "federation": FederationSettings,
     "privacy": PrivacySettings, "train": TrainSettings, "run": RunSettings,
 }  # fmt: skip
-"""The sections whose settings do not depend on the method."""
+"""The sections with their dataclasses, except [method], whose settings depend on the method."""
 NAMES = ("data", "split", "model", "method", "federation", "privacy", "train", "run")
-"""All sections, in the order of a file."""
+"""The names of all sections, in the order in which a config file has them."""
