@@ -9,11 +9,11 @@ from ssfl.errors import ConfigError
 
 
 def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
-    """Returns sets of main classes, and the number of users that share each set. The users' numbers of images
-    are then as equal as the classes allow.
+    """Chooses the main classes of the users, given the number of images of each class. Returns sets of main
+    classes, and the number of users that share each set.
 
-    With at least as many users as classes, each set is a single class. Otherwise each set belongs to one user
-    and has one or more classes.
+    The users' numbers of images are then as equal as the classes allow. With at least as many users as
+    classes, each set is a single class. Otherwise each set belongs to one user and has one or more classes.
     """
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
@@ -41,7 +41,7 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
     """Moves a class to a user with fewer images, or swaps two classes, as long as that makes the users'
-    numbers of images more equal."""
+    numbers of images more equal. `mains` are the classes of each user; they are changed in place."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]
@@ -94,8 +94,8 @@ def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
-    """Returns counts [users, classes] close to shares · sizes, rounded by largest remainders. Each column
-    sums to the size of its class."""
+    """Returns counts [users, classes] close to shares · sizes, rounded by largest remainders. `shares`
+    [users, classes] are the parts of each class that users get. Each column sums to the size of its class."""
     wanted = shares * sizes
     counts = np.floor(wanted).astype(np.int64)
     for label, missing in enumerate((sizes - counts.sum(0)).tolist()):

@@ -1,4 +1,5 @@
-"""Checks and conversions of the arguments of `ssfl.Data`."""
+"""Checks and conversions of the arguments of `ssfl.Data`. In these functions `what` is the name of the
+argument, for error messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ _LABEL_KEYS = ("label", "labels", "fine_label")
 
 @contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Turns a DataError, which is about files, into a ConfigError about an argument."""
+    """Turns a DataError inside the `with` block into a ConfigError about the argument `what`."""
     try:
         yield
     except DataError as error:
@@ -29,7 +30,7 @@ def as_config_error(what: str) -> Iterator[None]:
 
 
 def _array(values: Any, what: str) -> NDArray[Any]:
-    """Returns an argument as a numpy array."""
+    """Returns the value of an argument as a numpy array. `what` is the name of the argument."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
@@ -45,7 +46,7 @@ def _array(values: Any, what: str) -> NDArray[Any]:
 
 
 def image_tensor(values: Array, what: str) -> Tensor:
-    """Returns images as uint8 [N, C, H, W]."""
+    """Returns images [N, H, W] or [N, H, W, C] as a uint8 tensor [N, C, H, W], which is a copy."""
     array = _array(values, what)
     if not array.size:
         raise ConfigError(f"{what}: holds no images", key=what, value=0)
@@ -54,7 +55,8 @@ def image_tensor(values: Array, what: str) -> Tensor:
 
 
 def require_same_shape(parts: Mapping[str, Tensor]) -> None:
-    """Raises unless all images have one shape."""
+    """Raises unless all images have the same channels, height and width. `parts` has images [N, C, H, W] by
+    argument name."""
     shape = tuple(parts["images"].shape[1:])
     for what, images in parts.items():
         if tuple(images.shape[1:]) != shape:
@@ -96,7 +98,8 @@ def _labels(values: Array, what: str) -> NDArray[Any]:
 def class_numbers(
     labels: Array, test_labels: Array, classes: Sequence[str] | None
 ) -> tuple[Index, Index, tuple[str, ...]]:
-    """Returns the labels as class numbers, and the names of the classes."""
+    """Returns the labels and the test labels as class numbers from 0 on, and the names of the classes. Labels
+    may be numbers or names."""
     train = _labels(labels, "labels")
     if classes is not None:
         names = tuple(map(str, classes))
@@ -149,7 +152,7 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
 
 
 def image_numbers(values: Array, count: int, what: str) -> Index:
-    """Returns sorted image numbers, given image numbers or a boolean mask."""
+    """Returns sorted image numbers, given image numbers or a boolean mask over `count` images."""
     array = _array(values, what)
     if array.dtype == bool:
         array = np.flatnonzero(array)
@@ -170,7 +173,7 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
 
 
 def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
-    """Returns the image numbers of each user."""
+    """Returns the image numbers of each user, given lists of image numbers or masks over `count` images."""
     keyed = users.items() if isinstance(users, Mapping) else enumerate(users)
     arrays = []
     for user, numbers in keyed:
@@ -185,7 +188,8 @@ def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Han
 def require_one_owner(
     server: Index | None, users: Hands | None, validation: Index | None, names: Sequence[str]
 ) -> None:
-    """Raises if two owners share an image."""
+    """Raises if an image belongs to two owners. Owners are the server, the users (with `names`) and the
+    validation set."""
     nobody = np.zeros(0, np.int64)
     first_two = [nobody if numbers is None else numbers for numbers in (server, validation)]
     hands = Hands.of([*first_two, *(users or [])])

@@ -31,9 +31,9 @@ from ssfl.data.hands import Index
 from ssfl.errors import ConfigError, with_class
 
 DRAWS = 16
-"""How many random numbers your own augmentation gets for each image."""
+"""How many random 64-bit numbers a user-defined augmentation gets for each image."""
 PROBED = 4
-"""The number of images on which an augmentation is tested."""
+"""The number of images on which a user-defined augmentation is tested."""
 Augment = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -160,8 +160,8 @@ def unlabelled(images: Any, what: str) -> Tensor:
 
 
 def check_views(data: Dataset, images: Tensor) -> None:
-    """Raises if your own augmentations break a rule: the shape and type of views, or that a view depends on
-    nothing but its image and draws. They are tested on these images."""
+    """Raises if a user-defined augmentation of `data` breaks a rule. Views must have the right shape and
+    type, and must depend on nothing but the image and its draws. The rules are tested on `images`."""
     for name, view in (("weak", data.weak), ("strong", data.strong)):
         if view in (augment.WEAK, augment.STRONG):
             continue
@@ -202,7 +202,7 @@ def check_views(data: Dataset, images: Tensor) -> None:
 
 
 def _view(function: Augment | None) -> augment.View | None:
-    """Returns your own augmentation in the form of the package's own."""
+    """Returns a user-defined augmentation as a `View`, like the package's own ones. None stays None."""
     if function is None:
         return None
 

@@ -2,9 +2,9 @@
 
 Everything runs on the device of the images. The same draws give the same bytes on every device, compiled or
 in a CUDA graph: no compiler can change how this arithmetic rounds, and no tensor's shape depends on the
-pixels. The fourteen operations match Pillow byte for byte, as it rounds on x86-64. On Arm, Pillow's own
-blends with the factor .86 are sometimes one level darker. Lookup tables are made on first use and then kept,
-so run a view once before you compile or capture it.
+pixels. The fourteen operations of the strong views match Pillow byte for byte, as it rounds on x86-64. On
+Arm, Pillow's own results of blending with the factor 0.86 are sometimes one grey level darker. Lookup tables
+are made on first use and then kept, so run a view once before you compile or capture it.
 """
 
 import math
@@ -46,11 +46,13 @@ _STAGES = tuple(
     0 if name == "Identity" else 1 if name.startswith(_MOVES) else 2 if name in _COLOURS else 3
     for name in OPERATIONS
 )
-"""For each operation, the stage of `apply_stage` that applies it; 0 for Identity, which needs none."""
+"""For each of `OPERATIONS`, the stage (1 to 3) of `apply_stage` that computes it. Identity has 0, since it
+needs none."""
 LARGE = 64 * 64
-"""From this number of pixels on, views on a CPU are made one stage at a time."""
+"""Images with at least this many pixels are large: on a CPU, each goes only through the stages that it
+needs."""
 AT_ONCE = 16
-"""The number of large images per batch."""
+"""How many large images are processed together on a CPU."""
 _CUTOUT_FILL = 127
 _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
@@ -89,7 +91,8 @@ def weak(images: Tensor, generator: torch.Generator | None, flip: bool = True) -
 
 
 def strong(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
-    """Returns strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W]."""
+    """Returns strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W], with
+    draws from `generator`."""
     _check(images)
     return STRONG.of(images, generator, flip)
 
@@ -116,8 +119,8 @@ def normalise(
 
 
 def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns images flipped with probability 1/2 (if `flip`), then shifted by at most 1/8 with reflected
-    edges."""
+    """Returns images flipped with probability 1/2 (if `flip`), then shifted by at most 1/8 of their size,
+    with reflected edges. The randomness comes from `draws` [N, 3]."""
     flips, shift_y, shift_x = draws.unsqueeze(-1).unbind(1)
     height, width = images.shape[-2:]
     y = _shifted(shift_y, height)
@@ -128,7 +131,8 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns weak views after two operations (each applied with probability 1/2) and Cutout."""
+    """Returns weak views after two random operations (each applied with probability 1/2) and Cutout. The
+    randomness comes from `draws` [N, 13]."""
     large = images.shape[-2] * images.shape[-1] >= LARGE
     if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
         return _large_strong_views(images, draws, flip)
@@ -169,8 +173,8 @@ STRONG = View(strong_views, STRONG_DRAWS)
 
 
 def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Returns images after `OPERATIONS[op]` with a magnitude from 1 to 9 and a sign, which may all differ
-    from image to image.
+    """Returns images after the operations `OPERATIONS[op]`. The number `op`, the magnitude from 1 to 9 and
+    the sign (`negative`) are tensors [N] and may differ from image to image.
 
     Every image goes through all three stages, and stages of other operations return it unchanged. This costs
     more arithmetic than necessary, but keeps every shape fixed.
@@ -181,8 +185,9 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
 
 
 def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Returns images after one stage: the first moves pixels, the second changes grey levels, the third
-    blends images."""
+    """Returns images after one stage (1 to 3) of their operations: the first moves pixels, the second maps
+    grey levels to new ones, the third blends each image with another version of it. Images whose operation
+    belongs to another stage stay unchanged."""
     tables = _tables_for(images)
     if stage == 1:
         moves = tables.moves[op, magnitude, negative.long()]
@@ -219,8 +224,8 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Returns for each pixel position the coordinate from which its value comes, [N, size], after a random
-    shift by at most an eighth of the size. Coordinates are reflected at the edges."""
+    """Returns for each pixel position along one side the position from which its value comes, [N, size],
+    after a random shift by at most an eighth of the size. Positions beyond the edges are reflected."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()
@@ -264,8 +269,11 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
 
 
 def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the step of Pillow's Equalize [N, C, 1], 0 if the channel stays unchanged, and the new levels
-    [N, C, 256]."""
+    """Computes Pillow's Equalize. Returns the number of pixels per new level [N, C, 1], where 0 means that
+    the channel stays unchanged, and the new level for each old one [N, C, 256].
+
+    `index` has the levels of all pixels [N, C, H · W], and `high` the highest level [N, C, 1].
+    """
     n, channels, count = index.shape
     ones = torch.ones((), dtype=torch.int32, device=index.device).expand(index.shape)
     counts = torch.zeros(n, channels, 256, dtype=torch.int32, device=index.device)
@@ -280,8 +288,8 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
     """Returns images after Brightness, Color, Contrast or Sharpness, which blend an image with black, with
     its grey version, with its mean grey or with its smoothed version.
 
-    All four are weighted sums in fixed-point arithmetic; the weights of what an operation does not use are
-    zero.
+    All four are weighted sums in fixed-point arithmetic. `weights` [N, 4] are those of the image, its grey
+    version, its mean grey and its smoothed version; the weights of what an operation does not use are zero.
     """
     for_image, for_grey, for_mean, for_smooth = weights.view(-1, 4, 1, 1, 1).unbind(1)
     wide = images.to(torch.int32)
@@ -348,8 +356,8 @@ def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
-    """Returns Pillow's affine map from a pixel to its source, in 16.16 fixed point, for a signed
-    magnitude v."""
+    """Returns the six numbers of Pillow's affine map from a pixel to its source, in 16.16 fixed point, for
+    the operation `name` with the signed magnitude v."""
     a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
     if name == "Rotate":
         angle = -math.radians(3 * v % 360.0)
@@ -371,7 +379,8 @@ def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]
 
 
 def _level_table() -> Tensor:
-    """Returns the new level for each old one, for Posterize and Solarize; other operations change nothing."""
+    """Returns the new grey level for each operation, magnitude and old level. Only Posterize and Solarize
+    change levels; the other operations keep them."""
     levels = torch.arange(256, dtype=torch.uint8)
     table = levels.repeat(len(OPERATIONS), 10, 1)
     for v in range(1, 10):
@@ -383,7 +392,8 @@ def _level_table() -> Tensor:
 
 
 def _stretch_table() -> Tensor:
-    """Returns level * (255 / range) for AutoContrast, as float64 [range, level].
+    """Returns the products level * (255 / range) for AutoContrast, as float64 [range, level]. The range is
+    the difference of the highest and the lowest level of a channel.
 
     Pillow's int(level * scale - low * scale) is sometimes one below the exact quotient. So the products must
     be rounded exactly as Pillow rounds them.
@@ -396,12 +406,13 @@ def _stretch_table() -> Tensor:
 
 def _weight_table() -> Tensor:
     """Returns integer weights for blends that give the same levels as Pillow's float32 blend with the factor
-    .05 + .09 v.
+    0.05 + 0.09 v, where v is the magnitude.
 
     This holds for every pair of levels. Both weights are rounded up, so that exact whole results stay whole.
-    The excess is far below 1/100, the smallest distance of any other result from the next level. With the
-    factor .59 (v = 6), float32 falls short of some exact results (100 or 200 levels above a very dark other
-    image). There the weights are changed just enough to fall short of the same ones.
+    The error from this is far below 1/100, the smallest distance of any other result from the next level.
+    With the factor 0.59 (v = 6), Pillow's float32 results are slightly too low for some pairs of levels whose
+    exact result is whole, and are rounded down. For this factor the weights are changed so that the same
+    pairs are rounded down.
     """
     one = 1 << _FRACTION
     table = torch.zeros(len(OPERATIONS), 10, 4, dtype=torch.int32)

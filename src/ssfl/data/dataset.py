@@ -10,7 +10,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError
 
 WHITE = 65_535
-"""The largest 16-bit value."""
+"""The largest 16-bit value, which becomes white (255) unless a smaller one is chosen."""
 UNLABELLED = ("unlabelled", "unlabeled")
 """Both accepted spellings, in names of folders and after "x_" in .npz files."""
 
@@ -54,7 +54,8 @@ class Dataset:
 
 
 def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
-    """Returns the data set; raises if it cannot be used. Without `tested`, test images may be missing."""
+    """Returns the data set; raises if it cannot be used. `where` names its source in error messages. Without
+    `tested`, test images may be missing."""
     if not data.labelled:
         raise DataError(f"{where}: has no labelled training images; add some of each class")
     if tested and not len(data.test_labels):
@@ -83,10 +84,10 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the mean and standard deviation of x/255 in each channel. They do not depend on the order of
-    summation.
+    """Returns the mean and the standard deviation of x / 255 in each channel. Sums are exact, so the results
+    do not depend on the order of the images.
 
-    A constant channel gets the deviation 1, to avoid a division by zero.
+    A constant channel gets the standard deviation 1, to avoid a division by zero.
     """
     total = torch.zeros(images.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)

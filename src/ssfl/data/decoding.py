@@ -33,15 +33,15 @@ from ssfl.errors import DataError
 
 FORMAT = 1
 SPOKEN = 2.0
-"""If decoding takes longer than this many seconds, a line says where the result is cached."""
+"""If decoding takes longer than this many seconds, a message says where the result is cached."""
 MAP_NORESERVE = 0x4000
-"""A flag of mmap on Linux. Python has a name for it only since 3.13."""
+"""The flag of mmap on Linux that reserves no swap space. Python has a name for it only since 3.13."""
 NAMED = 20
-"""The most broken files that an error names."""
+"""The largest number of broken files that an error message names."""
 Read = TypeVar("Read")
 Size = tuple[int, int]
 Broken = dict[int, str]
-"""For each file that cannot be read, its number and the reason."""
+"""The reason for each file that cannot be read, by the file's position in the list of files."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Decoded:
     """uint8 [N, C, H, W], without the broken ones."""
     broken: Broken
     white: int
-    """The value that became 255, for files of more than 8 bits."""
+    """The pixel value that became 255, for files with more than 8 bits per channel."""
     deep: int
-    """The number of files of more than 8 bits."""
+    """The number of files with more than 8 bits per channel."""
     grey: int
     """The number of images without colours, however they are stored."""
     cut: int
-    """The number of images with values above `white`, which were cut off."""
+    """The number of images with values above `white`, which became 255 too."""
 
 
 def decoded(
@@ -118,8 +118,8 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
-    """Returns a checksum of the files in their current state, and of the form in which the images are
-    wanted."""
+    """Returns a checksum of the files' paths, sizes and modification times, and of `wanted`, the form in
+    which the images are wanted."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())
@@ -136,7 +136,8 @@ def fingerprint(files: Sequence[Path], wanted: Any) -> str:
 def each(
     files: Sequence[Path], read: Callable[[Path], Read], label: str
 ) -> Iterator[tuple[int, Read | DataError]]:
-    """Yields, in any order, the number of each file with what `read` returned for it, or with its error.
+    """Calls `read` for each file. Yields, in any order, the position of the file and the result, or the
+    DataError that was raised. `label` is the text of the progress bar.
 
     It uses threads on all cores, because Pillow's decoders release the interpreter lock.
     """
@@ -156,7 +157,8 @@ def each(
 
 
 def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
-    """Returns the headers of the files by file number, and the reasons for those that cannot be read."""
+    """Returns the headers of the files that can be read, by position in `files`, and the reasons for the
+    other files."""
     good: dict[int, pictures.Header] = {}
     broken: Broken = {}
     for number, result in each(files, pictures.header, "reading image headers"):
@@ -168,7 +170,8 @@ def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
 
 
 def describe_broken(broken: Broken, count: int) -> str:
-    """Returns one line about all files that cannot be read."""
+    """Returns one line about the files that cannot be read, for a message. `count` is the number of all
+    files."""
     reasons = [broken[number] for number in sorted(broken)]
     rest = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
     return f"{len(reasons):,} of {count:,} images cannot be read: {'; '.join(reasons[:NAMED])}{rest}"
@@ -180,7 +183,8 @@ Room = Callable[[tuple[int, ...]], np.ndarray]
 def _write(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, place: Path
 ) -> None:
-    """Decodes the files and writes them as an entry of the cache."""
+    """Decodes the files and writes the pixels and their index into `place`, the folder of a new cache
+    entry."""
     pixels = place / "pixels"
 
     def room(shape: tuple[int, ...]) -> np.ndarray:
@@ -211,8 +215,8 @@ def _in_memory(
 def _decode(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, room: Room
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns an array of all files that can be read, and its index. `room` provides the memory for the
-    array."""
+    """Returns the images of all files that can be read as one array, and facts about them for `index.json`.
+    `room` is a function that returns an empty array of a given shape, in memory or in a file."""
     began = time.monotonic()
     good, broken = headers(files)
     if channels is None:
@@ -255,7 +259,8 @@ def _decode(
 
 
 def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Size:
-    """Returns the size of the images; raises if they do not all have the same."""
+    """Returns the common height and width of the images; raises if they differ. `good` has the headers by
+    position in `files`."""
     if not good:
         return 1, 1
     first = min(good)

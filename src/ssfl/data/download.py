@@ -28,7 +28,8 @@ class Remote:
 
     @property
     def checksum(self) -> str:
-        """The kind of checksum that a download must match, and its value: SHA-256 if one is published."""
+        """The kind and the value of the checksum that a download must match: SHA-256 if there is one, else
+        MD5."""
         return f"sha256 {self.sha256}" if self.sha256 else f"md5 {self.md5}"
 
 
@@ -164,7 +165,7 @@ def fetch(remote: Remote, target: Path) -> None:
 
 
 def _stream(remote: Remote, part: Path) -> str:
-    """Downloads to `part` with a progress bar on stderr, and returns the checksum."""
+    """Downloads to the file `part` with a progress bar on stderr, and returns the checksum of its content."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -52,8 +52,8 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
-    """Returns the fold of each image, 0 to folds - 1. Classes are spread evenly over the folds, and no group
-    is divided."""
+    """Returns the fold of each image, 0 to folds - 1. Classes are spread evenly over the folds, and images of
+    one group are all in the same fold."""
     groups_of_images = np.arange(len(labels)) if groups is None else groups
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups_of_images.tolist()):

@@ -23,7 +23,8 @@ _BATCH = 2_000  # images that are handled at once where a copy is needed
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turns any error of a reader into a DataError of one line that names the file."""
+    """Turns any error of a reader inside the `with` block into a DataError of one line that names the file
+    `where`."""
     try:
         yield
     except DataError:
@@ -193,7 +194,8 @@ def read_names(member: Member, count: int) -> tuple[str, ...]:
 
 
 def _records(member: Member, record: int) -> int:
-    """Returns how many records of this many bytes a file has."""
+    """Returns how many records of `record` bytes each a file has; raises if there is not a whole number of
+    them."""
     if member.size == 0 or member.size % record:
         raise DataError(
             f"{member.where}: {member.size} bytes are not a multiple of the record size {record}; "

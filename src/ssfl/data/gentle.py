@@ -17,17 +17,19 @@ from ssfl.core.draws import below, bits, key
 from ssfl.data.augment import STRONG, WEAK, View
 
 GENTLE_DRAWS: int = 9
-"""The draws of a view: flip, angle, zoom, stretch, shift in y, shift in x, gamma, contrast, brightness."""
+"""How many random draws a gentle view needs: flip, angle, zoom, stretch, shift in y, shift in x, gamma,
+contrast, brightness."""
 STEPS = 41
-"""The number of values that each draw chooses from; the middle one changes nothing."""
+"""Each draw chooses one of this many evenly spaced values between its limits. The middle value changes
+nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
-"""The limits of a view: the angle in degrees, zoom and stretch as logarithms of factors, and the shift as a
-fraction of the image's side."""
+"""The largest changes in either direction: the angle in degrees, zoom and stretch as natural logarithms of
+factors, and the shift as a fraction of the image's side."""
 GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
-"""The limits of a view: gamma as a logarithm, contrast as a relative change (0.3: a factor from 0.7 to 1.3),
-and brightness in grey levels (of 255)."""
+"""The largest changes in either direction: gamma as a natural logarithm, contrast as a relative change (0.3:
+a factor from 0.7 to 1.3), and brightness in grey levels (of 255)."""
 AT_ONCE = 1 << 22
-"""The number of pixels that are computed at once on a CPU."""
+"""On a CPU, images are processed in batches of at most this many pixel values, but at least one image."""
 NARROW = 4096
 """Images with sides longer than this need coordinates of 64 bits."""
 _ONE = 1 << 16
@@ -46,13 +48,16 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 GENTLE = View(gentle_views, GENTLE_DRAWS)
 KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
-"""Weak and strong views by the name in data.views."""
+"""The pair of weak and strong views for each value of the setting data.views."""
 
 
 def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
-    """Returns the gentle view of uint8 images [N, C, H, W] with this number, from 1 on. It is the same change
-    for every image. Views 2 and 1 are opposite, and so are 4 and 3, and so on: if one turns an image to the
-    left, the other turns it as far to the right. So an even number of them favours no direction."""
+    """Returns the gentle view number `number` (1, 2, ...) of uint8 images [N, C, H, W], for test-time
+    augmentation. All images are changed in the same way.
+
+    Views 1 and 2 are opposite, and so are 3 and 4, and so on: if one turns an image to the left, the other
+    turns it as far to the right. So an even number of views favours no direction.
+    """
     pair, opposite = divmod(number - 1, 2)
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
     drawn = (~drawn if opposite else drawn).to(images.device)
@@ -60,7 +65,8 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
 
 
 def averaged_logits(logits: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:
-    """Returns the mean of a network's logits over several inputs for the same images, such as views."""
+    """Returns the mean of a network's logits over several inputs for the same images, such as several views
+    of them. `logits` is the network."""
     total, count = logits(next(inputs)), 1
     for one in inputs:
         total, count = total + logits(one), count + 1
@@ -117,13 +123,14 @@ def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
-    """Returns coordinates after reflection at both edges, limited to the inside of the image."""
+    """Returns the coordinates `place`, reflected at both edges, so that they lie inside an image of this
+    size."""
     return (size - 1 - (size - 1 - place.abs()).abs()).clamp(0, size - 1)
 
 
 def _toned(images: Tensor, draws: Tensor) -> Tensor:
-    """Returns int32 grey levels as uint8, after changes of gamma, of contrast around the mean, and of
-    brightness."""
+    """Returns images [N, C, H, W] of int32 grey levels as uint8, after random changes of gamma, of contrast
+    around the mean, and of brightness."""
     *_, gammas, contrasts = _tables(images.device)
     chosen = below(draws, STEPS)
     levels = images.flatten(1).long()
@@ -136,13 +143,15 @@ def _toned(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def prepare(device: torch.device) -> None:
-    """Makes the tables that views are looked up in. They must not be made while a program is recorded."""
+    """Makes the lookup tables of the views on a device. Call it before `torch.export` records a program that
+    uses views, since the tables must not be made while it records."""
     _tables(device)
 
 
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns cosines, sines, zooms, stretches and contrasts in units of 1/65536, and the new levels for each
-    gamma."""
+    """Returns lookup tables on a device, each with one entry for every value that a draw can choose
+    (`STEPS`). They are cosines, sines, zooms, stretches, the new grey levels for each gamma, and contrasts.
+    All but the grey levels are in units of 1/65536."""
     if device not in _TABLES:
         parts = [2 * step / (STEPS - 1) - 1 for step in range(STEPS)]
         angles = [math.radians(ANGLE * part) for part in parts]

@@ -28,8 +28,8 @@ class Hands(Sequence[Index]):
 
     @classmethod
     def of(cls, lists: Sequence[ArrayLike]) -> "Hands":
-        """Returns the hands of owners given by arrays of image numbers or by masks. A `Hands` is returned
-        unchanged."""
+        """Returns the images of several owners as a `Hands`. Each owner has an array of image numbers, or a
+        mask over all images. A `Hands` is returned unchanged."""
         if isinstance(lists, Hands):
             return lists
         arrays = [np.asarray(owned) for owned in lists]
@@ -89,16 +89,16 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 
 
 def dealt(count: int, users: int) -> Index:
-    """Returns the owner of each of `count` images, dealt in turn like cards. If the images are ordered by
-    class, every class is divided evenly."""
+    """Returns the owner of each of `count` images, dealt to the users in turn like cards. If the images are
+    ordered by class, every class is divided evenly."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     return np.arange(count) % users
 
 
 def handed_out(pools: list[Index], counts: NDArray[np.int64]) -> Hands:
-    """Returns the images of each user. `counts` [users, classes] says how many it takes from each class's
-    pool; every column sums to the size of its pool."""
+    """Returns the images of each user. `pools` are the images of each class, and `counts` [users, classes]
+    says how many of them each user takes; every column sums to the size of its pool."""
     users = np.arange(len(counts))
     owners = np.concatenate([np.repeat(users, column) for column in counts.T])
     return gather(np.concatenate(pools), owners, len(counts))

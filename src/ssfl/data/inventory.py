@@ -14,12 +14,12 @@ from ssfl.data.hands import Hands, Index
 LISTED = 5000
 """split.json lists at most this many users one by one. More would be slow to write and to read."""
 PROBED = 4
-"""An augmentation's part of the fingerprint comes from its views of this many images."""
+"""A user-defined augmentation enters the fingerprint by its views of this many images."""
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> dict[str, Any]:
-    """Returns the content of split.json. Its lists cover the first `listed` users, and its totals cover all
-    of them."""
+    """Returns the content of split.json. It lists users one by one up to `LISTED`; totals and quartiles are
+    over all users."""
     labels = dataset.labels.numpy()
     sizes = Hands.of(parts.users).sizes
     counts = split.class_counts(labels, parts.users)
@@ -50,11 +50,11 @@ def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> d
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Returns a checksum of everything that a run takes from its data, to tell whether two runs used the
-    same.
+    """Returns a checksum of everything that a run takes from its data, to tell whether two runs used the same
+    data.
 
-    It covers images, labels, normalisation, owners and validation images, and what your own augmentations
-    make of the first images.
+    It covers images, labels, normalisation, owners and validation images. User-defined augmentations are
+    covered by their views of the first images.
     """
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):

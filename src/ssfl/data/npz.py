@@ -131,7 +131,8 @@ def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
 
 
 def as_images(array: np.ndarray, where: str) -> Tensor:
-    """Returns pixels N x H x W or N x H x W x C as uint8 [N, C, H, W]."""
+    """Returns pixels [N, H, W] or [N, H, W, C] as uint8 [N, C, H, W]. `where` names their source in error
+    messages."""
     if array.ndim == 3:
         array = array[..., None]
     if array.ndim != 4 or array.shape[3] not in (1, 3):
@@ -158,7 +159,8 @@ def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarr
 
 
 def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
-    """Returns pixels as uint8, from whole numbers from 0 to 255, floats from 0 to 1, or booleans."""
+    """Returns pixels as uint8. They may be whole numbers from 0 to 255, floats from 0 to 1, or booleans.
+    `where` names their source in error messages."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     kinds: dict[str, tuple[int, int]] = {"b": (1, 255), "i": (255, 1), "u": (255, 1), "f": (1, 255)}

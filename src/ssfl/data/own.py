@@ -30,8 +30,8 @@ class Files:
 
     @property
     def users(self) -> dict[str, list[int]]:
-        """The users' images, as positions in `unlabelled`. Each sub-folder is a user, and loose files beside
-        the sub-folders belong to one more. Empty if there are no sub-folders."""
+        """The users' images by user name, as positions in `unlabelled`. Each sub-folder is a user, and loose
+        files beside the sub-folders belong to one more. Empty if there are no sub-folders."""
         names = sorted(set(self.homes) - {""})
         places: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
         for place, home in enumerate(self.homes if names else []):
@@ -189,7 +189,8 @@ def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]
 
 
 def owners(files: Files) -> dict[str, Any]:
-    """Returns the arguments of `Dataset` that describe its users; empty if no sub-folders name them."""
+    """Returns the keyword arguments of `Dataset` that describe its users; empty if there are no sub-folders
+    of users."""
     users = files.users
     if not users:
         return {}

@@ -75,16 +75,17 @@ class Header(NamedTuple):
     """What the header of an image file says, read without decoding the pixels."""
 
     width: int
-    """The width of the image when it is upright; `height` likewise."""
+    """In pixels, after the rotation that the file asks for (EXIF). The same holds for `height`."""
     height: int
     grey: bool
-    """Whether it is stored without colours."""
+    """Whether the file stores grey levels only, without colour channels."""
     deep: bool
-    """Whether it has more than 8 bits."""
+    """Whether the file has more than 8 bits per channel."""
 
 
 def header(path: Path) -> Header:
-    """Returns the width and height of the upright image, and how it is stored."""
+    """Returns what the header of an image file says: the width and height of the upright image, and how it is
+    stored."""
     with reading(path), _opened(path) as image:
         width, height = image.size
         turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
@@ -93,19 +94,20 @@ def header(path: Path) -> Header:
 
 
 def largest(path: Path) -> int:
-    """Returns the largest value of an image file of more than 8 bits, or 0 for other files."""
+    """Returns the largest pixel value of an image file with more than 8 bits per channel, or 0 for other
+    files."""
     with reading(path), _opened(path) as image:
         return int(_deep(image).max()) if image.mode.startswith("I") else 0
 
 
 def white_of(largest: int) -> int:
-    """Returns the value that should become white: the largest number with as many bits as `largest`. Scans of
-    12 bits, for example, are often saved in files of 16."""
+    """Returns the pixel value that should become white: the largest number with as many bits as `largest`.
+    For scans of 12 bits, which are often saved in 16-bit files, it is 4095."""
     return (1 << max(largest.bit_length(), 8)) - 1 if largest else WHITE
 
 
 def _deep(image: "Image.Image") -> np.ndarray:
-    """Returns the values of an image of more than 8 bits."""
+    """Returns the pixel values of an image with more than 8 bits per channel."""
     return np.asarray(image).astype(np.int64).clip(0, WHITE)
 
 

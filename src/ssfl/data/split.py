@@ -1,4 +1,5 @@
-"""Splits of images among a server and users: the paper's split with skew R, and other schemes.
+"""Splits of images among a server and users: the split with skew R of the paper (Zhang et al. 2020), and
+other schemes.
 
 Functions take and return arrays of image numbers. Every image has exactly one owner, which depends only on
 the seed.
@@ -20,18 +21,19 @@ from ssfl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parts:
-    """The owners of a data set's images, as arrays of image numbers."""
+    """Who owns which images of a data set, as arrays of image numbers."""
 
     server: Index
     """Labelled images of the server (D_s)."""
     users: Sequence[Index]
     """Unlabelled images of each user (D_k): `users[k]` is an array."""
     labelled: Sequence[Index] | None = None
-    """Labelled images of each user, if users have labels."""
+    """Labelled images of each user, in addition to `users`; None if users have no labels."""
 
 
 def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Returns the paper's split with skew R (Appendix A.2), generalised to any number of users and classes.
+    """Returns the split with skew R (`skew`) of the paper (Zhang et al. 2020, Appendix A.2), generalised to
+    any number of users and classes.
 
     A user whose main classes are the set J gets R · n_i · [i in J] + (1 - R) · n_i · (sum of q_j over J)
     images of class i. Users with the same main class share this number equally. Here n_i is the number of
@@ -116,8 +118,8 @@ def dirichlet(
 
 
 def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the numbers of images [users, classes], where a user gets no further class once it has its fair
-    share."""
+    """Returns the numbers of images [users, classes] for Dirichlet proportions `shares` [users, classes] of
+    classes with these sizes. A user gets no further class once it has its fair share of all images."""
     fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
     columns = []
     for number, size in enumerate(sizes):
@@ -131,7 +133,8 @@ def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def shards(
     labels: ArrayLike, users: int, classes_per_user: int, server_labels: int = 0, seed: int = 2019
 ) -> Parts:
-    """Returns a split in which every user has exactly `classes_per_user` classes, each divided evenly."""
+    """Returns a split in which every user has exactly `classes_per_user` classes. The images of a class are
+    divided evenly among the users that have it."""
     server, pools = _take_server(labels, server_labels, seed)
     classes = len(pools)
     if not 1 <= classes_per_user <= classes:
@@ -153,11 +156,11 @@ def shards(
 
 
 def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float64]:
-    """Returns which user has which classes, [users, classes]. Each user in turn takes the classes that the
-    fewest users have; ties are broken at random.
+    """Returns a matrix [users, classes] that is 1 if the user has the class, else 0. Each user in turn takes
+    the `each` classes that the fewest users have; ties are broken at random.
 
-    After every `turn` users, all classes have been taken equally often, so these turns do not depend on each
-    other. For speed, the first users of all turns choose at once, then the second ones, and so on.
+    After classes / gcd(classes, each) users, all classes have been taken equally often, and the choice starts
+    anew. For speed, the first users of all such periods choose at once, then the second ones, and so on.
     """
     turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
@@ -182,7 +185,8 @@ def mixture(
     server_labels: int = 0,
     seed: int = 2019,
 ) -> Parts:
-    """Returns a split by given mixtures of classes. With m mixtures, user u gets mixture u mod m.
+    """Returns a split by given mixtures, which are rows of class weights. With m mixtures, user u gets
+    mixture u mod m.
 
     Each class is divided in proportion to its weights in the users' mixtures, so every image is used. Users
     get exactly their mixture if every class has the same total weight and size.
@@ -212,8 +216,8 @@ def mixture(
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Returns the skew R of the paper's Definition 2: the mean total variation distance between the class
-    distributions of two users."""
+    """Returns the skew R of Definition 2 of the paper (Zhang et al. 2020): the total variation distance
+    between the class distributions of two users, averaged over all pairs of users."""
     return skew_of(class_counts(labels, users))
 
 
@@ -256,8 +260,8 @@ def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Inde
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
-    """Returns the same owners, where `count` of the users' images now have labels, equally many of each
-    class."""
+    """Returns the same split, except that `count` of the users' images, equally many of each class, now count
+    as labelled."""
     known, users = _labels(labels), Hands.of(parts.users)
     owned = np.sort(users.flat)
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
@@ -267,7 +271,7 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
 
 
 def share(parts: Parts) -> Parts:
-    """Returns the same owners, where every user also has the server's images."""
+    """Returns the same split, except that every user also has the server's images."""
     users = Hands.of(parts.users)
     count = len(users)
     images = np.concatenate([users.flat, np.tile(parts.server, count)])
@@ -276,8 +280,8 @@ def share(parts: Parts) -> Parts:
 
 
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
-    """Returns the same owners, where the images without labels are divided evenly among the users, in
-    addition to their own."""
+    """Returns the same split, except that `images`, which have no labels, are divided evenly among the users,
+    in addition to their own."""
     users = Hands.of(parts.users)
     shuffled = _shuffled(images, seed, 0)
     owners = np.concatenate([users.owners, dealt(len(shuffled), len(users))])
@@ -287,8 +291,8 @@ def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
 def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
-    """Returns `count` images for the server, equally many of each class, and the remaining images of each
-    class, shuffled."""
+    """Returns `count` images, equally many of each class, and the remaining images of each class in random
+    order. `key` is the setting that asks for `count`, for error messages."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)
@@ -326,7 +330,8 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """Returns the image numbers in random order. They are sorted by a hash of each number, with `seed` and
-    `part` (what is shuffled) as its key. No two hashes are equal, so the order is unique."""
+    """Returns the image numbers in random order. They are sorted by a hash of each number; `seed` and `part`
+    (a number for what is shuffled, such as a class) are its key. No two hashes are equal, so the order is
+    unique."""
     base = torch.tensor(draws.key(seed, "split", part))
     return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]
