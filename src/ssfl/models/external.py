@@ -35,11 +35,13 @@ _OWN = (layers.Conv2d, layers.Linear, layers.GroupNorm, layers.BatchNorm)
 
 
 class External(nn.Module):
-    """Wraps a module from outside. The names of its tensors stay the same."""
+    """Wraps a user's module, so that it can run as one model or as n models at once. The names of its tensors
+    stay the same."""
 
     module: nn.Module
     compilable = False
-    """Compiling is not possible: dropout is replaced during each call, which a compiler would not notice."""
+    """Whether torch.compile can be used. It cannot, because dropout is replaced during each call, which a
+    compiler would not notice."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class External(nn.Module):
         return logits
 
     def _many(self, state: Named, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Named]:
-        """Returns the logits and new statistics of n models, run together or one after another."""
+        """Returns the logits and new running statistics of n models, run together or one after another."""
         models = len(next(iter(state.values())))
         images = x.unflatten(0, (models, -1))
         if self.batched and models > 1:
@@ -124,13 +126,13 @@ class External(nn.Module):
         return logits, statistics
 
     def _usable(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in the number type that the module computes in. Layers with running statistics
-        need float32."""
+        """Returns the tensor `name` in the number type that its layer computes in: `dtype`, or at least
+        float32 for layers with running statistics."""
         return value.to(torch.promote_types(dtype, torch.float32) if name in self._wide else dtype)
 
     def _frozen(self, dtype: torch.dtype) -> Named:
-        """Returns copies of the frozen tensors in another number type. Tensors that have this type already
-        are left out. The copies are made once."""
+        """Returns by name the frozen tensors in the number type that their layers compute in. Tensors that
+        have this type already are left out. The copies are made once for each `dtype`."""
         if dtype not in self._narrow:
             tensors = dict(self.named_parameters()) | dict(self.named_buffers())
             self._narrow[dtype] = {
@@ -203,8 +205,8 @@ def plain(network: nn.Module) -> nn.Module:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Returns a checksum of everything about a network that is not in its row, and so is never sent:
-    frozen weights, other buffers, and the names and shapes of tensors."""
+    """Returns a checksum of what two copies of a network must share besides the weights that are sent: frozen
+    weights, other buffers, and the names and shapes of tensors."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
@@ -216,7 +218,8 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def check_precision(network: nn.Module, images: Tensor) -> None:
-    """Raises if a module cannot compute in the number type of these images."""
+    """Raises ConfigError if a user's module cannot compute in the number type of these images (the setting
+    train.precision)."""
     if not isinstance(network, External):
         return
     narrow = {name: weight.detach().to(images.dtype) for name, weight in trained(network).items()}
@@ -283,7 +286,7 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _normalising(module: nn.Module) -> Iterator[str]:
-    """Yields the names of the tensors of layers with running statistics."""
+    """Yields the names of all tensors of layers that have running statistics."""
     for name, part in module.named_modules():
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         if any(tensor_name == "running_var" for tensor_name, _ in tensors):
@@ -379,7 +382,7 @@ def _random_states() -> dict[str, Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Finds the first function that draws random numbers."""
+    """While it is active, records the name of the first torch function that draws random numbers."""
 
     function = ""
 

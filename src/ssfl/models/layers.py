@@ -92,13 +92,14 @@ class BatchNorm(nn.Module):
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
 
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Moves the running statistics towards those of a batch, as BatchNorm does."""
+        """Moves the running statistics towards those of a batch with `count` values per channel, as torch's
+        BatchNorm does."""
         unbiased = var * (count / max(count - 1, 1))
         self.running_mean = self.running_mean.lerp(mean, self.momentum)
         self.running_var = self.running_var.lerp(unbiased, self.momentum)
 
     def suits(self, x: Tensor) -> bool:
-        """Returns whether the GPU kernels can compute these images."""
+        """Returns whether the GPU kernels can normalise these images."""
         return self.training and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
@@ -118,8 +119,8 @@ def normalisation(norm: str, channels: int) -> nn.Module:
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
-    """Returns images in which whole channels are set to zero at random. The mask depends only on the model's
-    key."""
+    """Returns images in which whole channels are set to zero at random, with the probability `rate`; the
+    others are scaled up. `keys` has one key for each model, which determines its mask."""
     count = x.shape[0] * x.shape[1] // keys.numel()
     mask = draws.uniform(draws.bits(keys, count)) >= rate
     return x * (mask.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
@@ -143,8 +144,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
 
 
 def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """Returns relu(norm(x) + add), or leaky ReLU with a slope, in a single pass over the images if
-    possible."""
+    """Returns relu(norm(x) + add), or leaky ReLU with this negative slope, in a single pass over the images
+    if a GPU kernel can do it."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
     if isinstance(norm, BatchNorm) and norm.suits(x):
@@ -155,6 +156,6 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:
-    """Returns values [n, C] in a shape that multiplies images [n, B, C, ...]; without n, the images have
-    `dims` dimensions."""
+    """Returns values [n, C] in a shape that multiplies images [n, B, C, ...]. `dims` is the number of
+    dimensions of one model's images [B, C, ...]."""
     return values.reshape(len(values), 1, -1, *[1] * (dims - 2))

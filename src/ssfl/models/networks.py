@@ -33,8 +33,8 @@ class Small(nn.Module):
 
 
 class Cnn(nn.Module):
-    """The paper's network for EMNIST, with 1,204,655 parameters (28×28 pixels, 47 classes, no
-    normalisation)."""
+    """The network of the paper (Zhang et al. 2020) for EMNIST. It has 1,204,655 parameters for 28×28 pixels
+    and 47 classes, without normalisation."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class BasicBlock(nn.Module):
 
 class ResNet18(nn.Module):
     """ResNet-18 for images of 32 pixels: the first convolution is 3×3, without pooling. It has 11,173,962
-    parameters with a norm."""
+    parameters with normalisation (10 classes)."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -97,7 +97,8 @@ class ResNet18(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """ResNet-9: four wide layers and two residual pairs. It has 6,575,370 parameters with a norm."""
+    """ResNet-9: four convolutions with many channels, and two residual blocks of two convolutions. It has
+    6,575,370 parameters with normalisation (10 classes)."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -120,7 +121,8 @@ class ResNet9(nn.Module):
 
 
 class Vgg11(nn.Module):
-    """VGG-11 for images of 96 pixels with a three-layer head. It has 11,653,770 parameters with a norm."""
+    """VGG-11 for images of 96 pixels with a three-layer head. It has 11,653,770 parameters with normalisation
+    (10 classes)."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -167,7 +169,8 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Wide-ResNet-28-2, the network of FixMatch and its federated successors."""
+    """Wide-ResNet-28-2 (28 layers, width factor 2), the network of FixMatch and of later federated
+    methods."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -197,8 +200,8 @@ SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wid
 
 
 def suited(shape: tuple[int, int, int], gpu: bool) -> str:
-    """Returns the name of the default network for images of this size. Without a GPU, it is one that a CPU
-    can train."""
+    """Returns the name of the default network for images of this shape (channels, height, width). Without a
+    GPU, it is one that a CPU can train."""
     pixels = min(shape[1:])
     if pixels < 16:
         return "small"

@@ -18,14 +18,15 @@ from ssfl.core import draws
 
 
 class _Masks:
-    """The dropout masks of one forward pass. Each depends on the key and on the number of masks drawn before
+    """The dropout masks of one forward pass. Each depends on the key and on how many masks were drawn before
     it."""
 
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
     def mask(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Returns a mask of ones and zeros. Each element is decided by 16 random bits."""
+        """Returns a mask of ones and zeros of this shape, where zeros have the probability `rate`. Each
+        element is decided by 16 random bits."""
         if self.key is None:
             raise ValueError("dropout is active in eval mode: pass training=self.training to F.dropout")
         drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
@@ -86,7 +87,7 @@ class _Masks:
 
 
 def _channels(x: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a mask that drops whole channels."""
+    """Returns the shape of a mask that drops whole channels of x."""
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 

@@ -10,12 +10,12 @@ from ssfl.core import plain_files
 from ssfl.errors import ConfigError, one_line
 
 LISTED = 4
-"""How many tensors an error message names at most."""
+"""The largest number of tensors that an error message names."""
 
 
 def load(network: nn.Module, file: str) -> None:
-    """Loads the weights in a file into a network. The file may lack the last layer, because the classes may
-    differ."""
+    """Loads the weights in a file into a network. The last layer may be missing in the file, because its
+    classes may differ."""
     tensors, state = _read(file), network.state_dict()
     last = _last_layer(network)
     unknown = sorted(tensors.keys() - state.keys())

@@ -8,10 +8,10 @@ from torch import Tensor
 
 _use = find_spec("triton") is not None
 MULTIPLE = 16
-"""The number of channels must be a multiple of this, for the tensor cores."""
+"""The numbers of channels must be multiples of this, because the tensor cores compute with blocks of 16."""
 FEW = 4
-"""The most input channels that count as few. The first layer of a network, which takes pictures, has so
-few."""
+"""At most this many input channels count as few. Images have so few, which are the input of a network's first
+layer."""
 
 
 def usable() -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
 
 LARGEST = 32768
-"""The most values of one image that a Triton program holds at once."""
+"""The largest number of values that a Triton program holds at once. A group of channels of one image must not
+have more."""
 
 
 def _power(value: int) -> int:
@@ -20,8 +21,9 @@ def _power(value: int) -> int:
 
 
 def suit(x: Tensor, groups: int) -> bool:
-    """Returns whether the kernel can normalise these images: they must be bfloat16 on a GPU, and small enough
-    to hold at once."""
+    """Returns whether the kernel can normalise these images. They must be bfloat16 on a GPU, the numbers of
+    channels and groups must be powers of two, and a group of channels must be small enough for one Triton
+    program."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
         return False
     members = x.shape[1] // groups

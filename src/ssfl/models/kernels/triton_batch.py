@@ -14,17 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 1056
-"""How many programs keep a large GPU busy: eight for each multiprocessor."""
+"""How many Triton programs keep a large GPU busy: eight for each multiprocessor."""
 TOGETHER = 32
-"""The number of parts that are added at a time."""
+"""How many partial sums a program loads and adds at a time."""
 HELD = 4096
-"""The number of values in a tile."""
+"""The number of values in a tile, which is what a program loads at a time."""
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Writes the sums of x and of x² over a part of the pixels, after the first pixel is subtracted from
-    x."""
+    """Writes for each channel the sums of d and of d² over a part of a model's pixels, where d is the pixel
+    minus the model's first pixel. The difference keeps the variance accurate if the mean is large."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     x += model * rows * C
@@ -46,7 +46,7 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Writes mean and variance, computed from the sums of the parts."""
+    """Writes the mean and variance of each channel, computed from the sums that `_moments` wrote."""
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     level = tl.load(x + model * rows * C + c).to(tl.float32)
@@ -58,7 +58,7 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Returns the two sums over all parts; BP parts are added at a time."""
+    """Returns the totals of the two sums of each channel over all parts; BP parts are added at a time."""
     one = tl.zeros((BP, BC), dtype=tl.float32)
     two = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, parts, BP):
@@ -169,7 +169,8 @@ def _wide(channels: int, most: int) -> int:
 
 
 def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple[int, int]:
-    """Returns into how many parts a model's pixels are split, and the size of a part."""
+    """Returns into how many parts a model's pixels are split, and the number of pixels in a part. A tile has
+    `tall` pixels and `wide` channels."""
     parts = max(1, min(PROGRAMS // (models * (channels // wide)), triton.cdiv(rows, 4 * tall), 256))
     chunk = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
     return triton.cdiv(rows, chunk), chunk

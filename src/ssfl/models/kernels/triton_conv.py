@@ -17,7 +17,8 @@ from torch import Tensor
 from ssfl.models.kernels import triton_tma
 
 PROGRAMS = 528
-"""How many programs keep a large GPU busy. The sum over pixels is split into parts to reach this number."""
+"""How many Triton programs keep a large GPU busy. The sum over pixels is split into parts to reach this
+number."""
 
 
 @triton.jit
@@ -82,8 +83,9 @@ def _filters(
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     FEW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Writes out[o, (tap, c)], the sum over a chunk of the pixels m of g[m, o] · x[pixel m moved by the tap,
-    c].
+    """Writes the gradient with respect to the filters from a chunk of the pixels m: out[o, (tap, c)] is the
+    sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the output, and a tap is a
+    position in the filter.
 
     With FEW channels, x is [B, C, H, W] and out is [o, (c, tap)].
     """
@@ -168,8 +170,8 @@ def _tile(channels: int, most: int) -> int:
 
 
 def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the numbers of pixels, outputs and channels of a tile, its warps and its stages. They were
-    measured on an H200."""
+    """Returns the numbers of pixels, outputs and channels of a tile, of warps and of pipeline stages. They
+    were chosen by timings on an H200."""
     wide, deep = _tile(outputs, 128), _tile(channels, 64)
     if wide == 64 and deep == 64:
         return 128, wide, deep, 4, 3
@@ -177,8 +179,8 @@ def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int
 
 
 def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the numbers of outputs, inputs (taps times channels) and pixels of a tile, its warps and its
-    stages."""
+    """Returns the numbers of outputs, inputs (taps times channels) and pixels of a tile, of warps and of
+    pipeline stages."""
     tall = _tile(outputs, 128)
     if tall == 128 and channels >= 256:
         return tall, 128, 64, 8, 3
@@ -209,7 +211,8 @@ def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: i
 
 
 def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
-    """Returns the gradient with respect to the images, whose height and width are `size`."""
+    """Returns the gradient with respect to the images, whose height and width are `size`, given the gradient
+    of the convolution's output."""
     return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 LARGE = 1024
 """An image with at least this many pixels is large."""
 MANY = 512
-"""How many programs keep a large GPU busy if each of them takes a while."""
+"""How many Triton programs keep a large GPU busy if each of them takes a while."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _backward(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients for one tile.
+    """Writes the gradients of x, of the added tensor, and of weight and bias, for one tile.
 
     MASK says where the sign of the activation's input comes from: (0) not needed, (1) computed again, (2)
     read from y.

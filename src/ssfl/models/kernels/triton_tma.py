@@ -27,14 +27,15 @@ except ImportError:  # Triton is too old
     TensorDescriptor = None
 
 PROGRAMS = 132
-"""How many programs keep the GPU busy: one for each multiprocessor."""
+"""How many Triton programs keep the GPU busy: one for each multiprocessor."""
 MOST_PARTS = 4
 """The most parts into which the sum over pixels is split. If more would be needed, `triton_conv.py` is used:
 these kernels were not timed there, or gained little."""
 NARROW = 64
-"""The fewest outputs that the tensor cores can compute."""
+"""The smallest number of outputs in a tile that the tensor cores can compute."""
 FAR = 8
-"""This many strides are added before a division, so that no negative number is divided."""
+"""This many strides are added to a position before it is divided by the stride, so that no negative number is
+divided. They are subtracted afterwards."""
 
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
@@ -105,8 +106,9 @@ def _filters(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr,
     ROW: tl.constexpr, FLAT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Writes out[o, tap, c], the sum over a chunk of the pixels m of g[m, o] · x[pixel m moved by the tap,
-    c].
+    """Writes the gradient with respect to the filters from a chunk of the pixels m: out[o, tap, c] is the sum
+    of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the output, and a tap is a position
+    in the filter.
 
     ROW: three taps of a line are computed at once, since they share g. FLAT: g is [pixels, O] and a tile is
     contiguous.
@@ -153,7 +155,7 @@ def _filters(
 
 
 class Tile(NamedTuple):
-    """The numbers of pixels, outputs and channels of a tile, its warps and its stages."""
+    """The numbers of pixels, outputs and channels of a tile, of warps and of pipeline stages."""
 
     pixels: int
     outputs: int
