@@ -137,8 +137,8 @@ def _percent(score: float) -> str:
 
 
 def _values(choice: str) -> list[str]:
-    """Returns the options of one --choose, such as method.threshold=0.8 and method.threshold=0.95; raises if
-    it is not allowed."""
+    """Returns the settings that one option --choose lists, such as method.threshold=0.8 and
+    method.threshold=0.95. Raises if the option cannot be used."""
     key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
@@ -261,7 +261,8 @@ def _images(path: Path) -> dict[str, int]:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    """Returns the standing of a method from the folders of its runs; None stands for a run that diverged."""
+    """Returns the results of a method as a `Standing`, from the folders of its runs; None stands for a run
+    that diverged."""
     accuracies, curves, run_facts, spent, collapsed = [], [], [], [], 0
     rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):

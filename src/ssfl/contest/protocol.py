@@ -153,8 +153,8 @@ def rates(config: Config) -> list[str]:
 
 
 def thresholds(config: Config) -> list[str]:
-    """Returns the thresholds that a method tries besides its own, as options; empty if it has no
-    threshold."""
+    """Returns the thresholds that a method tries besides its own, each as `method.threshold=value`; empty if
+    it has no threshold."""
     default = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get(
         "threshold"
     )

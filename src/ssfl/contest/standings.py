@@ -123,7 +123,8 @@ def _images(standings: Sequence[Standing]) -> str:
 
 
 def _behind(standing: Standing, first: Standing) -> str:
-    """Returns in words how many points a method is behind the first one, with the interval over seeds."""
+    """Returns in words how many percentage points a method is behind the first one, with the interval over
+    seeds."""
     interval = _interval(standing, first)
     if interval is None:
         return "–"
