@@ -45,7 +45,7 @@ def choose(device: torch.device, needed: int) -> str:
 
 
 def can_compile(name: str, device: torch.device) -> bool:
-    """Returns whether an engine can compile its steps."""
+    """Returns whether the engine with this name can compile its steps on this device."""
     return name == "vmap" and device.type == "cuda"
 
 
@@ -64,7 +64,7 @@ def make(
     method: Method,
     compiled: bool,
 ) -> Engine:
-    """Returns an engine for one network and one pool of images."""
+    """Returns the engine with this name, for one network and one pool of images."""
     if pool.images.is_cuda:  # its kernels are compiled too, by Triton
         compile_cache.use()
     if name == "loop":

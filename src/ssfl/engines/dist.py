@@ -32,12 +32,13 @@ def ranks() -> int:
 
 
 def local_ranks() -> int:
-    """Returns how many of these processes are on this machine."""
+    """Returns how many of torchrun's processes are on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Returns the device of this process. With GPUs, each process of a machine has one of its own."""
+    """Returns the device that this process uses. On a machine with several GPUs, each process has one of its
+    own."""
     if device.type != "cuda":
         return device
     place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -75,7 +76,7 @@ class Dist:
             distributed.init_process_group(backend, timeout=PATIENCE)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Trains these models on this rank."""
+        """Returns these models after training, which is done on this rank alone."""
         return self.engine.train(rows, momentum, work)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
@@ -83,8 +84,7 @@ class Dist:
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each of these trainers' losses over all its images, computed on this
-        rank."""
+        """Returns the gradient of each trainer's loss over all its images, computed on this rank."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:

@@ -102,7 +102,7 @@ class Features:
     _first: float = 0.0
     """Seconds that the very first view took. It is used for estimates until more views are measured."""
     _done: int = 0
-    """How many views of each kind there are already."""
+    """How many views of each kind (weak, strong) have been computed so far."""
     _plain: dict[tuple[bytes, int], Tensor] = field(default_factory=dict, repr=False)
     """The features of images that are evaluated, by the image's checksum and the number of the test view (an
     augmented view for prediction). Number 0 is the image without augmentation."""

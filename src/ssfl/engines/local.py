@@ -20,7 +20,7 @@ class Returned(NamedTuple):
     metrics: Named
     """The metrics of the n users by name, [n] each."""
     weight: Tensor | None = None
-    """[n]: each user's weight in the average; None: all the same."""
+    """[n]: the weight of each of the n users in the average; None if all have the same weight."""
     report: Named = {}  # noqa: RUF012 (never changed)
     """The numbers that the method's `label` reported for each of the n users, by name, [n, ...] each."""
 

@@ -37,10 +37,11 @@ class Loop:
             *model.named_buffers(remove_duplicate=False),
         )
         self.tied = len(named) > len({id(tensor) for _, tensor in named})
-        """Whether a tensor has several names. Only then must `functional_call` look for them."""
+        """Whether the network uses one tensor under several names (tied weights). Only then must
+        `functional_call` look for them."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Takes each trainer's T steps of SGD, one trainer after another."""
+        """Returns each trainer's model after T steps of SGD, computed for one trainer after another."""
         results = [self._train_one(rows[i], momentum[i], work.of(slice(i, i + 1))) for i in range(len(rows))]
         new_rows, new_momentum, metrics = zip(*results, strict=True)
         return TrainedRows(

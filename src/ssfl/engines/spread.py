@@ -62,7 +62,8 @@ class Spread:
                 _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Trains a part of the trainers in each process. A single trainer is trained in this process."""
+        """Returns the models after training. Each process trains a part of them; a single model is trained in
+        this process."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
         parts: list[TrainedRows] = self._everywhere(
