@@ -1,5 +1,5 @@
-"""The methods, one file each. `grouping.py` is the paper's own method, and `anchored.py` is the recommended
-one.
+"""The methods, one file each. `grouping.py` is the paper's own method (Zhang et al. 2020), and `anchored.py`
+is the recommended one.
 
 Functions that several methods share are in `parts.py`. This file finds a method by its name or import path.
 Names can be checked without importing torch.

@@ -1,4 +1,4 @@
-"""The paper's consistency loss (CRL) with BatchNorm and FedAvg, equation (8)."""
+"""The consistency loss (CRL) of the paper (Zhang et al. 2020) with BatchNorm and FedAvg, equation (8)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,5 @@
-"""The paper's own method: consistency loss, GroupNorm and grouping-based averaging, equation (7)."""
+"""The paper's own method (Zhang et al. 2020): consistency loss, GroupNorm and grouping-based averaging,
+equation (7)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,5 +1,5 @@
-"""Self-training, the paper's equation (5): the confident prediction for a weak view is the label of that same
-view."""
+"""Self-training, equation (5) of the paper (Zhang et al. 2020): the confident prediction for a weak view is
+the label of that same view."""
 
 from dataclasses import dataclass
 from typing import ClassVar

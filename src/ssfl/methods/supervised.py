@@ -1,5 +1,5 @@
-"""Supervised training, the paper's equation (6): users know their labels. An upper bound for the methods
-without them."""
+"""Supervised training, equation (6) of the paper (Zhang et al. 2020): users know their labels. An upper bound
+for the methods without them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
