@@ -34,8 +34,8 @@ class Checkpoint:
     totals: dict[str, float]
     """Sums over the run so far, by name: seconds and bytes."""
     conditions: dict[str, str]
-    """Everything that the last digits of results depend on: versions, device, engine, threads, users at
-    once."""
+    """Everything besides the config that the last digits of results depend on: versions, device, engine,
+    threads, and the number of users trained at once."""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:

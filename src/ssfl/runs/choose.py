@@ -160,7 +160,7 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
     """Returns the number of users: one for each sub-folder of unlabelled/, or the largest number up to ten
     for which every user gets images.
 
-    It tries the split with the labels alone, so the config is known to work.
+    It tries the split on the labels, without reading an image. So the config is known to work.
     """
     train = facts.files.labels(facts.files.train) + [-1] * len(facts.files.unlabelled)
     test = facts.files.labels(facts.files.test)

@@ -137,7 +137,8 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _newcomers(config: Config) -> list[str]:
-    """Returns a warning if every user keeps its own model and not all take part in every round."""
+    """Returns a warning if every user keeps its own model and not all take part in every round, because a
+    user that joins late starts from an untrained model."""
     users, participants = config.split.users, config.federation.participants or config.split.users
     if config.method.start != "user" or participants >= users:
         return []

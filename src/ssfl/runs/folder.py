@@ -96,9 +96,11 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
-    """Raises if the code of your network or method has changed since the run was started.
+    """Raises if the code of a network or method that is not part of the package has changed since the run was
+    started.
 
-    A person must have named the file in this process. Nothing is imported here.
+    Also raises if nobody has named the file in this process: a path that is only recorded in a run is not
+    trusted. Nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -241,7 +243,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def require_resumable(path: Path) -> None:
-    """Raises if the first release started the run, because its method may have worked differently."""
+    """Raises if the run was started with ssfl 0.1, because its method may have worked differently."""
     if first_release.is_old(_read_toml(path)):
         raise RunError(f"{path} was started with ssfl 0.1: finish it with that version, or start a new run")
 

@@ -112,8 +112,8 @@ class Averaged(nn.Module):
 
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a card that no run would write. It is called before the network is built, since a
-    wrong card could name a huge one."""
+    """Raises ValueError for a model card (the description in a model file) that no run would write. It is
+    called before the network is built, since a wrong card could ask for a huge one."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
         raise ValueError("its model card names no network")
     classes, shape = card.get("classes"), card.get("shape")
@@ -184,7 +184,8 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
 def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
-    """Returns the model of these tensors, built as its card says, in eval mode."""
+    """Returns the trained model with these tensors, in eval mode. The model card says how to build its
+    network."""
     network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
@@ -196,7 +197,8 @@ def network_of(
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Returns the network that the card names. If it is your own, raises if it is missing or has changed.
+    """Returns the network that a model card names. If it is not part of the package, it is built by `make` or
+    by its import path; raises if neither is known, or if the code has changed.
 
     Frozen weights are taken from `tensors` if the model was saved with them.
     """
@@ -248,7 +250,7 @@ def _require_frozen(
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
-    """Returns the model of a network with these trained tensors. The network already has its frozen
+    """Returns the trained model: this network with these trained tensors. The network already has its frozen
     weights."""
     names = set(rows.layout_of(network).names)
     if card.get("whole"):
@@ -351,7 +353,8 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Writes a model as a safetensors file, and its JSON card, which says how image files are read."""
+    """Writes a model as a safetensors file, and its card as JSON, which says how image files are read.
+    Returns the paths."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"

@@ -40,13 +40,13 @@ class Result:
     path: Path
     """The run folder."""
     stopped: int | None = None
-    """The last round, if Ctrl-C or SIGTERM came during it. This run is finished, but a series of runs must
-    stop here."""
+    """The number of the last round, if Ctrl-C or SIGTERM came during it; else None. This run is finished, but
+    a series of runs must stop here."""
     stopped_by: int = signal.SIGINT
     """The number of the signal that came in the last round, for Ctrl-C or SIGTERM. It has no meaning if
     `stopped` is None."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
-    """summary.json: the accuracy with its count and interval, the verdict, the costs."""
+    """The content of summary.json: the accuracy with its count and interval, the verdict, the costs."""
 
     @property
     def verdict(self) -> str | None:
@@ -56,8 +56,8 @@ class Result:
 
     @property
     def score_text(self) -> str:
-        """The accuracy in words, with its count and interval. It is that on validation images if there is no
-        other."""
+        """The accuracy in words, with its count and interval. If there is none on test images or folds, it is
+        the one on validation images."""
         return text.ending(self.summary or last_event(self.history, "eval"))
 
 

@@ -59,7 +59,8 @@ def _launcher(config: Config) -> str:
 
 
 def _serving(path: Path, code: str) -> str:
-    """Returns the command that continues a federation on several machines, with its options as before."""
+    """Returns the command that continues a federation of real sites, with the options of `ssfl serve` that it
+    was started with."""
     try:
         saved: Any = plain_files.parse_json(plain_files.read(path / SERVE, plain_files.CONFIG))
     except (OSError, ValueError):

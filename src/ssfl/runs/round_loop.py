@@ -71,7 +71,8 @@ class Interrupted(Stopped):
 
 
 class SweepInterrupted(Stopped):
-    """Ctrl-C or SIGTERM stopped one of several runs of a command, and it was saved."""
+    """Ctrl-C or SIGTERM stopped a command that does several runs. The run that was under way has been
+    saved."""
 
     def __init__(self, round: int, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; run the same command to continue", by)

@@ -66,7 +66,8 @@ def _picture(file: Path, white: int) -> Image.Image:
 
 
 def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Returns a line that fits under an image. If it is too long, its middle is left out."""
+    """Returns the line, shortened so that it fits under an image: if it is too long, its middle is left
+    out."""
     line = printable(line)
     if font.getlength(line) <= SIDE:
         return line

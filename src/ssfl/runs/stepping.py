@@ -102,7 +102,7 @@ class Federation:
         return self
 
     def __next__(self) -> Done:
-        """Trains the next round and returns it."""
+        """Trains the next round, and returns its number, its events and the state after it."""
         if self._left is None:
             raise StopIteration
         with reproducible(), enough_memory(), interruptible(False) as self._asked:
