@@ -87,13 +87,13 @@ def require_finite(config: Config, round: int, whose: str, numbers: list[float])
 def diversity_event(
     engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
-    """Returns the event with the gradient diversity (the paper's Definition 1) and its variants. Each
-    trainer's gradient is taken at the weights that it received."""
+    """Returns the event with the gradient diversity (Definition 1 of Zhang et al. 2020) and its variants.
+    Each trainer's gradient is taken at the weights that it received."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
     def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
-        """Returns the gradients of these trainers over all their data."""
+        """Returns the gradient of each of these trainers over all its images, at the models `rows`."""
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]

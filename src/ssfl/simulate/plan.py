@@ -125,7 +125,8 @@ class Plan:
 
     @cached_property
     def local_steps(self) -> Tensor | None:
-        """[K]: how many steps each user takes in a round; None if all users take the same number."""
+        """[K]: how many steps each of the K users takes in a round; None if all users take the same
+        number."""
         epochs = self.config.federation.local_epochs
         if epochs is None:
             return None

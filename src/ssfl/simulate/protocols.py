@@ -70,7 +70,7 @@ class Ranks(Protocol):
     """The processes of torchrun that share the users of a round, see `engines/dist.py`."""
 
     def share(self, count: int) -> slice:
-        """Returns the positions in a cohort that this process trains."""
+        """Returns which of a round's `count` users this process trains, as a slice of their positions."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
         """Returns the sum of all processes' `streams` (the partial sums of the groups' models), and each

@@ -37,7 +37,8 @@ class TrainedUpdates:
     norms: Tensor
     """[n]: the norm of each trainer's update."""
     updates: Tensor | None
-    """[n, P + Q]: the updates themselves, if they are needed for gradient diversity."""
+    """[n, P + Q]: the update of each of the n trainers (P weights and Q running statistics); None unless
+    gradient diversity is measured."""
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Round:
         self.log.metrics |= metrics
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
-        """Returns the probabilities [m, B, classes] that models predict for uint8 images."""
+        """Returns the probabilities [m, B, classes] that each of m models predicts for B uint8 images."""
         if not len(rows):
             return rows.new_zeros(0, len(images), self.classes)
         return torch.stack([self.sim.predicted(row, images) for row in rows])
@@ -237,8 +238,8 @@ class Round:
         server_results: list[tuple[Tensor, Trained]],
         server_weight: float | None,
     ) -> Users:
-        """Returns the average of each group: the models that came back, and the server's model with its
-        weight."""
+        """Returns the users' result with the average of each group, over the models that came back and the
+        server's model with its weight."""
         cohort = self.cohort
         matrix, momentum = (None, ()) if returned is None else (returned.matrix, returned.momentum)
         counted, groups = list(range(len(cohort.users))), cohort.groups
@@ -296,7 +297,8 @@ class Round:
         return rows, weight, counted
 
     def _trust(self, users: list[int], updates: Tensor) -> Tensor | None:
-        """Returns the trust of the cohort's users after this round; None if the server has no labels."""
+        """Returns the trust of the cohort's users after this round (see `gate.py`); None if the server has no
+        labels."""
         before = self.state.memory.get(TRUST)
         direction = None if before is None else self.sim.descent(self.state.average, self.state.round)
         if before is None or direction is None:

@@ -222,8 +222,9 @@ class Simulation:
         return event
 
     def final_row(self, state: State) -> Tensor:
-        """Returns the model to evaluate and save: w_avg, or its slow average. With model.norm_statistics =
-        "recompute", its running statistics are computed on the server's images."""
+        """Returns the model to evaluate and save: the averaged model w_avg, or its slow average over rounds.
+        With model.norm_statistics = "recompute", its running statistics are computed on the server's
+        images."""
         row = evaluated_row(state)
         if self.config.model.norm_statistics != "recompute":
             return row
@@ -300,8 +301,9 @@ class Simulation:
         return self._server_images[most]
 
     def descent(self, row: Tensor, round: int) -> Tensor | None:
-        """Returns the direction [P] in which the loss on the server's labelled images falls fastest, on
-        strong views drawn for this round; None without labels."""
+        """Returns the direction in which the loss on the server's labelled images falls fastest, one number
+        for each of the P weights. Strong views are drawn for this round. Returns None if the server has no
+        labels."""
         if not self.has_server:
             return None
         places = self._server_places(VIEWS)[0]
@@ -327,5 +329,6 @@ class Simulation:
 
 
 def evaluated_row(state: State) -> Tensor:
-    """Returns the model that is evaluated and saved: the slow average if there is one, else the average."""
+    """Returns the model that is evaluated and saved: the slow average over rounds if there is one, else the
+    average."""
     return state.memory.get(SLOW, state.average)
