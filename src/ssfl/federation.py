@@ -1,4 +1,5 @@
-"""The interfaces of a federation (`Method`, `Fed`, `State`), and the paper's round. Start reading here.
+"""The interfaces of a federation (`Method`, `Fed`, `State`), and the round of the paper. Start reading here.
+"The paper" is Zhang et al. 2020, wherever the code mentions it.
 
 A `Method` has a user side and a server side. The user side (`label`, `user_loss`, `gradient`) runs where the
 images are, in a simulation or at a real site, and sees a `Look` or a `Step` (`core/step.py`). The server side
@@ -218,7 +219,7 @@ class Fed(Protocol):
 def paper_round(
     state: State, fed: Fed, server_weight: float | None = None, server_replicas: bool = False
 ) -> State:
-    """Returns the state after the paper's round, equations (7) and (8).
+    """Returns the state after a round of the paper (Zhang et al. 2020), equations (7) and (8).
 
     Users and server train at the same time. Each group averages its own users with the server.
     """
@@ -242,15 +243,17 @@ class Method:
     start: ClassVar[str] = "group"
     """The model that a user starts a round from: that of its "group", or its own ("user")."""
     grouped: ClassVar[bool] = False
-    """Whether there are several groups by default (`federation.groups`)."""
+    """Whether the method divides the participants into several groups by default (`federation.groups`)."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """The names of the metrics that its losses return besides those that every method has."""
     note: ClassVar[str] = ""
     """A remark that tables of results show beside it, such as that it needs users' labels."""
     label: ClassVar[Any] = None
-    """`label(self, look: Look) -> Labels` makes pseudo-labels once a round; None: no such labels."""
+    """A function `label(self, look: Look) -> Labels` that makes a user's pseudo-labels once a round. None if
+    the method makes none at the start of a round."""
     keeps_models: ClassVar[bool] = False
-    """Whether `initial` keeps a model of every user; then the memory for them is checked before the start."""
+    """Whether the method keeps a model of every user between rounds (in `initial`). If so, it is checked
+    before the start that there is enough memory."""
     trains_users: ClassVar[bool] = True
     """Whether the method's `round` trains users."""
     trains_server: ClassVar[bool] = True
@@ -279,11 +282,12 @@ class Method:
         """Raises ConfigError if the method cannot be combined with other settings."""
 
     def network(self, network: torch.nn.Module) -> torch.nn.Module:
-        """Returns the network to train: the plain one, or one that the method builds around it."""
+        """Returns the network to train: `network` itself, or one that the method builds around it."""
         return network
 
     def plain(self, tensors: Named) -> Named:
-        """Returns the tensors of the plain network, given those of the network that `network` returned."""
+        """Returns the tensors of the plain network by name, given those of the network that the method built
+        (see `network`)."""
         return tensors
 
     def initial(self, state: State, fed: Fed) -> Named:
