@@ -205,8 +205,8 @@ class TrainSettings:
     """c, the number of half periods of the cosine in the learning rate schedule; above 1/2 it reaches the
     floor."""
     horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
-    """The length of the learning rate schedule as a multiple of the run's; above 1 only its beginning is
-    used."""
+    """The length of the learning rate schedule as a multiple of the run's length; above 1 only the beginning
+    of the schedule is used."""
     schedule: str = setting("paper", choices=("paper", "annealing"))
     """The learning rate schedule: the "paper"'s, cos(π · cycles · progress), or "annealing", (1 + cos(π ·
     progress)) / 2, as PyTorch's CosineAnnealingLR, which does not use cycles."""
@@ -220,8 +220,9 @@ class TrainSettings:
     """Views of the server's images: "weak" (paper), "both" (every second image strong), or "suited": both,
     but only weak ones for images of fewer than 16 pixels a side, which strong augmentation would destroy."""
     server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
-    """The part of the server's labelled images that it does not train on. The guard of `anchored` and
-    federation.median_fallback then evaluate models on these images, which the server has not memorised."""
+    """The part of the server's labelled images that it does not train on. The guard of the method `anchored`
+    and federation.median_fallback then evaluate models on these images, which the server has not
+    memorised."""
     server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
     """The server's number of images per step. Default: batch_size."""
     server_steps: int | None = setting(None, least=1, most=10**6, what="steps")

@@ -59,7 +59,8 @@ class Copied(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be equal where a cache is saved and where it is loaded."""
+    """Returns the versions of torch, Python and ssfl's kernels. A saved cache can be loaded only where all of
+    them are equal."""
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return {"torch": metadata.version("torch"), "python": python, "kernels": kernels()}
 

@@ -61,8 +61,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
-    """Returns the key (a hash) from which a named draw is made, for example `key(seed, "weak", round, user,
-    step)`."""
+    """Returns the key (a hash) of random draws, such as `key(seed, "weak", round, user, step)`. The arguments
+    are the name of the draws: equal names give equal random numbers."""
     state = _mix_int((int(seed) + _GAMMA) & _WORD)  # int: numpy's would overflow
     for part in (PURPOSES[purpose], *parts):
         state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)

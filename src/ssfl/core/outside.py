@@ -25,7 +25,7 @@ IN_MEMORY = "in memory"
 _trusted: set[str] = set()
 """The absolute paths of files, and the dotted names of modules, that a person typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
-"""The imported modules by file, with the file's digest at that time."""
+"""The imported modules by file, each with the digest that the file had when it was imported."""
 
 
 def is_path(name: str | None) -> bool:
@@ -214,7 +214,7 @@ def _sources(module: str, file: Path) -> dict[str, Path]:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Returns the file of a module in a folder; None if there is none."""
+    """Returns the file of the module `name` in a folder; None if there is none."""
     place = folder.joinpath(*name.split("."))
     for file in (place.with_name(place.name + ".py"), place / "__init__.py"):
         if file.is_file():

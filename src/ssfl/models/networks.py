@@ -213,7 +213,8 @@ def suited(shape: tuple[int, int, int], gpu: bool) -> str:
 
 
 def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
-    """Returns a network with PyTorch's default initial weights, which depend only on the seed."""
+    """Returns the built-in network `name` for images of this shape (channels, height, width), with PyTorch's
+    default initial weights. They depend only on the seed. `norm` is the setting model.norm."""
     if min(shape[1:]) < SMALLEST[name]:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels a side, and these have "

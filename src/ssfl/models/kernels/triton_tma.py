@@ -3,9 +3,9 @@
 
 A tile of pixels is a box of images, rows and columns. Pixels outside an image are loaded as zeros, so no
 addresses are computed, and no mask is needed before the store. With stride s, the pixels are viewed as [n ·
-B, H / s, s, W / s, s · C], so that the taps of one phase form a box again. The products are [outputs,
-pixels], because the operand that is loaded as a box must be the second one. As the first one it would go
-through registers.
+B, H / s, s, W / s, s · C], so that pixels with the same position modulo s (a phase) form a box again. The
+products are [outputs, pixels], because the operand that is loaded as a box must be the second one. As the
+first one it would go through registers.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
