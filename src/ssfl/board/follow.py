@@ -42,7 +42,7 @@ class Curve:
             self.every *= 2
 
     def shown(self) -> Points:
-        """Returns the kept points, and always the newest one."""
+        """Returns the kept points, and the newest point even if it was not kept."""
         newest = [] if self.last is None or self.points[-1:] == [self.last] else [self.last]
         return self.points + newest
 

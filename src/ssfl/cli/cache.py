@@ -10,7 +10,7 @@ from ssfl.cli.verbs import Verbs
 app = typer.Typer(
     name="cache",
     cls=Verbs,
-    help="Save, load or delete what was compiled for a GPU. With it a run need not compile again, also on "
+    help="Save, load or delete what was compiled for a GPU. With it a run need not compile again, even on "
     "another machine with the same kind of GPU and the same versions of torch, Triton, Python and ssfl."
     "\n\nExample: ssfl cache save compiled.zip",
     no_args_is_help=True,

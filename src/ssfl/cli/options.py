@@ -11,7 +11,7 @@ ConfigName = Annotated[
     str | None,
     typer.Argument(
         help="The name of a preset, a TOML file, a folder made by `ssfl new`, or a folder of images. "
-        "Default: quickstart, or own if --set names other data.",
+        "Default: the preset quickstart, or the preset own if --set names other data.",
         autocompletion=verbs.complete_config,
     ),
 ]

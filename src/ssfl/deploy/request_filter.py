@@ -51,8 +51,8 @@ as lost because of that time."""
 FAREWELL = 40
 """How many requests a site may still send after it was excluded, to fetch the message that says so."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
-"""Paths to which the centre posts a JSON list of nodes: those that were sent a message (wake), and those of
-excluded sites (exclude)."""
+"""Paths of this filter to which the centre posts a JSON list of nodes: /ssfl/wake for nodes that have a
+message to fetch, /ssfl/exclude for nodes of excluded sites."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]

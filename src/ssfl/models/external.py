@@ -340,8 +340,9 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
                 copied(_example(shape), key)
             source = f"torch ({watch.function})" if watch.function else source
         raise _refused(
-            f"{setting} draws random numbers from {source} while it trains, so that a run cannot be "
-            "repeated: use nn.Dropout or a layer without random numbers",
+            f"{setting} draws random numbers from {source} while it trains, so a run cannot be "
+            "repeated: use nn.Dropout, whose random numbers ssfl draws itself, or a layer without random "
+            "numbers",
             source,
         )
 

@@ -163,7 +163,9 @@ class Held:
     """The number of patients, or other groups, whose images stayed together; None if none are known."""
 
     def described(self, kept_alone: bool) -> dict[str, Any]:
-        """Returns the accuracy over all folds, as in summary.json."""
+        """Returns the accuracy over all folds with its interval and confusion matrix, as in summary.json. It
+        is that of the server-only models if `kept_alone` and there are any, otherwise of the federated
+        ones."""
         predicted = self.alone if kept_alone and self.alone is not None else self.federated
         truth = self.labels.tolist()
         matrix = statistics.confusion(truth, predicted.tolist(), self.classes)

@@ -125,7 +125,10 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
     sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
     if len(sides) != 3 or sides[0] not in (1, 3) or not all(1 <= side <= LARGEST for side in sides[1:]):
-        raise ValueError(f"its model card says that images are {str(shape)[:100]}")
+        raise ValueError(
+            f"its model card says that images are {str(shape)[:100]}, not [1 or 3 channels, height, width] "
+            f"with sides of at most {LARGEST:,} pixels"
+        )
     for key in ("mean", "std"):
         numbers = card.get(key)
         complete = isinstance(numbers, list) and len(numbers) == sides[0]
@@ -135,7 +138,10 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"its model card has no {key} for each channel")
     views = card.get("test_views", 0)
     if type(views) is not int or not 0 <= views <= MOST_VIEWS:
-        raise ValueError(f"its model card says that predictions are averaged over {str(views)[:100]} views")
+        raise ValueError(
+            f"its model card says that predictions are averaged over {str(views)[:100]} views, not over 0 to "
+            f"{MOST_VIEWS}"
+        )
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("it holds numbers that are not finite")
 

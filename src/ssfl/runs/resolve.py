@@ -230,7 +230,7 @@ def require_users(users: int, owners: int, folder: bool) -> None:
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
-    """Returns the numbers of the validation images, and of all other training images."""
+    """Returns the indices of the validation images, and the indices of all other training images."""
     if dataset.validation is None:
         return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
     return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
