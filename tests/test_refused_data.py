@@ -105,7 +105,7 @@ def nan(shape: tuple[int, ...]) -> np.ndarray:
         ({"y_train": np.eye(6, dtype=int)}, ("y_train", "(6, 6)", "whole numbers")),
         ({"y_train": np.array([], int)}, ("y_train", "empty")),
         ({"y_train": np.array([None] * 6)}, ("y_train", "Python objects")),
-        ({"classes": ["a", "b"]}, ("classes", "2 classes", "3 different labels")),
+        ({"classes": ["a", "b"]}, ("classes", "2 names", "3 different labels")),
         ({"classes": ["a", "b", "b", "c"]}, ("classes", "name each class once")),
         (
             {"y_train": list("abcabc"), "y_test": list("abc"), "classes": list("abd")},
