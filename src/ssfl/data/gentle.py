@@ -8,7 +8,6 @@ every device.
 """
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -62,15 +61,6 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
     drawn = (~drawn if opposite else drawn).to(images.device)
     return gentle_views(images, drawn.expand(images.shape[0], -1), flip)
-
-
-def averaged_logits(logits: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:
-    """Returns the mean of a network's logits over several inputs for the same images, such as several views
-    of them. `logits` is the network."""
-    total, count = logits(next(inputs)), 1
-    for one in inputs:
-        total, count = total + logits(one), count + 1
-    return total / count if count > 1 else total
 
 
 def kind_of(weak: View, strong: View) -> str | None:

@@ -174,8 +174,6 @@ def _evaluation(sim: Simulation, state: State) -> float:
     most = SCORED if sim.pool.features is None else SCORED_FEATURES
     count = min(most, len(sim.dataset.test_labels))
     test = sim.dataset.test_images[:count].to(sim.device), sim.dataset.test_labels[:count]
-    if sim.pool.features is not None:  # they are computed once
-        sim.score(state.average, *test)
     seconds = _timed(sim, lambda: sim.score(state.average, *test))
     return seconds * max(1.0, images / max(count, 1))
 

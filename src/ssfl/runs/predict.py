@@ -21,15 +21,12 @@ from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError, SsflWarning, with_class
 from ssfl.models import backbones, external, networks
 from ssfl.runs import folder, resuming, surroundings
+from ssfl.simulate import scoring
 
 LONGEST = 1000
 """The largest number of characters that the name of a class may have."""
 MOST_VIEWS = 64
 """The largest number of views of an image over which a prediction can be averaged."""
-VALUES = 1 << 23
-"""How many values (pixels times channels) are classified at once at most: 55 colour images of 224×224 need
-about 0.5 GB."""
-MOST_AT_ONCE = 256
 SLACK = 1e-3
 """Images given as floats should be from 0 to 1. They may be this far outside, because resizing can
 overshoot."""
@@ -90,13 +87,7 @@ class Classifier(nn.Module):
         """Returns the logits of uint8 images [N, C, H, W], averaged over each image and its test views
         (data.test_views), as the run itself, `ssfl predict` and `ssfl evaluate` compute them."""
         views = (gentle.test_view(images, number, self.flip) for number in range(1, self.test_views + 1))
-        return gentle.averaged_logits(self, chain([images], views))
-
-    def count(self) -> torch.export.Dim:
-        """Returns the number of images as a symbolic dimension for torch.export. With test views it has an
-        upper limit, above which their coordinates would need 64 bits."""
-        most = (1 << 31) // math.prod(self.shape[1:]) - 1 if self.test_views else None
-        return torch.export.Dim("images", max=most)
+        return scoring.averaged(self, chain([images], views))
 
 
 class Averaged(nn.Module):
@@ -297,7 +288,7 @@ def probabilities(
 ) -> Iterator[tuple[Path, Tensor]]:
     """Yields each image file that can be read, and the probabilities of the classes. If a file cannot be
     read, this raises; if a list `broken` is passed, a line is added to it instead."""
-    batch = max(1, min(MOST_AT_ONCE, VALUES // math.prod(classifier.shape)))
+    batch = scoring.at_once(classifier.shape)
     with progress.bar("predictions", len(files)) as advance:
         for start in range(0, len(files), batch):
             part, read = [], []
@@ -325,11 +316,15 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
     classifier = load_model(run, model)
     files = free_files(target)
     example = torch.zeros(2, *classifier.shape, dtype=torch.uint8)
+    # views of more images than this would need 64-bit coordinates
+    most = (1 << 31) // math.prod(classifier.shape[1:]) - 1 if classifier.test_views else None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor")  # weights in channels-last order; on a CPU
         gentle.prepare(example.device)
         program = torch.export.export(
-            Averaged(classifier), (example,), dynamic_shapes={"images": {0: classifier.count()}}
+            Averaged(classifier),
+            (example,),
+            dynamic_shapes={"images": {0: torch.export.Dim("images", max=most)}},
         )
         program_file = io.BytesIO()
         torch.export.save(program, program_file)

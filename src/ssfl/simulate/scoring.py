@@ -1,7 +1,7 @@
 """Evaluates a network on labelled images."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ssfl.core.rows import Layout
-from ssfl.data import gentle
 from ssfl.engines.work import VALUES, Pool
 
 BATCH = 1000
@@ -43,19 +42,26 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
     are averaged over each image and its test views (data.test_views)."""
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
-        parts = [
-            gentle.averaged_logits(model, pool.test_inputs(part, pool.wide))
-            for part in images.split(_batch(pool, images))
-        ]
+        batch = BATCH
+        if pool.features is None and pool.images.device.type == "cpu":
+            batch = at_once(images.shape[1:])
+        parts = [averaged(model, pool.test_inputs(part, pool.wide)) for part in images.split(batch)]
         return torch.cat(parts).cpu()
 
 
-def _batch(pool: Pool, images: Tensor) -> int:
-    """Returns how many images are evaluated at once. It is fewer if the images are large, so that they do not
-    fill the memory."""
-    if pool.features is not None or pool.images.device.type != "cpu":
-        return BATCH
-    return max(1, min(BATCH, VALUES // math.prod(images.shape[1:])))
+def averaged(model: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:
+    """Returns the mean of a network's logits over several inputs for the same images, such as their test
+    views."""
+    total, count = model(next(inputs)), 1
+    for one in inputs:
+        total, count = total + model(one), count + 1
+    return total / count if count > 1 else total
+
+
+def at_once(shape: Sequence[int]) -> int:
+    """Returns how many images of this shape [C, H, W] are evaluated at once: fewer if they are large, so that
+    they do not fill the memory."""
+    return max(1, min(BATCH, VALUES // math.prod(shape)))
 
 
 @contextmanager
