@@ -23,6 +23,7 @@ from ssfl.report.gather import Run, inside, whole
 from ssfl.runs import assemble, checkpoints, folder, resolve, surroundings
 from ssfl.runs.predict import Classifier, load_model
 from ssfl.runs.result import test_views
+from ssfl.simulate.scoring import at_once
 from ssfl.simulate.simulation import evaluated_row
 
 MOST_TESTED = 10_000
@@ -30,7 +31,6 @@ SIDE = 48
 """The largest side of an image in pixels. Larger ones are made smaller, so that the report is small enough to
 send."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
-BATCH = 250
 
 Shown = dict[str, Any]
 
@@ -148,7 +148,9 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -
         images, labels = data.test_images[chosen], data.test_labels[chosen]
         device = assemble.choose_device("auto")
         model.to(device)
-        parts = [model.averaged(part.to(device)).softmax(-1).cpu() for part in images.split(BATCH)]
+        parts = [
+            model.averaged(part.to(device)).softmax(-1).cpu() for part in images.split(at_once(data.shape))
+        ]
         shares = torch.cat(parts)
         model.cpu()
         sure, predicted = shares.max(-1)
