@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,8 @@ def browser() -> Iterator["Chrome"]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     started = webdriver.Chrome(options=options, service=Service(driver))
     yield started
-    started.quit()
+    with suppress(OSError):  # the driver may close its last connection without an answer
+        started.quit()
 
 
 @pytest.fixture(scope="session")
