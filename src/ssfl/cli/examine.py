@@ -84,7 +84,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     return [
         *shown,
         "run first",
-        "  ssfl run                            the quickstart: bundled digits, under a minute on two cores",
+        "  ssfl run                            the quickstart: bundled digits, about a minute on two cores",
         "  ssfl run FOLDER                     your own images: one sub-folder per class, and unlabelled/",
     ]
 
