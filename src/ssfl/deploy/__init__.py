@@ -34,7 +34,8 @@ def require_flower() -> None:
 
 @contextmanager
 def silenced() -> Iterator[list[str]]:
-    """Hides Flower's log from the terminal, and yields a list that holds its last 20 warnings."""
+    """Hides Flower's log messages from the terminal inside a `with` block. Yields a list of the last 20
+    warnings that Flower logged, for error messages and tests."""
     warnings: list[str] = []
     logger = logging.getLogger("flwr")
 

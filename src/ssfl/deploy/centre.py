@@ -1,6 +1,7 @@
-"""The centre: it has labelled images and runs the rounds with the sites that are connected.
+"""The centre: the server of a real federation. It has the labelled images, and runs the rounds with the sites
+that are connected.
 
-A round is the same as in a simulation: the same cohorts, averaging and run folder. The difference is that
+A round is the same as in a simulation: the same cohorts, averaging and run folder. The difference is that the
 users train on other machines, take longer, and may drop out.
 """
 
@@ -52,19 +53,21 @@ from ssfl.simulate.rounds import Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
-"""Round metrics that sites with differential privacy do not report."""
+"""The metrics of a round that are removed from its event with differential privacy, because the sites do not
+report them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Centre(Simulation):
-    """A simulation whose users are real sites."""
+    """A simulation in which real sites train instead of simulated users. `terms` is the text with the
+    settings that all sites must share."""
 
     terms: str
     fleet: Fleet
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """Runs the next round: sends models, trains at the centre and the sites, and averages the answers.
-        Returns the next state and the round's events."""
+        """Runs the next round: sends the models, trains at the centre and at the sites, and averages the
+        returned models. Returns the next state and the round's events."""
         phases = Phases(self.device)
         self.leave_out(state)
         self.make_views(state.round, phases)
@@ -94,20 +97,22 @@ class Centre(Simulation):
         return replace(new, strikes=strikes), [event, *self.refusals(new.round)]
 
     def prepare(self, round: int) -> None:
-        """Does nothing: real sites prepare their own work. A simulation prepares the next round here."""
+        """Does nothing. A simulation prepares the next round on the CPU here, but real sites do that
+        themselves."""
 
     def initial(self) -> State:
-        """Returns the initial state. It always counts refusals, because the gate is not the only part that
-        refuses models."""
+        """Returns the state before the first round. Unlike in a simulation, it always has a count of refused
+        models per user (`strikes`), because the centre also refuses models when the gate is off."""
         strikes = torch.zeros(self.config.split.users, dtype=torch.int64)
         return replace(super().initial(), strikes=strikes)
 
     def leave_out(self, state: State) -> None:
-        """Excludes the users that were refused too often."""
+        """Excludes the users whose models were refused `STRIKES` times or more."""
         self.fleet.leave_out([user for user, count in enumerate(state.strikes.tolist()) if count >= STRIKES])
 
     def refusals(self, round: int) -> list[Event]:
-        """Returns the refusals since the last call as events of this round, and clears them."""
+        """Returns an event for each message that was refused since the last call. All get this round's
+        number. The list of refusals is then cleared."""
         events = [event | {"round": round} for event in self.fleet.log]
         self.fleet.log.clear()
         return events
@@ -115,7 +120,8 @@ class Centre(Simulation):
 
 @dataclass
 class _Sites:
-    """Implements `Workers` for real sites: the sites train the users, and this process trains the server."""
+    """Implements `Workers` (what a round calls to train models) for real sites. The sites train the users'
+    models, and this process trains the server's model."""
 
     centre: Centre
     round: int
@@ -125,7 +131,12 @@ class _Sites:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends the models and waits for answers; returns the cohort of the users that answered."""
+        """Sends each user of the cohort its model and waits for the trained models. Returns the cohort
+        without the users that did not return one.
+
+        `meanwhile` is called while the sites train. `extra` returns the numbers that the method sends with
+        the model.
+        """
         models = {
             user: wire.Sent(start[stream], {} if extra is None else extra([user]))
             for user, stream in zip(cohort.users, cohort.streams, strict=True)
@@ -144,19 +155,21 @@ class _Sites:
         return back
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, sent: Named) -> Returned:
-        """Returns the models and metrics that the sites sent back."""
+        """Returns the models and metrics that the sites sent back, for the users in `part`. Nothing is
+        computed here: the training was done by the sites."""
         back = [self.answers.returned[user] for user in self._users[part]]
         metrics = {name: torch.tensor([numbers[name] for _, numbers in back]).to(rows) for name in METRICS}
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns the server's models after training in this process."""
+        """Trains the server's model in this process, and returns the trained rows."""
         with self.phases.during("server"):
             return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
 
 
 def prepare(config: Config) -> tuple[Simulation, str]:
-    """Returns a simulation with the centre's images, and the terms: settings that all sites must share."""
+    """Returns a simulation that has the centre's images and no users' images, and the terms. The terms are a
+    text with the settings that all sites must share."""
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
@@ -192,33 +205,35 @@ def prepare(config: Config) -> tuple[Simulation, str]:
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
-    """Returns a simulation as a centre: the same in all parts, except that the sites train."""
+    """Returns the centre: the same simulation, except that the sites of this fleet train the users."""
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
 DEFAULTS = {"--host": "0.0.0.0", "--port": 8443, "--deadline": 120.0, "--patience": 600.0}
-"""The defaults of some options of `ssfl serve`."""
+"""The default values of `ssfl serve` options. Options with these values are left out of the command that
+resumes a run."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a centre listens and how long it waits for sites."""
+    """The options of `ssfl serve`: where the centre listens, and how long and for how many sites it waits."""
 
     keys: Path | None
-    """The keys folder. Without one, connections are not encrypted and only come from this machine."""
+    """The keys folder. None: connections are not encrypted, and only this machine can connect."""
     host: str
     port: int
     sites: int | None
-    """How many sites to wait for before the first round. Default: all that have keys."""
+    """How many sites to wait for before the first round. None: all sites that have keys."""
     deadline: float
     patience: float
     quorum: int | None = None
-    """How many sites a round needs. Default: two thirds of those that have joined, and at least two."""
+    """How many sites a round needs. None: two thirds of the sites that have joined, and at least two."""
     share: bool = False
     """Whether the final model is sent to the sites."""
 
     def options(self) -> dict[str, Any]:
-        """Returns the options of `ssfl serve` that continue the run in the same way."""
+        """Returns the options, with their values, that `ssfl serve` needs to resume this run in the same way.
+        Options with default values are left out."""
         secure = self.keys is not None
         values: dict[str, Any] = {
             "--keys": str(self.keys) if secure else None, "--insecure": None if secure else True,
@@ -230,8 +245,10 @@ class Place:
 
 
 def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
-    """Runs the rounds with the sites, in a new run folder or in that of a stopped run (`again`), and returns
-    the result."""
+    """Runs a whole federation as its centre: listens for sites, runs the rounds and returns the result.
+
+    With `again`, it continues the stopped run in the folder `path`. Otherwise it creates this folder.
+    """
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
         if not known:
@@ -275,8 +292,8 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
 
 
 def _labelled(sim: Simulation) -> str:
-    """Returns a line that describes the training and test images, so that a wrong folder is noticed before
-    sites connect."""
+    """Returns a line that describes the classes and numbers of the centre's labelled images. It is shown
+    before sites connect, so that the operator notices a wrong folder."""
     data = sim.dataset
     without = int((data.labels < 0).sum())
     ignored = f"; {without} images without a label are not used" if without else ""
@@ -290,8 +307,12 @@ def _labelled(sim: Simulation) -> str:
 def opened(
     config: Config | None, path: Path, again: bool, known: list[str], count: int
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
-    """Creates or reopens the run folder and locks it. Yields the simulation with the centre's images, the
-    terms (settings that all sites must share) and the names of the sites."""
+    """Creates the run folder, or reopens it with `again`, and locks it. `known` are the names of the sites
+    with keys; `count` is the number of sites.
+
+    Yields the simulation with the centre's images, the terms (a text with the settings that all sites must
+    share), and the names of the sites.
+    """
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
@@ -320,8 +341,8 @@ def opened(
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
-    """Runs all remaining rounds with the sites of a fleet, then tells the sites that the run is over. Returns
-    the result."""
+    """Runs all remaining rounds with the sites of a fleet and returns the result. At the end it tells the
+    sites that the run is over, and sends them the final model if `share` is set."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = round_loop.conditions(sim)
@@ -352,7 +373,7 @@ def conduct(
     why = f"all {sim.rounds} rounds are done; {result.score_text}"
     if share:
         tensors, card = folder.read_model(path / "model.safetensors")
-        del card["data"]  # do not tell the sites where the centre's images are
+        del card["data"]  # the path of the centre's images is not sent to the sites
         fleet.dismiss(why, sim.layout.flatten(tensors), json.dumps(card))
     else:
         fleet.dismiss(why)
@@ -360,11 +381,13 @@ def conduct(
 
 
 def _described(sim: Simulation) -> dict[str, Any]:
+    """Returns the content of split.json that describes the centre's own images."""
     return inventory.describe_split(sim.dataset, sim.parts, sim.validation)
 
 
 def _shares(fleet: Fleet) -> dict[str, Any]:
-    """Returns the sites' part of split.json: their names and the numbers of images that they report."""
+    """Returns the content of split.json that describes the sites: their names, and the numbers of images that
+    they report."""
     sizes = [fleet.images.get(name, 0) for name in fleet.names]
     return {
         "sites": fleet.names,

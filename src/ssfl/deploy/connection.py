@@ -20,34 +20,36 @@ from ssfl.deploy.keys import SiteKey
 from ssfl.errors import SsflError, one_line
 
 BEAT = 10.0
-"""The heartbeat interval that is announced to the centre, in seconds. Heartbeats are sent twice as often.
-After two intervals without one, the site counts as disconnected and may connect again."""
+"""The heartbeat interval in seconds that the site announces to the centre. The site sends heartbeats twice as
+often. After two intervals without a heartbeat, the centre treats the site as disconnected, and it may connect
+again."""
 GRACE = 30.0
-"""Seconds after which a refused key is an error. Before that the refusal may be temporary: a centre that has
-just started knows no keys yet, and a site that was killed still counts as connected for a while."""
+"""Seconds for which a refusal of this site's key is not yet an error, because it may be temporary. A centre
+that has just started knows no keys yet. A site that was killed still counts as connected for a while."""
 RETRY = 1.0
 """Seconds to wait after a failed heartbeat or a failed connection, before the next attempt."""
 RECONNECT = 5.0
-"""Seconds for which a request is repeated if the centre cannot be reached. After that, the site connects
-again from the start."""
+"""Seconds for which one request is repeated if the centre cannot be reached. After that, the site opens a new
+connection."""
 IDLE = 60.0
-"""Seconds after which an idle connection is closed. The centre would close it later."""
+"""Seconds after which the site closes a connection that is not used. This is sooner than the centre would
+close it."""
 HALFWAY = 120.0
-"""Seconds after which a message that arrived only in part is given up."""
+"""Seconds after which a message from the centre is given up if only a part of it has arrived."""
 SHOWN = 150
-"""The number of characters of a server's answer that are shown."""
+"""How many characters of a server's error text are shown."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Receives messages from the centre and sends answers."""
+    """A site's open connection to the centre: receives messages and sends answers."""
 
     call: internals.Caller
     node: internals.Node
     clock: internals.CentreClock
 
     def receive(self) -> Message | None:
-        """Returns the next message, or None if there is none."""
+        """Returns the centre's next message to this site, or None if no message is waiting."""
         announced = self.call("fleet/pull-messages", node=self.node)
         if not announced.messages_list:
             return None
@@ -55,7 +57,8 @@ class Connection:
         return internals.receive(self.call, "fleet", self.node, run, tree, HALFWAY)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Sends an answer. `seconds` is the time that the work for it took."""
+        """Sends an answer to the centre. `seconds` is how long the site worked on it; Flower records this
+        time."""
         self.clock.stamp(reply)
         internals.send(self.call, "fleet", self.node, reply, clientapp_runtime_list=[seconds])
 
@@ -64,8 +67,12 @@ class Connection:
 def connected(
     address: str, key: SiteKey | None, patience: float, tell: Tell = lambda line: None
 ) -> Iterator[Connection]:
-    """Yields a connection to HOST:PORT. It tries to connect for `patience` seconds; without a key nothing is
-    encrypted."""
+    """Yields a connection from a site to the centre at `address` (HOST:PORT), and closes it at the end of the
+    block.
+
+    If connecting fails, it tries again for up to `patience` seconds, then raises. Without a key nothing is
+    encrypted.
+    """
     private = ec.generate_private_key(ec.SECP384R1()) if key is None else key.private
     trust: ssl.SSLContext | bool = False
     if key is not None:
@@ -99,9 +106,9 @@ def connected(
 
 
 def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -> None:
-    """Sends heartbeats until `gone` is set.
+    """Sends heartbeats to the centre until `gone` is set.
 
-    Errors are ignored: if the centre was restarted, the next message shows it.
+    Errors are ignored, because the site's next request for work fails in the same way and is handled there.
     """
     pause = BEAT / 2
     while not gone.wait(pause):
@@ -112,7 +119,8 @@ def _beat(call: internals.Caller, node: internals.Node, gone: threading.Event) -
 
 
 def connection_error(error: Exception) -> str:
-    """Returns an error of a request as one short line; for a refusal its status and text."""
+    """Returns the text of a failed request as one short line. If a server refused the request, the line has
+    the HTTP status and the server's text."""
     if isinstance(error, httpx.HTTPStatusError):
         text = " ".join(error.response.text.split())[:SHOWN]
         return f"{error.response.status_code} {text or error.response.reason_phrase}"
@@ -121,7 +129,8 @@ def connection_error(error: Exception) -> str:
 
 @dataclass
 class _Attempts:
-    """The attempts to connect to an address."""
+    """Counts how long a site has been trying to connect to `address`, and decides whether it may try
+    again."""
 
     address: str
     has_key: bool
@@ -131,8 +140,8 @@ class _Attempts:
     said: bool = False
 
     def failed(self, error: Exception) -> None:
-        """Raises if trying again is useless or the patience is used up. Otherwise it reports the error, but
-        only once."""
+        """Handles a failed attempt to connect. Raises if more attempts are useless or if the time is used up.
+        Otherwise it returns, and shows the error if this is the first failure."""
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         unreachable, why = isinstance(error, httpx.TransportError), connection_error(error)
         if status == 403:
@@ -168,7 +177,8 @@ class _Attempts:
 
 
 def _check_certificate(address: str, error: Exception) -> None:
-    """Raises if this is an error of the centre's certificate: trying again would not help."""
+    """Raises if the connection failed because of the centre's certificate, since more attempts would not
+    help."""
     now = f"{datetime.now():%Y-%m-%d %H:%M}"
     if "certificate has expired" in str(error):
         raise SsflError(

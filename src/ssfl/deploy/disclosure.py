@@ -1,8 +1,9 @@
-"""What a site tells the centre about an error: nothing that names a file or a folder of the site.
+"""Decides what a site tells the centre about an error, so that the centre learns no name of a file or folder
+of the site.
 
-The text of an error often holds a path: of an image, of the site's own code, of the home folder. So the
-centre gets only the kind of an error, and the text of a `PublicError`. The site's own terminal shows the full
-text.
+The text of an error often contains a path: of an image, of the site's own code, of the home folder. So the
+centre gets only the kind of the error, such as "ValueError". The exception is a `PublicError`, whose text may
+be sent. The site's own terminal shows the full text.
 """
 
 from typing import Any
@@ -11,13 +12,14 @@ from ssfl.errors import DataError
 
 ELSEWHERE = "the terminal of this site shows the text"
 LONGEST_KIND = 60
-"""The number of characters of an error's kind that are sent."""
+"""How many characters of the error's class name are sent."""
 
 
 class PublicError(DataError):
-    """An error at a site with a text that may be sent to the centre: `public`, by default the whole text.
+    """An error at a site with a text that may be sent to the centre. This text is `public`; by default it is
+    the whole message.
 
-    The code that raises it must make sure that `public` reveals nothing about the site. It may hold only
+    The code that raises it must make sure that `public` reveals nothing about the site. It may contain only
     counts, and values that the centre sent.
     """
 
@@ -27,7 +29,8 @@ class PublicError(DataError):
 
 
 def for_centre(error: BaseException) -> str:
-    """Returns what the centre is told about an error at this site."""
+    """Returns the text about an error that is sent to the centre: the text of a `PublicError`, otherwise only
+    the name of the error's class."""
     if isinstance(error, PublicError):
         return error.public
     return f"{type(error).__name__[:LONGEST_KIND]} ({ELSEWHERE})"

@@ -1,8 +1,8 @@
-"""The sites as the centre sees them: which are connected, what they are sent, and which answers arrive in
-time.
+"""The sites as the centre sees them: which sites are connected, what they are sent, and which answers arrive
+in time.
 
-A round needs answers from a quorum of the sites. If fewer answer, the others are asked again. A site's work
-depends only on the round, so it does not matter when it was asked.
+A round needs answers from a quorum of the sites. If fewer answer, the others are asked again. A site's
+training depends only on the round and the model it is sent, not on when it is asked.
 """
 
 import math
@@ -23,106 +23,121 @@ from ssfl.deploy.keys import NAME, NAME_RULE
 from ssfl.errors import DataError, RunError
 
 LINE_EVERY = 10.0
-"""Seconds between two lines about missing sites."""
+"""Seconds between two output lines about missing sites."""
 GREETING = 10.0
-"""New sites are asked for their names. The centre stops waiting after this many seconds without an answer."""
+"""The centre asks new sites for their names. It stops waiting after this many seconds without an answer;
+later answers are still handled."""
 LATER = 30.0
-"""Seconds until a site is asked again for its name, if its answer was not a valid name."""
+"""Seconds until the centre asks a site for its name again, if its answer was not valid."""
 SOON = 10.0
-"""Seconds until a site whose name is taken is asked again. The site that has the name may be disconnected
-without the centre knowing it yet."""
+"""Seconds until the centre asks a site for its name again, if the name was taken. The other site of that name
+may have disconnected without the centre knowing it yet."""
 TAKEN = 30.0
-"""Seconds after which a site without a key is told that its name is taken, and has to leave."""
+"""Seconds for which a site whose name is taken may keep trying. Then a site without a key is told that its
+name is taken, and has to leave."""
 SHARE = 2 / 3
-"""The default quorum, as a share of the sites that have joined."""
+"""The default quorum, as a fraction of the sites that have joined."""
 EXCLUDED = "the centre has excluded this site after refusing three of its answers: ask its operator why"
+"""The text that an excluded site is sent."""
 FEWEST = 2
-"""The smallest default quorum if there are at least this many sites: one update alone is no average."""
+"""The default quorum is at least this many sites, unless there are fewer: a single update is not an
+average."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to a round's messages."""
+    """The result of one round's communication: which users were sent a model and what came back."""
 
     sent: Collection[int]
-    """The users that were sent a model."""
+    """The numbers of the users that were sent a model."""
     returned: Mapping[int, tuple[Tensor, dict[str, float]]]
-    """The models and metrics that came back in time, by user."""
+    """The model (all weights as one vector) and the metrics of each user whose answer came in time and was
+    accepted."""
     refused: Mapping[int, str]
-    """Why something that a user sent was refused, by user. Its model may still have been accepted."""
+    """For each user of whom something was refused: the reason. Another answer of the same user may still have
+    been accepted."""
     traffic: Mapping[str, int]
-    """Bytes sent over the port during the round, including those that Flower adds: `wire_up` to the centre,
-    `wire_down` to the sites."""
+    """Bytes that went over the port during the round, including those that Flower adds: `wire_up` to the
+    centre, `wire_down` to the sites."""
     missing: list[str] = field(default_factory=list)
-    """The sites that should have taken part but sent nothing, neither an accepted model nor a refused one."""
+    """The names of the sites that should have taken part but sent no model, neither an accepted nor a refused
+    one."""
     again: list[int] = field(default_factory=list)
-    """The users that were sent their model again, listed once for each repetition."""
+    """The users that were sent their model more than once. A user is listed once for each repetition."""
 
 
 @dataclass
 class Fleet:
-    """The sites as the centre sees them."""
+    """All sites of a federation as the centre sees them. It waits for sites, sends them models, and collects
+    their answers."""
 
     grid: post.Exchange
+    """The connection to Flower that sends and receives messages."""
     names: list[str]
-    """The sites' names, in the order of the users' numbers."""
+    """The names of the sites. Site `names[i]` is user i."""
     needed: int
-    """How many sites to wait for before the first round."""
+    """How many sites must be connected before the first round."""
     deadline: float
-    """Seconds that a site has to answer in a round."""
+    """How many seconds a site has to answer in a round."""
     patience: float
-    """Seconds without any answer after which the run stops."""
+    """The run stops after this many seconds without any answer."""
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
-    """Reports of the port, put here from another thread: what was refused, and how many bytes were sent."""
+    """Reports from the port's process, which another thread puts here: refused requests, and how many bytes
+    were sent."""
     exclude: Callable[[Collection[int]], None] = lambda nodes: None
-    """Tells the port to drop the nodes of sites that are left out."""
+    """Tells the port to refuse requests of these nodes, because their sites are excluded."""
     asked: bool = False
-    """Whether sites are asked for names of their own choice. With keys, the key says which site it is."""
+    """Whether sites choose their own names. Otherwise each site is known by its key."""
     look: Callable[[], None] = lambda: None
-    """Looks for keys that were replaced or removed."""
+    """Applies changes in the keys folder: keys that were replaced, removed or added."""
     quorum: int | None = None
-    """How many sites must take part in a round. Default: two thirds of those that have joined."""
+    """How many sites must take part in a round. None: two thirds of the sites that have joined."""
     images: dict[str, int] = field(default_factory=dict)
     """The number of images that each site reports."""
     doing: dict[str, str] = field(default_factory=dict)
-    """What each site is doing, as text."""
+    """For each site, a text for the table that says what the site is doing."""
     left_out: set[str] = field(default_factory=set)
-    """The sites that are excluded from the run."""
+    """The names of the sites that are excluded from the run."""
     log: list[Event] = field(default_factory=list)
-    """Events of refusals that have not been written to the run folder yet."""
+    """Events about refused messages that have not yet been written to the run folder."""
     _joined: set[str] = field(default_factory=set)
-    """The sites that have ever connected. The quorum is a share of these."""
+    """The names of all sites that have connected at least once. The default quorum is a fraction of their
+    number."""
     _without: list[str] = field(default_factory=list)
-    """The missing sites that were reported last."""
+    """The missing sites in the last line about missing sites, so that the same line is not repeated."""
     _traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes sent over the port so far, if it reports them."""
+    """The latest count of bytes that went over the port, `up` and `down`; empty if the port does not report
+    it."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """For each site, why it was refused, since this was last cleared."""
+    """For each site, why one of its messages was refused. It is cleared after each attempt to collect
+    models."""
     _nodes: dict[int, str] = field(default_factory=dict)
-    """The site of each of Flower's node numbers."""
+    """The name of the site behind each node. Flower numbers its nodes, and a site gets a new number when its
+    key changes."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """For each node that was asked for its name: the message's identifier, and the time until which it may
-    answer."""
+    """For each node that was asked for its name: the message's identifier, and until when it may answer
+    (`time.monotonic`)."""
     _rejected: dict[int, float] = field(default_factory=dict)
-    """For each node that may not join: the time before which it is not asked again for its name."""
+    """For each node that may not join: the time before which the centre does not ask for its name again
+    (`time.monotonic`)."""
     _taken: dict[int, float] = field(default_factory=dict)
-    """For each node whose name is taken: when it first sent that name."""
+    """For each node whose name is taken: when the node first sent that name (`time.monotonic`)."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
-    """How often each site's update was "cut" or "weakened"."""
+    """How often each site's update was limited, by the site's name and by kind: "cut" or "weakened"."""
     _reached: bool = True
-    """Whether Flower's message exchange could be reached at the last attempt."""
+    """Whether Flower's SuperLink answered at the last attempt. It is used to report a failure only once."""
 
     def least(self, sites: int) -> int:
-        """Returns the quorum for this many sites."""
+        """Returns the quorum: how many of `sites` sites must answer before a round counts."""
         usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
         return min(sites, usual if self.quorum is None else self.quorum)
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
-        """Logs and reports that a message was refused.
+        """Prints and logs that a message was refused, and why.
 
-        Without a name, the message came from a stranger. `counted` says that the refusal already counts
-        against the site.
+        If `name` is None, a stranger at the address `host` sent it. If `counted` is set, the refusal was
+        already counted against the site elsewhere.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -136,21 +151,22 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Reports that a site's update was shortened, because its norm was `times` times the usual one."""
+        """Reports that a site's update was scaled down, because its norm was `times` times the usual norm."""
         self._limited(
             name, "cut", f"an update whose norm is {times:.3g} times the usual one: it was scaled down"
         )
 
     def weakened(self, name: str, weight: float) -> None:
-        """Reports that a site gets less or no weight, because its updates raise the loss on the centre's
-        labels, round after round."""
+        """Reports that a site's update gets a lower weight, or none (0), because its updates increase the
+        loss on the centre's labels round after round."""
         how = f"its weight in this round is {weight:.0%}" if weight else "it is not used in this round"
         self._limited(
             name, "weakened", f"updates that tend to increase the loss on the centre's labels: {how}"
         )
 
     def _limited(self, name: str, what: str, why: str) -> None:
-        """Shows a line and logs an event, but only the 1st, 2nd, 4th, ... time for the same site."""
+        """Prints and logs that a site's update was limited. It does so only the 1st, 2nd, 4th, 8th, ... time
+        for the same site and kind, so that the log stays short."""
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
             if what == "weakened":  # cuts are already in the round's event
@@ -158,7 +174,8 @@ class Fleet:
             self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
-        """Handles the reports of the port, and returns the nodes whose answers can no longer arrive."""
+        """Handles the reports that have come from the port. Returns the nodes whose answers can no longer
+        arrive."""
         lost = set()
         with suppress(Empty):
             while True:
@@ -176,7 +193,8 @@ class Fleet:
         return lost
 
     def connected(self) -> dict[int, int]:
-        """Returns Flower's node number of each user that is connected and takes part."""
+        """Finds out which sites are connected, and lets new ones join. Returns Flower's node number of each
+        connected user that is not excluded."""
         try:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
@@ -201,9 +219,9 @@ class Fleet:
         return {user: nodes[name] for user, name in enumerate(self.names) if name in nodes}
 
     def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Asks new sites for their names and numbers of images.
+        """Asks new sites for their names and numbers of images, and handles the answers.
 
-        A slow site does not delay the others for long: its answer is handled whenever it arrives.
+        It waits only a few seconds for slow sites. Their answers are handled in a later call.
         """
         now = time.monotonic()
         self._greeted = {
@@ -228,7 +246,7 @@ class Fleet:
             time.sleep(getattr(self.grid, "pause", post.POLL))
 
     def _greetings(self) -> dict[int, RecordDict]:
-        """Returns the answers of sites that were asked for their names, by node."""
+        """Returns the answers that have arrived from sites that were asked for their names, by node."""
         answers = {}
         for node, (name, _) in list(self._greeted.items()):
             try:
@@ -250,7 +268,7 @@ class Fleet:
         return answers
 
     def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
-        """Registers a site that sent its name, or refuses it."""
+        """Handles the answer of a site that was asked for its name: lets the site join, or turns it away."""
         try:
             claimed, count = wire.read_identity(content)
         except DataError as error:
@@ -272,12 +290,10 @@ class Fleet:
             self._dismiss_nodes([node], EXCLUDED)
 
     def _turn_away(self, node: int, name: str) -> None:
-        """Refuses a site whose name is taken or not allowed.
-
-        A site without a key is told why; one with a key is refused by the port.
+        """Refuses to let a site join whose name is taken, unknown or not allowed.
 
         If the name is taken, the site is asked again for a while, because the other site of that name may
-        have disconnected.
+        have disconnected. A site without a key is then told why it may not join.
         """
         now, taken = time.monotonic(), name in self.names
         if taken:
@@ -298,8 +314,11 @@ class Fleet:
             self._dismiss_nodes([node], f"the centre does not let {name} join: {why}")
 
     def gather(self, first: bool = False) -> dict[int, int]:
-        """Waits up to `patience` seconds for a quorum of the sites, or for all of them before the `first`
-        round. Returns the connected ones."""
+        """Waits until enough sites are connected, and returns Flower's node number of each connected user.
+
+        Enough means a quorum, or before the `first` round all needed sites. Raises after `patience` seconds
+        with too few sites.
+        """
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
             try:
@@ -347,12 +366,14 @@ class Fleet:
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, RecordDict]:
-        """Sends each node its content; returns the answers that arrive in time."""
+        """Sends each node its content, and returns the contents of the answers that arrive within `deadline`
+        seconds, by node. `meanwhile` is called while the sites work."""
         return post.exchange(
             self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
         )
 
     def _called(self, node: int) -> str:
+        """Returns the name of a node's site for messages, or the node's number if the name is unknown."""
         return self._nodes.get(node, str(node))
 
     def train(
@@ -363,10 +384,11 @@ class Fleet:
         meanwhile: Callable[[], None],
         alone: bool = True,
     ) -> Answers:
-        """Sends a model to each user that is connected; returns the answers.
+        """Sends each connected user its model and returns the trained models that come back in time.
 
-        Users that do not answer are asked again until there is a quorum. `alone` says whether the server may
-        train alone if none of these users is connected.
+        Users that do not answer are asked again until there is a quorum. `meanwhile` trains the server's
+        model while the sites train. `alone` says whether the round may continue with the server alone if none
+        of the users is connected.
         """
         before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
         returned: dict[int, tuple[Tensor, dict[str, float]]] = {}
@@ -421,7 +443,8 @@ class Fleet:
         wait: float,
         meanwhile: Callable[[], None],
     ) -> dict[int, tuple[Tensor, dict[str, float]]]:
-        """Sends a model to these nodes; returns the models and metrics that arrive in time, by user."""
+        """Sends each of these nodes its user's model once. Returns the models and metrics that arrive within
+        `wait` seconds and are valid, by user."""
         contents = {
             node: wire.pack_work(models[user], terms=terms, user=user, round=round)
             for node, user in users.items()
@@ -442,7 +465,7 @@ class Fleet:
         return returned
 
     def _tell_missing(self, missing: list[str]) -> None:
-        """Reports the sites that are missing from a round, unless they are the same as last time."""
+        """Prints the sites that are missing from a round, unless they are the same as last time."""
         if missing and missing != self._without:
             self.tell(
                 "not connected, so not in this round: "
@@ -451,7 +474,7 @@ class Fleet:
         self._without = missing
 
     def leave_out(self, users: Collection[int]) -> None:
-        """Excludes these users from the run, and tells them so."""
+        """Excludes these users from the rest of the run, and tells their sites so."""
         new = {self.names[user] for user in users} - self.left_out
         for name in sorted(new):
             self.tell(f"{name} is excluded from now on: it was refused three times")
@@ -460,7 +483,8 @@ class Fleet:
         self._dismiss_nodes([node for node, name in self._nodes.items() if name in new], EXCLUDED)
 
     def _dismiss_nodes(self, nodes: Collection[int], why: str) -> None:
-        """Tells sites why they may not take part; does not wait for their answers."""
+        """Tells these nodes why they may not take part, and has the port refuse their further requests. Does
+        not wait for answers."""
         end = ConfigRecord({"ask": "end", "why": why, "refused": True})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
@@ -473,9 +497,10 @@ class Fleet:
             )
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
-        """Tells all sites that the run is over, and sends them the model if they may keep it.
+        """Tells all sites that the run is over, and why. With a `model`, it also sends them the final model
+        and its `card`.
 
-        Sites that disconnect at once need not answer.
+        It does not matter if a site disconnects without answering.
         """
         self.tell = lambda line: None
         contents = {}
@@ -488,4 +513,5 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """Does nothing. It is the `meanwhile` of a repeated request: the centre trained during the first one."""
+    """Does nothing. It replaces `meanwhile` when sites are asked again, because the centre has already
+    trained in this round."""

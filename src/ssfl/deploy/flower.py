@@ -1,8 +1,8 @@
-"""The same federation with Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
+"""The same federation run with Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
 
-Flower's SuperLink and SuperNodes then carry the messages, start a process for each message, and decide who
-may join. The content of answers is checked as usual. The checks of `request_filter.py` at the centre's port
-are not made.
+Here Flower's own SuperLink and SuperNodes carry the messages, start a process for each message, and decide
+who may join. The contents of answers are checked as with `ssfl serve`. The checks of `request_filter.py` are
+not made, because the centre does not have its own port.
 """
 
 import json
@@ -30,14 +30,17 @@ from ssfl.runs.surroundings import reproducible
 
 @cache
 def _site(name: str, data: str, device: str, threads: int | None, keep: str | None) -> Site:
+    """Returns the site with these settings. It is cached, so that its files are checked only once per
+    process."""
     files = usable(sources.image_files([data]), print)
     return Site(name, files, device, threads, keep=Path(keep) if keep else None)
 
 
 def site_of(context: Context) -> Site:
-    """Returns the site that a SuperNode's --node-config describes: data, name, device, threads, keep."""
+    """Returns the site that the options in a SuperNode's --node-config describe: data, name, device, threads
+    and keep."""
     settings: dict[str, Any] = dict(context.node_config)
-    for key in ("data", "name"):  # the name is not that of the folder, because the centre gets it
+    for key in ("data", "name"):  # the folder's name is no default: the name is sent to the centre
         if not settings.get(key):
             raise PublicError(f"{key} is not set: use flower-supernode --node-config '{key}=\"...\"'")
     return _site(
@@ -47,8 +50,8 @@ def site_of(context: Context) -> Site:
 
 
 def same_bits(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answers a site's message with reproducible arithmetic, so that the same message gives the same bits
-    every time."""
+    """Handles a site's message with deterministic arithmetic (a Flower mod), so that the same message always
+    gives a bit-identical answer."""
     with reproducible():
         return call_next(message, context)
 
@@ -59,7 +62,8 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Runs the centre that the app's config describes."""
+    """Runs the centre. Its options are those of the Flower app's run config, such as `sites`, `out` and
+    `data`."""
     settings: dict[str, Any] = {"config": "own", "set": "", "deadline": 120.0, "patience": 600.0} | dict(
         context.run_config
     )

@@ -1,4 +1,5 @@
-"""The images of a site: files in a folder, or arrays returned by a function of the site's own."""
+"""The images of a site: files in a folder, or arrays that a function in the site's own Python file
+returns."""
 
 from pathlib import Path
 from typing import Protocol
@@ -13,22 +14,26 @@ from ssfl.errors import DataError
 
 
 class Images(Protocol):
-    """The images of a site, from any source: their number, and their pixels for training."""
+    """What a site needs from its images: their number, and their pixels for training."""
 
     def __len__(self) -> int: ...
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns uint8 [N, C, H, W] in the centre's shape; `white` is the centre's largest pixel value."""
+        """Returns all images as uint8 [N, C, H, W], where `shape` is the centre's (C, H, W). `white` is the
+        largest pixel value at the centre."""
         ...
 
 
 class ImageFiles(list[Path]):
-    """Image files. They are read once the centre has said which image size and bit depth it uses."""
+    """The image files of a site. Their pixels are read later, after the centre has said which image size and
+    bit depth it uses."""
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns the decoded images, resized to the centre's size."""
+        """Returns the decoded images, uint8 [N, C, H, W], resized to the centre's `shape`. In files with
+        more than 8 bits per channel, values are scaled so that `white` becomes 255. Larger values become
+        255 too."""
         decoded = decoding.decoded(self, shape[1:], shape[0], white)
-        if decoded.broken:  # they could be read when this site joined
+        if decoded.broken:  # these files could be read when this site joined
             raise PublicError(
                 f"{decoding.describe_broken(decoded.broken, len(self))}; they could be read when this site "
                 "joined: restore them, or stop with Ctrl-C and join again",
@@ -43,7 +48,7 @@ class ImageFiles(list[Path]):
 
 
 class Loaded:
-    """Images returned by a function in this site's own file."""
+    """The images that a function in the site's own Python file returns."""
 
     def __init__(self, name: str) -> None:
         outside.trust(name)  # safe: the user typed this name after --data
@@ -53,7 +58,9 @@ class Loaded:
         return len(self.images)
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns the images, resized to the centre's size if that is square."""
+        """Returns the images, uint8 [N, C, H, W], in the centre's `shape`. They are resized if necessary.
+        Raises if their number of channels differs, or if they would have to be resized and the centre's
+        images are not square."""
         channels, height, width = shape
         if tuple(self.images.shape[1:]) == shape:
             return self.images
@@ -68,12 +75,13 @@ class Loaded:
 
 
 def _try(file: Path) -> None:
-    """Raises if an image file cannot be read."""
+    """Raises if an image file cannot be decoded."""
     pictures.decode(file, 1)
 
 
 def usable(files: list[Path], tell: Tell) -> ImageFiles:
-    """Returns the image files that can be read; reports the others."""
+    """Returns the image files that can be decoded, and reports each of the others with `tell`. Raises if no
+    file can be decoded."""
     good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):

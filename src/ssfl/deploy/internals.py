@@ -1,4 +1,5 @@
-"""All uses of Flower beyond its public interface (flwr.app, flwr.clientapp, flwr.serverapp).
+"""All uses of Flower's internals, that is, of anything beyond its public interface (flwr.app, flwr.clientapp,
+flwr.serverapp).
 
 No other module imports Flower's internals, and `tests/test_flower_internals.py` lists those used here. So if
 a new release of Flower differs, only this file breaks, with one message that says so.
@@ -64,17 +65,17 @@ except ImportError as error:
     raise SsflError(f"{OTHER_FLOWER} ({error}): {INSTALL_FLOWER}") from error
 
 CLOCKS_AGREE = 2.0
-"""Two clocks count as equal if they differ by at most this many seconds."""
+"""Two clocks are treated as equal if they differ by at most this many seconds."""
 Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-"""The largest part, in bytes, in which an array is sent."""
+"""The largest size, in bytes, of one part of an array. Flower sends larger arrays in several parts."""
 RUN = "x-ssfl-run"
-"""The header in which the centre names its run."""
+"""The name of the HTTP header in which the centre sends the number of its run."""
 SERVER = Node(node_id=1)
 """Flower's node for the SuperLink itself."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""Flower's error codes for an answer that did not arrive completely before its message expired."""
+"""Flower's error codes for an answer that did not arrive completely before its time ran out."""
 TYPES: dict[str, tuple[Any, Any]] = {
     "control/register-node": (control_pb2.RegisterNodeRequest, control_pb2.RegisterNodeResponse),
     "control/unregister-node": (control_pb2.UnregisterNodeRequest, control_pb2.UnregisterNodeResponse),
@@ -99,7 +100,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "fleet/pull-messages": (fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
     "fleet/push-messages": (fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
 }
-"""The types of the requests and of their responses, by path."""
+"""The protobuf types of each request and of its response, by path."""
 for _api in ("fleet", "runtime"):
     TYPES[f"{_api}/push-object"] = message_pb2.PushObjectRequest, message_pb2.PushObjectResponse
     TYPES[f"{_api}/pull-object"] = message_pb2.PullObjectRequest, message_pb2.PullObjectResponse
@@ -119,32 +120,38 @@ fab-format-version = 0
 serverapp = "ssfl:none"
 clientapp = "ssfl:none"
 """
-"""Flower needs an app bundle to start a run. This one is never executed: centre and sites have ssfl."""
+"""The app bundle that Flower needs to start a run. It has no code, because the centre and the sites run ssfl
+itself."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What Flower's handlers need to know about the centre: the number of its run."""
+    """The number of the centre's run, in the form that Flower's request handlers expect."""
 
     run_id: int
 
 
 class CannotCarry(Exception):
-    """A message could not be sent, or did not arrive completely."""
+    """Raised if a message could not be sent, or did not arrive completely."""
 
 
 class Caller:
-    """Sends requests in Flower's protocol, which is protobuf over HTTP. Failed requests are retried for
-    `patience` seconds."""
+    """Sends requests to Flower's SuperLink, as protobuf messages over HTTP. Calling it with a path and the
+    request's fields returns the response.
+
+    A failed request is repeated for up to `patience` seconds. `headers` returns the headers that each request
+    gets.
+    """
 
     def __init__(
         self, http: httpx.Client, base: str, headers: Callable[[], Mapping[str, str]], patience: float = 0.0
     ) -> None:
         self.http, self.base, self.headers, self.patience = http, base, headers, patience
         self.connecting = 0.0
-        """Seconds for which a request is tried again if there is no connection, so that it was never sent."""
+        """Seconds for which a request is repeated if no connection could be opened. Repeating is safe then,
+        because the request was never sent."""
         self.check: Callable[[], None] = lambda: None
-        """Called after a request that failed; raises if it is useless to try again."""
+        """Called after each failed request. It raises if repeating the request is useless."""
 
     def __call__(self, path: str, **fields: Any) -> Any:
         asked, answer = TYPES[path]
@@ -157,7 +164,8 @@ class Caller:
         return parsed
 
     def post(self, path: str, content: bytes) -> bytes:
-        """Sends a request and returns the body of the response; raises httpx's errors."""
+        """Sends `content` to a path and returns the body of the response. Raises httpx's errors if no attempt
+        succeeds."""
         began, pause = time.monotonic(), 0.1
         while True:
             try:
@@ -188,10 +196,11 @@ class CentreClock:
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        """The seconds by which the centre's clock is ahead of this machine's."""
+        """How many seconds the centre's clock is ahead of this machine's clock."""
 
     def learn(self, response: httpx.Response) -> None:
-        """Compares the clocks; ignores small differences, because `Date` has whole seconds."""
+        """Updates `ahead` from the `Date` header of a response of the centre. Small differences are ignored,
+        because `Date` has only whole seconds."""
         try:
             ahead = (parsedate_to_datetime(response.headers["date"]) - now()).total_seconds()
         except (KeyError, ValueError, TypeError):  # there is no date, or it cannot be read
@@ -200,18 +209,20 @@ class CentreClock:
             self.ahead = ahead
 
     def now(self) -> datetime:
-        """Returns the time at the centre."""
+        """Returns the current time by the centre's clock."""
         return now() + timedelta(seconds=self.ahead)
 
     def stamp(self, reply: Message) -> None:
-        """Dates a reply by the centre's clock; it expires together with the message that it answers."""
+        """Sets a reply's creation time to the centre's current time. The reply still expires together with
+        the message that it answers."""
         created, facts = self.now().timestamp(), reply.metadata
         facts.ttl = facts.created_at + facts.ttl - created
         facts.created_at = created
 
 
 def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
-    """Returns the headers that identify a site: its public key, the time, and a signature of the time."""
+    """Returns the HTTP headers with which a site identifies itself: its public key, the time `at`, and a
+    signature of this time."""
     time = at.isoformat()
     signature = sign_message(private, time.encode())
     return {
@@ -222,8 +233,12 @@ def signed(private: ec.EllipticCurvePrivateKey, at: datetime) -> dict[str, str]:
 
 
 def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> bytes | str:
-    """Returns the public key that signed a request; if there is none, a text that says why. It reads only the
-    headers."""
+    """Returns the public key that signed a request. If the signature is missing or invalid, returns a text
+    that says why.
+
+    `known` says whether a public key belongs to a site. Only the headers are needed, so a bad request is
+    refused before its body is read.
+    """
     try:
         public, signature = (
             b64decode(headers[name.lower().encode()], validate=True)
@@ -245,17 +260,19 @@ def signer(headers: Mapping[bytes, bytes], known: Callable[[bytes], bool]) -> by
 
 
 def identity(task: int, run: int, node: int) -> None:
-    """Sets the task, run and node that this process's messages carry as their sender."""
+    """Sets the task, run and node numbers that Flower writes into this process's messages as their sender."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, run, node
 
 
 def register(call: Caller, name: str, key: ec.EllipticCurvePublicKey) -> int:
-    """Registers a site with its key; returns its node number."""
+    """Registers a site's public key with Flower, under the site's name. Returns Flower's node number of the
+    site."""
     return int(call("control/register-node", public_key=public_key_to_bytes(key), name=name).node_id)
 
 
 def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[str, int]:
-    """Registers the sites and starts the centre's run; returns the sites' node numbers."""
+    """Registers the sites with Flower and starts the centre's run. Returns Flower's node number of each site,
+    by name."""
     numbers = {name: register(call, name, key) for name, key in sites.items()}
     bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
     call("control/start-run", fab=fab_pb2.Fab(content=bundle))
@@ -263,7 +280,7 @@ def begin(call: Caller, sites: Mapping[str, ec.EllipticCurvePublicKey]) -> dict[
 
 
 def take_task(call: Caller) -> int:
-    """Makes this process the run's ServerApp; returns the run's number.
+    """Makes this process the ServerApp of the run, and returns the run's number.
 
     From now on `call` sends the ServerApp's token and the run's number in its headers.
     """
@@ -278,8 +295,8 @@ def take_task(call: Caller) -> int:
 
 
 def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
-    """Marks a site's node as connected and returns it. A `new` key is registered first. The site promises a
-    heartbeat every `beat` seconds."""
+    """Tells Flower that a site is connected, and returns the site's node. With `new`, the key is registered
+    first. `beat` is the site's heartbeat interval in seconds."""
     public_key = public_key_to_bytes(private.public_key())
     if new:
         call("fleet/register-node", public_key=public_key)
@@ -288,7 +305,11 @@ def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new
 
 
 def send(call: Caller, api: str, node: Any, message: Message, **options: Any) -> str:
-    """Announces a message and sends its parts; returns its name."""
+    """Announces a message to Flower and uploads its parts. Returns the message's identifier.
+
+    `api` is "runtime" at the centre and "fleet" at a site. Raises `CannotCarry` if Flower does not accept the
+    message.
+    """
     name: str = message.object_id
     message.metadata.__dict__["_message_id"] = name
     objects = get_all_nested_objects(message)
@@ -310,7 +331,11 @@ def send(call: Caller, api: str, node: Any, message: Message, **options: Any) ->
 
 
 def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: float) -> Message:
-    """Fetches the parts of an announced message within `patience` seconds, confirms it and returns it."""
+    """Downloads the parts of an announced message, confirms that they arrived, and returns the message.
+
+    `api` is "runtime" at the centre and "fleet" at a site; `tree` lists the parts. Raises `CannotCarry` if
+    not all parts are available within `patience` seconds.
+    """
     end, contents = time.monotonic() + patience, {}
     for part in {each.object_id for each in iterate_object_tree(tree)}:
         pause = 0.05
@@ -332,17 +357,17 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
 
 
 def count_parts(tree: Any) -> int:
-    """Returns the number of a message's parts."""
+    """Returns how many parts a message has. `tree` is Flower's list of its parts."""
     return sum(1 for _ in iterate_object_tree(tree))
 
 
 def is_intact(name: str, content: bytes) -> bool:
-    """Returns whether a part of a message matches its name, which is its hash."""
+    """Returns whether a part of a message has the right hash. The part's name is its hash."""
     return bool(get_object_id(content) == name)
 
 
 def array_chunks(content: bytes) -> bytes | None:
-    """Returns the list of an array's chunks as JSON, if this part of a message describes an array; otherwise
+    """Returns a JSON list of the chunks of an array, if this part of a message describes an array; otherwise
     None."""
     if get_object_head_values_from_object_content(content)[0] != "Array":
         return None
@@ -352,25 +377,27 @@ def array_chunks(content: bytes) -> bytes | None:
 
 @dataclass(frozen=True)
 class SuperLink:
-    """Flower's message exchange, running in this process."""
+    """Flower's SuperLink in this process: it stores messages and forwards them."""
 
     app: Any
-    """An ASGI application."""
+    """Flower's ASGI application, which answers all requests."""
     node_of: Callable[[bytes], int | None]
-    """Returns the number of the node that has a public key."""
+    """Returns the node number that belongs to a public key, or None if the key is unknown."""
     alive: Callable[[int, float], bool]
-    """Marks a node as connected for twice this many seconds; returns whether there is such a node."""
+    """Takes a node number and a number of seconds. Marks the node as connected for twice this time, and
+    returns whether the node exists."""
     handlers: Mapping[str, Callable[..., Any]]
-    """The functions that answer requests about messages, by path. Those of the centre take its run as `task`.
-    `app` calls the same functions, but through layers that cost more time than the functions themselves. The
-    caller must have checked who sent the request."""
+    """Flower's functions that answer requests about messages, by path. Calling them directly is faster than
+    going through `app`, but skips its checks. So the caller must already have checked who sent the request.
+    The functions for the centre also take its run, as `task`."""
 
 
 def superlink(keys_only: bool) -> SuperLink:
-    """Returns Flower's SuperLink; with `keys_only` no site can register itself.
+    """Returns Flower's SuperLink. With `keys_only`, a site cannot register a key itself, so only known sites
+    can connect.
 
-    Its state is kept in memory: it is not needed after the process ends, and SQLite would take most of a
-    round's time.
+    Its state is kept in memory, because it is not needed after the process ends, and a database (SQLite)
+    would take most of a round's time.
     """
     os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     try:
@@ -380,6 +407,8 @@ def superlink(keys_only: bool) -> SuperLink:
 
 
 def _superlink(keys_only: bool) -> SuperLink:
+    """Imports Flower's server code and builds the `SuperLink`. Raises ImportError or AttributeError if
+    Flower's internals have changed."""
     from flwr.superlink.main import create_app
     from flwr.superlink.servicer.fleet import fleet_handlers
     from flwr.superlink.servicer.runtime import runtime_handlers

@@ -1,10 +1,10 @@
-"""The keys of a federation: a certificate for the centre, and a key for each site, in one file to give to the
-site.
+"""The keys of a federation: a certificate for the centre, and for each site one file with its key, to be
+given to the site.
 
 A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds two
 files. `NAME.pub` is the public key (ECDSA P-384) with which the site's signatures are checked. `NAME.site`
 has the site's private key, and the certificate by which the site recognises the centre. Give NAME.site to the
-site in a way you trust, then delete it here. Keep everything else.
+site in a way you trust, then delete it here. Keep all other files.
 """
 
 import ipaddress
@@ -28,28 +28,32 @@ from ssfl.core import plain_files
 from ssfl.errors import SsflError
 
 LARGEST = 1 << 20
-"""The most bytes that a key file may have."""
+"""The largest size of a key file, in bytes."""
 YEARS = 5
-"""The number of years that certificates are valid."""
+"""For how many years a new certificate is valid."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""The pattern that a site's name must match."""
 NAME_RULE = "at most 63 letters a-z and A-Z, digits, '-', '_' and '.', with a letter or digit first"
 RESERVED = ("ca", "centre")
+"""Names that a site may not have, because the centre's own files use them."""
 PEM = serialization.Encoding.PEM
 NEW_KEYS = "`ssfl keys init --dir NEW --host HOST` and `ssfl keys add NAME --dir NEW` for each site"
 
 
 @dataclass(frozen=True)
 class SiteKey:
-    """The content of a .site file."""
+    """The content of a .site file, with which a site connects to the centre."""
 
     name: str
     private: ec.EllipticCurvePrivateKey
     authority: bytes
-    """The certificate of the authority that signed the centre's certificate, as PEM."""
+    """The PEM certificate of the authority that signed the centre's certificate. The site trusts only this
+    authority."""
 
 
 def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
-    """Creates the centre's certificate for the host names or addresses that sites will use."""
+    """Creates a keys folder with the centre's certificate and its keys. `hosts` are the names or addresses by
+    which sites will reach the centre. Returns the created files."""
     files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
     _require_free(files)
     names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
@@ -79,7 +83,8 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
 
 
 def add(folder: Path, name: str) -> Path:
-    """Creates a site's key; returns the file to give to the site."""
+    """Creates a key for a new site. Returns the path of the NAME.site file, which must be given to the
+    site."""
     if not NAME.fullmatch(name) or name in RESERVED:
         raise SsflError(
             f"{name!r} cannot be the name of a site: use {NAME_RULE}, and not 'ca' or 'centre'", value=name
@@ -104,7 +109,7 @@ def add(folder: Path, name: str) -> Path:
 
 
 def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
-    """Returns the public keys in a keys folder by site, sorted by name."""
+    """Returns the public key of every site in a keys folder, by name and sorted by name."""
     public = {}
     for file in sorted(folder.glob("*.pub"), key=lambda file: file.stem):
         try:
@@ -121,7 +126,7 @@ def sites(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Removes a site's key. A running centre excludes the site from its next round on."""
+    """Deletes a site's key. A running centre then excludes the site, from its next round on."""
     if not (folder / f"{name}.pub").is_file():
         others = ", ".join(sorted(file.stem for file in folder.glob("*.pub"))) or "no site"
         raise SsflError(
@@ -134,13 +139,14 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def replace(folder: Path, name: str) -> Path:
-    """Replaces a site's key by a new one; returns the file to give to the site."""
+    """Replaces a site's key by a new one. Returns the path of the new NAME.site file, which must be given to
+    the site."""
     revoke(folder, name)
     return add(folder, name)
 
 
 class WatchedFleet(Protocol):
-    """The part of a fleet that `Watch` uses."""
+    """The fields of a `Fleet` that `Watch` uses."""
 
     names: list[str]
     left_out: set[str]
@@ -151,20 +157,22 @@ class WatchedFleet(Protocol):
 
 @dataclass
 class Watch:
-    """Watches a keys folder while a federation runs."""
+    """Applies changes of the keys folder while a federation runs. `known` has the public keys that were
+    applied last."""
 
     folder: Path
     known: dict[str, ec.EllipticCurvePublicKey]
     without: set[str]
-    """Sites that currently have no key."""
+    """The names of sites of this run that have no key now."""
     fleet: WatchedFleet
     renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
-    """Tells the port to accept a new key of a site instead of its old one. None means that the site is no
-    longer accepted."""
+    """Called with a site's name and its new key. The port then accepts only the new key; None means that the
+    site can no longer connect."""
     _seen: list[tuple[str, int]] = field(default_factory=list)
+    """The names and modification times of the key files at the last successful look."""
 
     def look(self) -> None:
-        """Applies changes since the last call: keys that were replaced, removed or added."""
+        """Applies the keys that were replaced, removed or added in the folder since the last call."""
         try:
             seen = sorted((file.name, file.stat().st_mtime_ns) for file in self.folder.glob("*.pub"))
             if seen == self._seen:
@@ -177,7 +185,7 @@ class Watch:
         self._seen = seen  # if the port could not be reached, the next call tries again
 
     def _apply(self, now: dict[str, ec.EllipticCurvePublicKey]) -> None:
-        """Applies the differences between the keys that are known and those that are there now."""
+        """Applies the differences between the `known` keys and the keys that are in the folder now."""
         for name in sorted(now.keys() | self.known.keys()):
             key, before = now.get(name), self.known.get(name)
             if key == before:
@@ -204,7 +212,8 @@ class Watch:
 
 
 def check_dates(folder: Path) -> None:
-    """Raises if a certificate is not valid today, because sites would refuse it."""
+    """Raises if a certificate in the keys folder is not valid today, because every site would refuse the
+    connection."""
     for file in (folder / "ca.crt", folder / "centre.crt"):
         try:
             read = x509.load_pem_x509_certificate(_read(file, _init(folder)))
@@ -221,11 +230,12 @@ def check_dates(folder: Path) -> None:
 
 
 def _init(folder: Path) -> str:
+    """Returns advice for an error message: the command that creates this keys folder."""
     return f"make it with `ssfl keys init --dir {quote(str(folder))} --host HOST`"
 
 
 def read_site(file: Path) -> SiteKey:
-    """Reads and checks a .site file."""
+    """Returns the content of a .site file. Raises if it is not a valid site file."""
     try:
         fields = tomllib.loads(_read(file, "ask the operator of the centre for this file").decode())
         key = serialization.load_ssh_private_key(fields["private_key"].strip().encode() + b"\n", None)
@@ -241,6 +251,7 @@ def read_site(file: Path) -> SiteKey:
 
 
 def _host(host: str) -> x509.GeneralName:
+    """Returns a host name or an IP address in the form that a certificate needs. Raises if it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -253,12 +264,15 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _called(name: str) -> x509.Name:
+    """Returns a certificate's name, with this text as its common name."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _certificate(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
+    """Returns an unsigned certificate for this public key. It is valid from yesterday on, for `YEARS`
+    years."""
     start = datetime.now(UTC) - timedelta(days=1)  # the clocks of machines differ
     return x509.CertificateBuilder(
         issuer, subject, key, x509.random_serial_number(), start, start + timedelta(days=365 * YEARS)
@@ -266,18 +280,20 @@ def _certificate(
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Returns a private key as PEM text, without a password."""
     content: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return content
 
 
 def _require_free(files: Sequence[Path]) -> None:
+    """Raises if one of the files exists, so that no key is overwritten."""
     for file in files:
         if file.exists():
             raise SsflError(f"{file} exists already and is not overwritten: move it, or use another --dir")
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Writes a new file that only its owner may read."""
+    """Writes a new file that only its owner may read. Raises if the file exists."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -288,6 +304,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _read(file: Path, hint: str) -> bytes:
+    """Returns the content of a key file. Raises with `hint` if it cannot be read."""
     try:
         return plain_files.read(file, LARGEST)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""The centre's link to its SuperLink: starts Flower's message exchange in its own process and talks to it.
+"""The centre's link to Flower's SuperLink, which stores and forwards messages. This module starts the
+SuperLink in a process of its own and sends requests to it.
 
-Flower itself uses one port for everything: sites, commands that start runs or register sites, and the runs'
-processes. It authenticates only the sites. Here only sites use the port (`port.py`, `request_filter.py`). The
-centre has its own Unix socket and a secret. No app bundle is ever executed.
+Flower normally uses one port for everything: for sites, for commands that start runs or register sites, and
+for the processes of a run. It authenticates only the sites. Here only sites use the port (`port.py`,
+`request_filter.py`). The centre uses a Unix socket and a secret. No app bundle is ever executed.
 """
 
 import errno
@@ -30,44 +31,51 @@ from ssfl.deploy import internals, post, request_filter
 from ssfl.errors import RunError, SsflError
 
 STARTING = 300.0
-"""Seconds until the SuperLink must answer. On a busy machine its imports alone take a minute."""
+"""How many seconds the SuperLink may take to start. On a busy machine its imports alone take a minute."""
 RETRYING = 60.0
-"""Seconds for which a request to the SuperLink is retried."""
+"""Seconds for which a failed request to the SuperLink is repeated before it raises."""
 ASKING = 30.0
-"""Seconds after which the centre asks Flower for an answer, even if the port has not reported one."""
+"""The centre asks Flower for an answer after this many seconds, even if the port has not reported that the
+answer arrived."""
 BEAT = 20.0
-"""Seconds between two heartbeats of the run."""
+"""Seconds between two heartbeats. They tell Flower that the centre's process is alive."""
 BACKLOG = 1024
+"""How many new connections may wait until they are accepted."""
 COMMAND = [sys.executable, "-m", "ssfl.deploy.port"]
+"""The command that starts the SuperLink's process."""
 LONGEST = 100
-"""The longest path of a Unix socket, in bytes; a little below the system's limit."""
+"""The maximum length of a Unix socket's path, in bytes. It is a little below the system's limit."""
 Note = Callable[[dict[str, Any]], None]
+"""A function that receives one report of the SuperLink's process."""
 
 
 @dataclass
 class Link:
-    """The message exchange as the run's ServerApp sees it. This process is the ServerApp."""
+    """Sends messages to the sites through Flower's SuperLink and fetches their answers. To Flower, this
+    process is the run's ServerApp."""
 
     call: internals.Caller
     run: int
     deadline: float
-    """Seconds after which an incomplete answer is given up."""
+    """Seconds after which an answer that has arrived only in part is given up."""
     answered: set[str] = field(default_factory=set)
-    """The messages whose answers have arrived. Filled from another thread, by the port's reports."""
+    """The identifiers of messages whose answers have arrived. Another thread fills this set from the port's
+    reports."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Flower's node number of each site that has a key."""
+    """Flower's node number of each site that has a key, by the site's name."""
     pause: float = 0.1
-    """Seconds between two checks for an answer. It is short because a check is cheap here."""
+    """Seconds between two checks whether an answer has arrived. The pause is short because the check reads
+    only `answered`."""
     _asked: dict[str, float] = field(default_factory=dict)
-    """When Flower was last asked for the answer, by message."""
+    """For each message identifier: when Flower was last asked for the answer (`time.monotonic`)."""
 
     def get_nodes(self) -> Iterable[internals.NodeInfo]:
-        """Returns the sites that are connected."""
+        """Returns Flower's records of the sites that are connected."""
         return list(self.call("runtime/get-nodes").nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Sends messages; returns the names of those that Flower accepted. It accepts none for a site that
-        has disconnected."""
+        """Sends messages to sites. Returns the identifiers of the messages that Flower accepted. Flower does
+        not accept messages to a site that has disconnected."""
         sent, nodes = [], []
         for message in messages:
             with suppress(internals.CannotCarry):
@@ -77,9 +85,10 @@ class Link:
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Returns the answers to messages that have arrived.
+        """Returns those answers to the given messages that have arrived.
 
-        Flower is also asked from time to time, because the port cannot report that a site has disconnected.
+        Flower is asked for an answer as soon as the port reports it. Flower is also asked every `ASKING`
+        seconds, because the port cannot report that a site has disconnected.
         """
         now = time.monotonic()
         for name in message_ids:
@@ -100,7 +109,7 @@ class Link:
         ]
 
     def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
-        """Replaces a site's key; with None the site can no longer connect."""
+        """Replaces a site's key by `key`. If `key` is None, the site can no longer connect."""
         old = self.numbers.get(name)
         if old is not None:
             self.exclude([old])
@@ -110,10 +119,13 @@ class Link:
             self.numbers[name] = internals.register(self.call, name, key)
 
     def exclude(self, nodes: Collection[int]) -> None:
-        """Tells the port to drop sites that are left out, after they have been told so."""
+        """Tells the port to refuse further requests of these nodes, because their sites were excluded from
+        the run. A few requests are still answered, so that each site learns why."""
         self._tell_port(request_filter.EXCLUDE, nodes)
 
     def _tell_port(self, path: str, nodes: Collection[int]) -> None:
+        """Posts a list of node numbers to one of the port's two own paths (`request_filter.WAKE` or
+        `EXCLUDE`)."""
         if nodes:
             self.call.post(path.lstrip("/"), json.dumps(list(nodes)).encode())
 
@@ -129,11 +141,12 @@ def running(
     model_bytes: int,
     note: Note,
 ) -> Iterator[Link]:
-    """Starts a SuperLink, registers the given sites and begins a run on it; yields the link.
+    """Starts a SuperLink, registers the sites with their public keys, and starts a run. Yields the `Link`
+    through which the centre sends messages.
 
-    Without keys nothing is encrypted and anybody may join. An incomplete answer is given up after `deadline`
-    seconds. An answer larger than a model is refused. `note` is called from another thread with reports of
-    refusals and of the bytes sent.
+    Without a `keys` folder nothing is encrypted and anybody may join. An incomplete answer is given up after
+    `deadline` seconds. An answer that is larger than a model (`model_bytes`) is refused. `note` is called
+    from another thread with the port's reports: refused requests, and numbers of bytes.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # left by a stopped run; its rounds are in checkpoints
@@ -172,7 +185,7 @@ def running(
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Opens the port that sites connect to."""
+    """Yields the open socket that sites connect to. Raises with advice if the port cannot be opened."""
     with ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
@@ -196,7 +209,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def own_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
-    """Opens the centre's Unix socket, in a folder that only its user may enter; yields it and its path."""
+    """Opens the Unix socket over which only the centre reaches the SuperLink. Yields the socket and its path.
+    The socket is in a folder that only the user of this process may enter."""
     with ExitStack() as stack:
         path = min(str(folder / "link.sock"), os.path.relpath(folder / "link.sock"), key=len)
         if len(os.fsencode(path)) > LONGEST:
@@ -228,7 +242,8 @@ def start(
     sites: int,
     note: Note,
 ) -> subprocess.Popen[bytes]:
-    """Starts the SuperLink's process, which answers on both sockets."""
+    """Starts the SuperLink's process and returns it. The process answers sites on the socket `public` and the
+    centre on the socket `own`. A thread calls `note` with every report of the process."""
     reading, writing = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),
@@ -247,7 +262,7 @@ def start(
     os.close(writing)
 
     def listen() -> None:
-        """Passes on the process's reports until it ends."""
+        """Passes each report of the process to `note`, until the process ends."""
         with open(reading, encoding="utf-8") as lines:
             for line in lines:
                 note(json.loads(line))
@@ -257,6 +272,8 @@ def start(
 
 
 def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -> None:
+    """Waits until the SuperLink answers. Raises if its process ends, or if it does not answer within
+    `STARTING` seconds."""
     end = time.monotonic() + STARTING
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -269,12 +286,14 @@ def _wait(process: subprocess.Popen[bytes], call: internals.Caller, log: Path) -
 
 
 def _last_line(log: Path) -> str:
+    """Returns the last line of the SuperLink's log, for an error message."""
     lines = log.read_text("utf-8", "replace").split("\n")
     return next((post.short(line) for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Raises if the SuperLink's process has ended: then no request can succeed any more."""
+    """Raises if the SuperLink's process has ended. Without the process no request can succeed, so it is
+    useless to try again."""
     code = process.poll()
     if code is None:
         return
@@ -287,14 +306,14 @@ def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
 
 @contextmanager
 def _played(call: internals.Caller) -> Iterator[int]:
-    """Makes this process the run's ServerApp and yields the run's number. It sends heartbeats for the run,
-    and marks it as completed at the end."""
+    """Makes this process the run's ServerApp and yields the run's number. Until the block ends, a thread
+    sends heartbeats. Then the run is marked as completed."""
     run = internals.take_task(call)
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(BEAT):
-            with suppress(httpx.HTTPError, RunError):  # the next message shows it
+            with suppress(httpx.HTTPError, RunError):  # the centre's next request reports it
                 call("runtime/send-task-heartbeat")
 
     heart = threading.Thread(target=beat, daemon=True)

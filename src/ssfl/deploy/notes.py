@@ -1,4 +1,6 @@
-"""The port's reports of refusals. A few are sent at once; the rest are counted and reported once a minute."""
+"""Limits how many reports of refused requests the port sends to the centre, so that a flood of bad requests
+does not flood the centre. The first few are reported at once. The rest are counted and reported once a
+minute."""
 
 import time
 from collections.abc import Callable
@@ -6,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AT_ONCE = 5
-"""How many refusals of one sender are reported at once in a period. For strangers it is one of each kind."""
+"""How many refusals of one sender are reported at once in each period. For strangers (senders without a known
+key), each reason is reported only once."""
 PERIOD = 60.0
 """Seconds between two summaries."""
 SENDERS = 20
-"""How many strangers are counted separately in a period. All others are counted together."""
+"""How many senders are counted separately in a period. Further strangers are counted together as `OTHERS`."""
 OTHERS = "other addresses"
 
 
 @dataclass
 class Budget:
-    """The refusals of one sender in this period."""
+    """The refusals of one sender in this period: how many were reported, for which reasons, how many were
+    only counted, and the reason of the last one."""
 
     reported: int = 0
     kinds: set[str] = field(default_factory=set)
@@ -25,7 +29,11 @@ class Budget:
 
 
 class Notes:
-    """Reports refusals within a budget; `flush` must be called regularly."""
+    """Reports refused requests with `tell`, at most `AT_ONCE` per sender and period, and the rest as a
+    summary.
+
+    Call `flush` regularly: it sends the summaries.
+    """
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell = tell
@@ -33,10 +41,10 @@ class Notes:
         self.senders: dict[tuple[int | None, str], Budget] = {}
 
     def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
-        """Reports or counts a refusal. Without a node, the sender is a stranger.
+        """Reports or counts a refusal. If `node` is None, the sender is a stranger at the address `host`.
 
-        `lost` says that the sender's answer can no longer arrive, and `broken` that a broken connection is
-        the cause.
+        `lost`: the answer that the centre waits for can no longer arrive. `broken`: the cause is a broken
+        connection.
         """
         self.flush()
         why = why[:300]
@@ -54,14 +62,15 @@ class Notes:
             budget.last = why
 
     def count(self, node: int, host: str, why: str) -> None:
-        """Counts a refusal of a site, without a report of its own: only the next summary includes it."""
+        """Counts a site's refusal without reporting it at once. Only the next summary includes it."""
         self.flush()
         budget = self.senders.setdefault((node, ""), Budget())
         budget.counted += 1
         budget.last = why
 
     def flush(self, end: bool = False) -> None:
-        """Reports the refusals that were only counted, once a period or at the `end`."""
+        """Sends one summary per sender of the refusals that were only counted. It does so once a period, or
+        at once if `end` is set."""
         if not end and time.monotonic() - self.began < PERIOD:
             return
         self.began = time.monotonic()

@@ -1,7 +1,9 @@
-"""The process with the centre's port. It limits the number of connections, their duration and their memory.
+"""The process that owns the centre's port. It limits the number of connections, how long they last, and how
+much memory they use.
 
-Strangers connect to one port and reach only `request_filter.py`. The centre has its own Unix socket in a
-folder that only its user may enter. So the centre always reaches Flower, whatever strangers do to the port.
+Strangers (senders without a known key) connect to this port, and their requests reach only
+`request_filter.py`. The centre has its own Unix socket in a folder that only its user may enter. So the
+centre always reaches Flower, whatever strangers do to the port.
 """
 
 import asyncio
@@ -27,65 +29,71 @@ from ssfl.deploy import internals, request_filter
 from ssfl.errors import SsflError
 
 HANDSHAKE = 20.0
-"""Seconds for a TLS handshake."""
+"""How many seconds a TLS handshake may take."""
 HEADERS = 20.0
-"""Seconds for a stranger to send a signed request, and for a site to complete headers that it began."""
+"""How many seconds a new connection has to send a signed request, and how many seconds a site has to complete
+headers that it began to send."""
 IDLE = 75.0
-"""Seconds that a site's connection may be idle."""
+"""How many seconds a site's connection may stay open without a request."""
 ANSWER = 900.0
 """Seconds after which any request is given up."""
 HEAD = 65_536
-"""How many bytes may arrive before the headers are complete."""
+"""How many bytes a connection may send before the headers of its request are complete."""
 STRANGERS = 64
-"""How many connections without a known key are allowed from one address. For each site, two more are allowed,
+"""How many connections without a known key are allowed from one address. Two more are allowed for each site,
 because many sites may share one address."""
 CHANCE = 1.0
-"""Seconds after which a connection without a key counts as old. If there are too many, an old one is closed,
-or any of them if none is old. So a slow site that shares its address with strangers can still get in."""
+"""If there are too many connections without a known key, the oldest one is closed if it is older than this
+many seconds. If none is that old, a random one is closed. So a slow site that shares its address with
+strangers can still connect."""
 PER_SITE = 8
-"""The connections allowed for one site."""
+"""How many connections one site may have open."""
 SPARE = 128
-"""Open files reserved for everything except the port: logs, threads, the centre's own socket."""
+"""How many open files are reserved for everything but the port: logs, threads, the centre's own socket."""
 FILES = 65_536
-"""The limit on open files that is requested from the system."""
+"""The limit on open files that this process asks the system for."""
 HANDLERS = 4
-"""The requests that Flower handles at the same time."""
+"""How many requests Flower handles at the same time."""
 LOG = 4 << 20
-"""The largest log, in bytes. Of a longer one only the end is kept."""
+"""The largest size of the log in bytes. When it is exceeded, only the end of the log is kept."""
 
 
 @dataclass(eq=False)
 class Visit:
-    """A connection to the port."""
+    """A connection to the port, and its state."""
 
     host: str
     since: float
-    """When it last changed from idle to busy or back."""
+    """When the connection last began or finished a request (`time.monotonic`). Time limits are counted from
+    here."""
     began: float = field(default_factory=time.monotonic)
     node: int | None = None
-    """The site's node, once a request was signed with a known key; None for a stranger."""
+    """Flower's node number of the site, once a request was signed with the site's key. None for a
+    stranger."""
     unread: int = 0
-    """The bytes that arrived since the last request."""
+    """How many bytes have arrived since the last request was complete."""
     shaken: bool = False
-    """Whether the TLS handshake is over. The handshake has a time limit of its own."""
+    """Whether the TLS handshake is over. The handshake has its own time limit."""
     busy: bool = False
-    """Whether a request is being answered."""
+    """Whether a request on this connection is being answered now."""
     close: Callable[[], Any] = lambda: None
 
 
 @dataclass
 class Port:
-    """Accepts connections, closes some if there are too many, and passes the others to uvicorn."""
+    """Accepts connections to the port and passes them to uvicorn. It closes connections if there are too
+    many."""
 
     listening: socket.socket
     trust: ssl.SSLContext | None
     sites: int
     failed: Callable[[str, str], None]
-    """Called if a connection fails before its first request, with its address and the reason."""
+    """Called with the address and the reason if a connection fails before its first request."""
     tick: Callable[[], None] = lambda: None
-    """Called every second."""
+    """Called every second, so that the request filter can send its reports."""
     visits: dict[Visit, None] = field(default_factory=dict)
-    """All connections, the oldest first."""
+    """All open connections, the oldest first. It is a dict because a dict keeps its order; its values are
+    unused."""
 
     def __post_init__(self) -> None:
         most = raised_limit() - SPARE
@@ -94,7 +102,8 @@ class Port:
         self.most = most
 
     async def run(self, make: Callable[[Visit], asyncio.Protocol]) -> None:
-        """Accepts connections until cancelled."""
+        """Accepts connections until this task is cancelled. `make` returns the HTTP protocol object that
+        handles a connection."""
         loop, tasks = asyncio.get_running_loop(), set()
         sweeping = asyncio.create_task(self.sweep())
         tasks.add(sweeping)
@@ -111,13 +120,13 @@ class Port:
             visit.close = task.cancel
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            await asyncio.sleep(0)  # handshakes go on, however many connections wait to be accepted
+            await asyncio.sleep(0)  # lets handshakes continue even if many connections wait to be accepted
 
     async def _receive(
         self, accepted: socket.socket, visit: Visit, make: Callable[[Visit], asyncio.Protocol]
     ) -> None:
-        """Does the TLS handshake of a new connection, then hands the connection to the HTTP protocol that
-        `make` returns."""
+        """Does the TLS handshake of a new connection, then hands the connection to the HTTP protocol object
+        that `make` returns."""
         options: dict[str, Any] = {} if self.trust is None else {"ssl_handshake_timeout": HANDSHAKE}
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -134,10 +143,11 @@ class Port:
             visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
 
     def make_room(self, host: str) -> None:
-        """Closes a stranger's connection if there are too many.
+        """Closes one stranger's connection if there are too many, so that a new connection from `host` can be
+        accepted.
 
-        The connection is one from `host` if that address has too many, otherwise one from the address with
-        the most.
+        If `host` itself has too many, one of its connections is closed. Otherwise it is one of the address
+        that has the most.
         """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:
@@ -154,8 +164,8 @@ class Port:
         self.end(crowd[0] if old else random.choice(crowd))
 
     def admit(self, visit: Visit, node: int) -> bool:
-        """Records that a connection belongs to a site. Returns False if the site has too many connections and
-        all of them are busy."""
+        """Records that a connection belongs to the site with this node number. If the site has too many
+        connections, an idle one is closed. Returns False if all of them are busy."""
         if visit.node != node:
             same_site = [other for other in self.visits if other.node == node]
             if len(same_site) >= PER_SITE:
@@ -172,9 +182,9 @@ class Port:
         visit.close()
 
     async def sweep(self) -> None:
-        """Closes connections that take too long, and shortens the log, every second.
+        """Every second, closes connections that have exceeded their time limit, and shortens the log.
 
-        Seconds in which this process got no processor time do not count.
+        Time in which this process itself was paused is not counted against the connections.
         """
         before = time.monotonic()
         while True:
@@ -191,7 +201,8 @@ class Port:
 
 
 def watched(stock: Any, port: Port) -> Any:
-    """Returns uvicorn's protocol class, extended so that the port knows when a connection is idle."""
+    """Returns uvicorn's protocol class `stock`, extended so that the port knows when a connection is idle and
+    how much it has sent."""
 
     class Watched(stock):  # type: ignore[misc]
         visit: Visit
@@ -219,8 +230,8 @@ def watched(stock: Any, port: Port) -> Any:
 
 
 def network(host: str) -> str:
-    """Returns the part of an address that identifies its owner. With IPv6 this is a network (/64), since one
-    machine may own all of it."""
+    """Returns the address by which connections are counted. For IPv4 it is the address itself. For IPv6 it is
+    the /64 network, since one machine may use all addresses of its network."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)
@@ -230,7 +241,8 @@ def network(host: str) -> str:
 
 
 def raised_limit() -> int:
-    """Raises the limit on open files as far as the system allows, and returns it."""
+    """Raises this process's limit on open files as far as the system allows, up to `FILES`. Returns the new
+    limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,7 +255,8 @@ def raised_limit() -> int:
 
 
 def cut_log() -> None:
-    """Keeps only the end of a log that is too long. This is safe because the log is opened for appending."""
+    """Keeps only the end of this process's log (its stderr) if the log is larger than `LOG`. This is safe
+    because the log is opened for appending."""
     with suppress(OSError):
         size = os.fstat(2).st_size
         if size > LOG:
@@ -253,7 +266,8 @@ def cut_log() -> None:
 
 
 def ends_with(parent: int) -> None:
-    """Ends this process when its parent process ends, for whatever reason."""
+    """Starts a thread that ends this process when the process with the number `parent` ends. So no SuperLink
+    is left behind if the centre crashes."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -264,7 +278,8 @@ def ends_with(parent: int) -> None:
 
 
 async def serve(listening: socket.socket, private: socket.socket, environment: dict[str, str]) -> None:
-    """Answers on both sockets until this process is asked to end."""
+    """Answers requests on both sockets until this process is asked to end: those of sites on `listening`,
+    those of the centre on `private`. `environment` has the options that the centre set for this process."""
     keys = Path(environment["SSFL_LINK_KEYS"]) if environment.get("SSFL_LINK_KEYS") else None
     trust = None
     if keys is not None:
@@ -306,7 +321,8 @@ async def serve(listening: socket.socket, private: socket.socket, environment: d
 
 
 def main() -> None:
-    """Runs this process: Flower's SuperLink behind the request filter."""
+    """The entry point of this process, which the centre starts. It runs Flower's SuperLink behind the request
+    filter."""
     # systemd and Slurm send SIGTERM to every process, but the centre needs this one to finish its round
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # SIGINT asks this process to end, but a shell makes its background processes ignore it

@@ -1,4 +1,5 @@
-"""Sends messages to the sites and collects their answers, over Flower's Grid or a test's stand-in."""
+"""Sends messages to the sites and collects their answers, through Flower's Grid, the centre's `Link`, or a
+test's replacement."""
 
 import threading
 import time
@@ -14,23 +15,24 @@ from ssfl.deploy.internals import LATE as LATE
 from ssfl.deploy.internals import CannotCarry, NodeInfo
 
 POLL = 0.25
-"""Seconds between two checks for answers."""
+"""Seconds between two checks whether an answer has arrived."""
 TROUBLE = (httpx.HTTPError, OSError, CannotCarry)
-"""Errors of the connection. They cost one message, and the federation goes on."""
+"""Errors of the connection. If one occurs, only one message is lost, and the federation continues."""
 ATTEMPTS = 3
-"""The number of attempts to send a message."""
+"""How often the centre tries to send a message."""
 LONGEST = 300
-"""The number of characters of a text from somebody else that are shown and logged."""
+"""How many characters of a text from a site or a stranger are shown and logged."""
 
 
 def short(text: object) -> str:
-    """Returns text that somebody else sent as one line of limited length."""
+    """Returns the text as one line of at most `LONGEST` characters. It is used for texts from sites and
+    strangers, which may be long."""
     line = " ".join(str(text).split())
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
 
 class Exchange(Protocol):
-    """The part of Flower's Grid that this package uses."""
+    """The methods of Flower's Grid that this package uses. `link.Link` has them too."""
 
     def get_nodes(self) -> Iterable[NodeInfo]: ...
 
@@ -47,8 +49,12 @@ def send(
     tell: Tell,
     called: Callable[[int], str],
 ) -> Iterator[tuple[int, str]]:
-    """Sends each node its content, to be answered within `holds` seconds. Yields each node with the name of
-    its message."""
+    """Sends each node its content. Yields the node and the identifier of its message, for each message that
+    was accepted.
+
+    `kind` is "query" or "train". A message must be answered within `holds` seconds. `called` returns the name
+    of a node's site, for error messages.
+    """
     for node, content in contents.items():
         for attempt in range(ATTEMPTS):
             message = Message(content, dst_node_id=node, message_type=kind, ttl=holds)
@@ -70,9 +76,11 @@ def exchange(
     lost: Callable[[], set[int]],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[int, RecordDict]:
-    """Sends each node its content, and returns the answers that arrive within `deadline` seconds.
+    """Sends each node its content, and returns the contents of the answers that arrive within `deadline`
+    seconds, by node.
 
-    `lost` returns nodes whose answers can no longer arrive. `meanwhile` is called while the sites work.
+    `lost` returns the nodes whose answers can no longer arrive. `meanwhile` is called once while the sites
+    work; the centre trains in it. `called` returns the name of a node's site.
     """
     if not contents:
         return {}
@@ -82,9 +90,10 @@ def exchange(
     end = time.monotonic() + deadline
 
     def fetch(node: int, name: str) -> None:
-        """Waits for one answer.
+        """Waits for the answer to one message and puts it into `inbox`.
 
-        It runs in its own thread, so that a site that stops in the middle of an answer delays no other.
+        Each answer is fetched in its own thread. So a site that stops in the middle of its answer does not
+        delay the others.
         """
         while time.monotonic() < end:
             try:

@@ -1,10 +1,10 @@
-"""The filter at the centre's port: it passes only requests of sites, of the right size, with one answer per
-message.
+"""The filter for requests to the centre's port: it passes on only requests that come from sites, have an
+allowed size, and answer each message once.
 
 Flower reads requests of any size, trusts the size that an array claims, and does not report second answers.
-Here such requests are refused before any of their content is stored, and the centre is told who sent them and
-why they were refused. A request that is not signed with a known key is refused after its headers, and its
-body is not read.
+The filter refuses such requests before any of their content is stored, and tells the centre who sent them and
+why they were refused. A request without a signature of a known key is refused as soon as its headers have
+arrived. Its body is not read.
 """
 
 import asyncio
@@ -26,42 +26,47 @@ from ssfl.deploy.notes import Notes
 SECRET = "x-ssfl-secret"
 FLEET = "/v1/fleet/"
 VISIT = "ssfl.visit"
-"""The key of the connection in a request's state. Requests over the centre's own socket have none."""
+"""The key under which a request's state holds its connection (`port.Visit`). Requests over the centre's own
+socket do not have this key."""
 ROOM = 65_536
-"""Bytes that an answer may have besides its model: names, numbers, and what Flower adds. Other requests may
-have at most this many bytes in all."""
+"""The number of bytes that an answer may have in addition to its model: names, metrics, and what Flower adds.
+It is also the largest size of requests that carry no model."""
 PARTS = 8
-"""The number of an answer's objects besides the chunks of its model: the message, its records, the array."""
+"""How many objects an answer may have in addition to the chunks of its model: the message, its records and
+the array."""
 ENDLESS = "headers that are too long"
+"""The reason that is reported if a connection is closed because its headers are too long."""
 FROM_CENTRE = 1 << 30
 """The largest request of the centre, in bytes."""
 STALLED = 60.0
-"""Seconds within which more of a body must arrive."""
+"""A request is given up if no more bytes of its body arrive for this many seconds."""
 HOLD = 15.0
-"""Seconds for which a site's request for work is held open. The site itself would wait for 30 s. The time is
-shorter than a site may be silent (20 s), because each request is a sign of life."""
+"""Seconds for which a site's request for work is held open if there is no work. A site may be silent for 20 s
+before it counts as disconnected, and each request is a sign of life. So this time is shorter than 20 s."""
 BEATS = 10.0, 60.0
 """The shortest and the longest heartbeat interval that a site may announce, in seconds."""
 ALIVE = 5.0
-"""Every request shows that a site is alive. It is passed on to Flower only if this many seconds have passed
-since the last sign of life."""
+"""Every request shows that its site is alive. To save time, Flower is told so at most once in this many
+seconds per site."""
 STALLED_PORT = 5.0
-"""If this process did not run for this many seconds, it could not read heartbeats. So it does not treat sites
-as lost because of that time."""
+"""If this process was paused for more than this many seconds, it could not read heartbeats. The pause then
+does not count as silence of the sites."""
 FAREWELL = 40
-"""How many requests a site may still send after it was excluded, to fetch the message that says so."""
+"""How many requests an excluded site may still send. It needs them to fetch the message that says that it is
+excluded."""
 WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
-"""Paths of this filter to which the centre posts a JSON list of nodes: /ssfl/wake for nodes that have a
-message to fetch, /ssfl/exclude for nodes of excluded sites."""
+"""Two paths to which the centre posts a JSON list of node numbers. /ssfl/wake: a message is waiting for these
+nodes. /ssfl/exclude: the sites of these nodes are excluded."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]
 
 
 def teller(descriptor: int) -> Report:
-    """Returns a function that sends reports to the centre, one JSON object per line.
+    """Returns a function that sends a report to the centre as one line of JSON, over the pipe with this file
+    descriptor.
 
-    It never blocks: a report is lost if the centre does not read.
+    The function never blocks: if the centre does not read the pipe, the report is lost.
     """
     os.set_blocking(descriptor, False)
 
@@ -73,25 +78,28 @@ def teller(descriptor: int) -> Report:
 
 
 class Connections(Protocol):
-    """The part of the port that the filter uses."""
+    """The methods of `port.Port` that the filter calls."""
 
     def admit(self, visit: Any, node: int) -> bool: ...
 
 
 class Refused(Exception):
-    """A request is refused."""
+    """Raised if a request is refused. Its text is what the sender sent, for example "a request without its
+    length"."""
 
 
 class SecondAnswer(Refused):
-    """A site answered the same message twice. Its first answer may still be used."""
+    """Raised if a site answers the same message twice. The centre may still use the first answer."""
 
 
 class BrokenOff(Refused):
-    """A request's connection ended or stalled. Networks do that; it does not count against the site."""
+    """Raised if the connection ends or stalls in the middle of a request. Networks fail, so this does not
+    count against the site."""
 
 
 class RequestFilter:
-    """An ASGI application around Flower's own, which gets only the requests that are allowed."""
+    """An ASGI application in front of Flower's own application. It passes on only the requests that are
+    allowed."""
 
     port: Connections
 
@@ -103,37 +111,43 @@ class RequestFilter:
         self.chunks = -(-self.most // internals.CHUNK)
         self.most_at_once = min(self.most, internals.CHUNK + ROOM)
         self.ready = False
-        """Whether the centre has registered its sites and started its run. Before, all keys are unknown."""
+        """Whether the centre has registered its sites and started its run. Until then every site's request is
+        answered with 503, because no key is known yet."""
         self.up = self.down = 0
         self.nodes: dict[bytes, int | None] = {}
-        """The node of each public key that was looked up since sites were last registered."""
+        """A cache of Flower's node number for each public key. It is cleared when sites are registered or
+        removed."""
         self.answered: dict[int, tuple[str, str]] = {}
-        """For each node, the message that it answered last, and its answer."""
+        """For each node: the identifiers of the last message that it answered, and of that answer. They
+        reveal second answers."""
         self.left: dict[int, int] = {}
-        """How many more bytes each node's answer may have."""
+        """For each node: how many more bytes its current answer may have."""
         self.quiet: set[int] = set()
-        """Nodes for which no message is waiting, as far as is known."""
+        """The nodes for which no message is waiting, as far as this process knows. Their requests for work
+        are held open."""
         self.waiting: dict[int | None, set[asyncio.Event]] = {}
-        """The requests for work that are held open, by node."""
+        """For each node, one event for every request for work that is held open. Setting the event ends the
+        wait."""
         self.coming: dict[int, tuple[str, set[str]]] = {}
-        """For each node that is sending an answer: the message it answers, and the parts of the answer that
-        have not arrived yet."""
+        """For each node that is sending an answer: the identifier of the message that it answers, and the
+        identifiers of the parts that have not arrived yet."""
         self.excluded: dict[int, int] = {}
-        """How many more requests are answered, for each node that is left out."""
+        """For each node of an excluded site: how many more of its requests are answered."""
         self.seen: dict[int, float] = {}
-        """When each node last gave a sign of life that was noted."""
+        """For each node: the time of its last recorded sign of life (`time.monotonic`)."""
         self.ticked = time.monotonic()
-        """When this process was last known to run."""
+        """The last time at which this process was certainly running (`time.monotonic`)."""
         self.notes = Notes(tell)
 
     def tick(self) -> None:
-        """Sends summaries of refusals, and keeps sites connected after a pause. It is called every second."""
+        """Sends due summaries of refused requests to the centre, and checks whether this process was paused.
+        The port calls it every second."""
         self.notes.flush()
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Keeps sites connected if this process did not run for a while (`STALLED_PORT`) and could not read
-        their heartbeats."""
+        """Tells Flower that the sites are alive, if this process was paused for more than `STALLED_PORT`
+        seconds. During the pause it could not read their heartbeats."""
         before, self.ticked = self.ticked, time.monotonic()
         if self.ticked - before > STALLED_PORT:
             for node, seen in self.seen.items():
@@ -161,7 +175,8 @@ class RequestFilter:
             visit.busy, visit.since, visit.unread = False, time.monotonic(), 0
 
     async def _private(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        """Answers a request of the centre."""
+        """Answers a request that came over the centre's own socket. Requests without the centre's secret are
+        refused."""
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
             await _answer(send, 403, b"only the centre may make this request")
             return
@@ -189,7 +204,7 @@ class RequestFilter:
             self.nodes.clear()
 
     def _node(self, public: bytes) -> int | None:
-        """Returns the node that has a public key, or None."""
+        """Returns Flower's node number of the site with this public key, or None if the key is unknown."""
         if public not in self.nodes:
             if len(self.nodes) > 10_000:
                 self.nodes.clear()
@@ -199,7 +214,7 @@ class RequestFilter:
     async def _fleet(
         self, scope: Any, headers: dict[bytes, bytes], visit: Any, receive: Receive, send: Send
     ) -> None:
-        """Checks and answers a site's request."""
+        """Checks a site's request and answers it, or refuses it and reports the refusal."""
         path, host = scope["path"], visit.host
         joining = not self.keys_only and path.endswith(("/register-node", "/activate-node"))
         key = internals.signer(headers, lambda public: joining or self._node(public) is not None)
@@ -253,8 +268,8 @@ class RequestFilter:
             self._follow(node, path, body, answer)
 
     async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
-        """Answers a request about messages with Flower's handler. Returns the answer, or None if the request
-        was refused."""
+        """Answers a request about messages by calling Flower's handler directly, which is faster than
+        Flower's application. Returns the body of the answer, or None if the request was refused."""
         try:
             request = _parsed(path.removeprefix("/v1/"), body)
             if request.node.node_id != node:  # the centre was restarted while this site was busy
@@ -276,7 +291,8 @@ class RequestFilter:
         return answer
 
     async def _passed_on(self, scope: Any, body: bytes, receive: Receive, send: Send) -> bytes | None:
-        """Passes a request on to Flower's application; returns b"" on success and None if it was refused."""
+        """Passes a request on to Flower's application, which sends the answer. Returns b"" on success, and
+        None if Flower refused the request."""
         good, waiting = False, [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
@@ -292,7 +308,9 @@ class RequestFilter:
         return b"" if good else None
 
     def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
-        """Tracks a site: whether more messages may be waiting for it, and when its answer is complete."""
+        """Updates what is known about a node after a request was answered: whether messages may be waiting
+        for the node, and which parts of its answer are still missing. Tells the centre when an answer is
+        complete."""
         if path.endswith("/activate-node") or (path.endswith("/pull-messages") and answer):
             self.quiet.discard(node)
         elif path.endswith("/push-messages"):
@@ -306,7 +324,8 @@ class RequestFilter:
             self.tell({"answered": self.coming.pop(node)[0]})
 
     async def _held(self, node: int | None, receive: Receive) -> bool:
-        """Waits until there is a message for a node. Returns False if none came within `HOLD` seconds.
+        """Holds a request for work open until there is a message for the node. Returns True if there is one,
+        and False if none came within `HOLD` seconds.
 
         So an idle site asks only a few times a minute, and still gets its work at once.
         """
@@ -322,8 +341,8 @@ class RequestFilter:
         return event.is_set()
 
     async def _alive(self, node: int, path: str) -> None:
-        """Treats a request as a sign of life, like a heartbeat, so that a site is not lost because a
-        heartbeat is late."""
+        """Counts a request of a node as a sign of life, like a heartbeat. So a busy site is not treated as
+        disconnected because one heartbeat is late."""
         now = time.monotonic()
         if path.endswith("/deactivate-node"):
             self.seen.pop(node, None)
@@ -334,7 +353,8 @@ class RequestFilter:
             await anyio.to_thread.run_sync(self.flower.alive, node, BEATS[0])
 
     async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
-        """Answers a heartbeat without Flower's slower application; returns False if Flower must answer."""
+        """Answers a heartbeat directly, because Flower's application is slower. Returns True if it was
+        answered, and False if Flower must answer it."""
         request = _parsed("fleet/send-node-heartbeat", body)
         if node is None or request.node.node_id != node:
             return False
@@ -345,7 +365,8 @@ class RequestFilter:
         return True
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
-        """Returns the body of a request; raises if it has more than `most` bytes."""
+        """Returns the body of a request. Raises `Refused` if it has more than `most` bytes, and `BrokenOff`
+        if it does not arrive completely."""
         try:
             size = int(headers[b"content-length"])
         except (KeyError, ValueError):
@@ -367,8 +388,8 @@ class RequestFilter:
                 return bytes(body)
 
     def _check_message(self, node: int, body: bytes) -> None:
-        """Raises unless a request announces exactly one answer. The answer must come from its sender, reply
-        to a message for the first time, and have few parts."""
+        """Raises unless the request announces exactly one answer that is allowed. The answer must come from
+        the site that sent the request, be the first answer to its message, and have few parts."""
         request = _parsed("fleet/push-messages", body)
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise Refused(f"{len(request.messages_list)} answers in one request instead of one")
@@ -387,8 +408,8 @@ class RequestFilter:
         self.left[node] = self.most
 
     def _check_object(self, node: int, body: bytes) -> None:
-        """Raises if a part of an answer does not match its name, or if the parts together are larger than a
-        model."""
+        """Raises if a part of an answer does not match its hash, or if all parts of the answer together are
+        larger than a model."""
         request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
@@ -410,20 +431,22 @@ class RequestFilter:
             raise Refused("a part of an answer that cannot be read") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
-        """Reports a refusal to the centre. `lost` says that the answer that the centre waits for can no
-        longer arrive."""
+        """Reports to the centre that a request was refused, and why. `lost`: the answer that the centre waits
+        for can no longer arrive."""
         self.notes.add(node, host, why, lost)
 
     def failed(self, host: str, reason: str) -> None:
-        """Reports a connection that failed before its first request, for example because of plain HTTP or a
-        distrusted certificate."""
+        """Reports to the centre that a connection failed before its first request. Examples: a sender used
+        plain HTTP, or does not trust the centre's certificate."""
         self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:
+        """Reports to the centre how many bytes the sites have sent (`up`) and received (`down`) so far."""
         self.tell({"up": self.up, "down": self.down})
 
 
 def _handshake(reason: str) -> str:
+    """Returns a readable reason for a failed TLS handshake, made from OpenSSL's reason code."""
     if reason == ENDLESS:
         return reason
     if "HTTP" in reason:
@@ -434,6 +457,8 @@ def _handshake(reason: str) -> str:
 
 
 def _parsed(path: str, body: bytes, which: int = 0) -> Any:
+    """Returns the request (`which` = 0) or the response (`which` = 1) of this path as a protobuf message.
+    Raises `Refused` if the body cannot be read."""
     request = internals.TYPES[path][which]()
     try:
         request.ParseFromString(body)
@@ -443,6 +468,8 @@ def _parsed(path: str, body: bytes, which: int = 0) -> Any:
 
 
 async def _answer(send: Send, status: int, body: bytes, close: bool = True) -> None:
+    """Sends an HTTP response. With `close`, the body is plain text and the connection is closed
+    afterwards."""
     headers = [(b"content-type", b"application/protobuf"), (b"content-length", str(len(body)).encode())]
     if close:
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]

@@ -38,16 +38,17 @@ from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
 GRACE = 2.0
-"""Seconds for which a site that cannot take part stays connected, so that the centre gets the reason."""
+"""A site that cannot take part waits this many seconds before it disconnects, so that its error message
+reaches the centre."""
 LONGEST = 500
-"""The number of characters of an error's text that are sent to the centre."""
+"""The maximum length, in characters, of an error text that is sent to the centre."""
 POLL = 0.5
-"""Seconds between two requests for work to the centre."""
+"""Seconds that a site waits before it asks the centre for work again, if there was none."""
 
 
 @dataclass
 class Site:
-    """A site's images, and the training on them."""
+    """One owner of unlabelled images in a real federation: the images, and the code that trains on them."""
 
     name: str
     images: Images
@@ -55,22 +56,24 @@ class Site:
     threads: int | None = None
     tell: Tell = print
     keep: Path | None = None
-    """Where to write the final model, if the centre shares it."""
+    """The path to write the final model to, if the centre shares the model. None: do not write it."""
     done: bool = False
-    """Whether the centre has said that the run is over."""
+    """Whether this site's work is over: the centre said so, or this site cannot take part."""
     not_kept: SsflError | None = None
-    """Why the final model could not be written."""
+    """The error that prevented writing the final model, if there was one."""
     unfit: SsflError | None = None
-    """Why this site cannot take part: its code or frozen weights are not those of the centre, or the centre
-    has refused it."""
+    """The reason why this site cannot take part, if there is one: its code or its frozen weights differ from
+    the centre's, or the centre has refused it."""
     heard: float = 0.0
-    """When the centre last answered a request for work, or this site last completed its work."""
+    """The time of the last contact in seconds (`time.monotonic`): the centre answered a request for work, or
+    this site finished a piece of work."""
     _ready: dict[str, Simulation] = field(default_factory=dict, repr=False)
-    """The simulation for the last terms, kept so that images are read only once."""
+    """The simulation for the most recent terms (the settings that the centre sent). It is cached so that the
+    images are read only once."""
 
     def simulation(self, terms: str, user: int) -> Simulation:
-        """Returns the federation as this site sees it: user `user` has the site's images, and all others have
-        none."""
+        """Returns the simulation in which this site trains. In it, user `user` has the site's images and all
+        other users have none. `terms` is the text with the settings that the centre sent."""
         key = f"{user} {terms}"
         if key not in self._ready:
             agreed = wire.read_terms(terms)
@@ -108,8 +111,11 @@ class Site:
 
     @contextmanager
     def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
-        """Ends the site's work if the block raises: the external code or the weights `name` are missing here
-        or differ from the centre's. Another request would not help."""
+        """A context manager that ends this site's work if the `with` block raises an error.
+
+        The block checks that the external network or method `name`, or its weights, is the same here as at
+        the centre. If it is not, asking the centre again would not help.
+        """
         try:
             yield
         except SsflError as error:
@@ -120,7 +126,13 @@ class Site:
             ) from error
 
     def train(self, terms: str, user: int, round: int, content: RecordDict) -> local.Returned:
-        """Trains one round as a simulated user would: the same images, draws, loss and learning rates."""
+        """Trains this site's user for one round, starting from the model in `content`. Returns the trained
+        model and its metrics.
+
+        The training is the same as that of a simulated user: the same images, random numbers, loss and
+        learning rates. With differential privacy, the update is clipped and noise is added before it is
+        returned.
+        """
         sim = self.simulation(terms, user)
         row = wire.unpack(content, sim.layout.length).to(sim.device)[None]
         work = sim.plan.users_work(round, Cohort((user,), (user,), ((0,),), (0,), (0,)))
@@ -136,7 +148,8 @@ class Site:
         return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
-        """Ends the site's work. Writes the final model if the centre sent it and `keep` is set."""
+        """Handles the centre's message that the run is over or that this site is refused. If the message has
+        the final model and `keep` is set, the model is written there."""
         self.done = True
         if asked.get("refused"):
             self.unfit = SsflError(str(asked["why"]))
@@ -157,8 +170,11 @@ class Site:
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
-    """Raises unless the centre's external code is also a file of this site, given with `--with`, and both
-    files are equal."""
+    """Raises if the external code or the frozen weights `name` at this site differ from the centre's.
+
+    `key` says what is compared: "model.digest", "method.digest" or "model.frozen". `here` computes this
+    site's digest. External code must have been allowed at this site with `--with`.
+    """
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
         return
@@ -178,7 +194,8 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
 
 
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
-    """Checks a model that the centre sent, and its card, and writes both as `ssfl export` does."""
+    """Checks the model and the model card that the centre sent, and writes them as `ssfl export` does.
+    Returns the paths of the written files."""
     try:
         facts = json.loads(card)
         network = predict.network_of(facts, target)
@@ -194,10 +211,11 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
 
 
 def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = print) -> ClientApp:
-    """Returns a site's ClientApp. A "query" asks for the site's name or says that the run is over; "train"
-    asks for training.
+    """Returns the Flower ClientApp of a site, which answers the centre's messages.
 
-    If the work fails, `tell` shows why. The centre gets an error that reveals nothing about the site.
+    A "query" message asks for the site's name, or says that the run is over. A "train" message asks for one
+    round of training. If the work fails, `tell` shows the full error at the site. The centre gets only a text
+    that reveals nothing about the site's files.
     """
 
     def report_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -240,14 +258,14 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = prin
 
 
 def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None:
-    """Works for the centre at HOST:PORT until the centre says that the run is over.
+    """Connects a site to the centre at `address` (HOST:PORT) and answers its messages until the run is over.
 
     Without a key the connection is not encrypted. If the centre cannot be reached, the site tries again for
-    `patience` seconds.
+    `patience` seconds, then raises.
     """
 
     def tell_failure(line: str) -> None:
-        if site.unfit is None:  # otherwise the command ends with this line
+        if site.unfit is None:  # otherwise the command ends with the same line, as its error
             site.tell(line)
 
     app = client_app(lambda context: site, tell=tell_failure)
@@ -278,7 +296,7 @@ def join(address: str, site: Site, key: SiteKey | None, patience: float) -> None
 
 
 def _attend(connection: Connection, app: ClientApp, site: Site) -> None:
-    """Answers messages until the run is over."""
+    """Answers the centre's messages over this connection until the run is over for this site."""
     while not site.done:
         message = connection.receive()
         site.heard = time.monotonic()

@@ -1,5 +1,4 @@
-"""The output of the centre: a live table of the sites on a terminal, and a line for each thing that
-happens."""
+"""The terminal output of the centre: a live table of the sites, and a line for each event."""
 
 from contextlib import suppress
 from types import TracebackType
@@ -18,7 +17,7 @@ from ssfl.simulate import privacy
 
 
 class ShownFleet(Protocol):
-    """The part of a fleet that is shown."""
+    """The fields of a `Fleet` that are shown in the table."""
 
     names: list[str]
     images: dict[str, int]
@@ -26,7 +25,7 @@ class ShownFleet(Protocol):
 
 
 class FederationView:
-    """Shows a federation. Use it in a `with` statement."""
+    """Shows a running federation on the terminal. The live table is shown inside a `with` block."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -52,24 +51,25 @@ class FederationView:
         self.live.stop()
 
     def _prepare(self, text: str) -> None:
-        """Shows the progress of a preparation, such as decoding, below the table."""
+        """Shows the progress of a preparation, such as decoding images, below the table."""
         self.preparing = text
 
     def tell(self, line: str) -> None:
-        """Shows a line at once, without control characters that a stranger may have put into it.
+        """Prints a line at once. Control characters are removed, because a stranger may have sent a part of
+        the text.
 
-        If the log is on a full disk, the line is lost and the federation goes on.
+        If the output goes to a full disk, the line is lost and the federation continues.
         """
         with suppress(OSError):
             self.console.print(Text(printable(line)), soft_wrap=True)
             self.console.file.flush()
 
     def watch(self, sites: ShownFleet, rounds: int) -> None:
-        """Shows these sites from now on."""
+        """Sets the sites to show in the table, and the number of rounds."""
         self.sites, self.rounds = sites, rounds
 
     def report(self, event: Event) -> None:
-        """Shows an event of the run."""
+        """Prints an event of the run, such as a round or an evaluation, and updates the table."""
         if event["event"] == "start":
             self.inside = bool(event.get("what"))
             if self.inside:
@@ -87,6 +87,8 @@ class FederationView:
             self.refusals[event["site"]] = self.refusals.get(event["site"], 0) + 1
 
     def _round(self, event: Event) -> None:
+        """Prints the line of a finished round, and updates the loss and mask rate of each site in the
+        table."""
         self.round = event["round"]
         names = {} if self.sites is None else dict(enumerate(self.sites.names))
         losses = ""
@@ -105,7 +107,8 @@ class FederationView:
         )
 
     def table(self) -> Table:
-        """Returns the table of sites: what each one does, and how often it was refused."""
+        """Returns the table of sites: their images, what each one does, its last losses, and how often it was
+        refused."""
         title = (
             f"round {self.round} of {self.rounds}  {self.accuracy}" if self.rounds else "waiting for sites"
         )

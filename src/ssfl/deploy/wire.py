@@ -1,7 +1,8 @@
-"""The content of messages: a model as a vector of float32, settings as TOML, counts and metrics.
+"""The content of the messages between the centre and the sites: a model as one float32 vector, settings as
+TOML, counts and metrics.
 
-Every message to a site holds everything that its work depends on. So a site keeps no state and can be
-restarted at any time. Both sides check what they receive before they use it.
+Every message to a site has everything that its work depends on. So a site needs no memory of earlier rounds
+and can be restarted at any time. The receiver of a message checks it before using it.
 """
 
 import io
@@ -25,47 +26,56 @@ from ssfl.errors import ConfigError, DataError, MethodError
 from ssfl.federation import METRICS, Named
 
 LOSS = 1e3
-"""The largest loss that a site may report. A single huge value would dominate the mean."""
+"""The largest loss that a site may report. A single huge value would dominate the mean of all sites."""
 LARGEST = 1e15
-"""The largest absolute value in a model or in the numbers sent with it. The sum of a million of their squares
-still fits into float32."""
+"""The largest absolute value allowed in a model, or in the numbers sent with it. The sum of a million squares
+of such values still fits into float32."""
 MOST_CLASSES = 100_000
+"""The largest number of classes that a site accepts from the centre."""
 MODEL, ROW = "model", "row"
-"""The names of the model's record and array in a message."""
+"""The names of the record and of its array that hold the model in a message."""
 NUMBERS = "numbers"
-"""The name of the record with the numbers that a method sends to users with the model."""
+"""The name of the record with additional numbers, which some methods send to the users together with the
+model."""
 SAME_VERSION = "make sure that the centre and this site have the same version of ssfl"
 MOST_NUMBERS = 1000
-"""How many numbers there may be under one name."""
+"""How many additional numbers a method may send under one name."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent to a user for a round."""
+    """What the centre sends to one user for a round. `row` is the model: all its weights as one vector."""
 
     row: Tensor
     numbers: Named
-    """The numbers that the method sends besides the model, by name: tensors of shape [1] or [1, n], where 1
-    is the number of users."""
+    """Additional numbers that the method sends, by name: tensors of shape [1] or [1, n]. The first dimension
+    is the users, and this is one user."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings that the centre and all sites must share."""
+    """The settings that the centre and all sites must share, so that a site trains as a simulated user would.
+    The centre sends them as text with every model.
+
+    `shape` is that of an image (C, H, W). `mean` and `std` normalise its channels. `white` is the largest
+    pixel value.
+    """
 
     config: Config
-    """The resolved config, without anything specific to the centre's machine."""
+    """The resolved config, without settings that concern only the centre's machine."""
     classes: int
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     white: int
     outside: dict[str, str] = field(default_factory=dict)
-    """For an external network or method: digests of its source, and the fingerprint of the frozen weights."""
+    """If the network or the method is external code: the digests of its source, and the fingerprint of the
+    frozen weights. A site compares them with its own."""
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
-        """Returns the terms of a centre. `brought` describes its external network and method, if any."""
+        """Returns the terms of a centre with this config and data. `brought` describes the centre's external
+        network and method, if it has any."""
         here = replace(
             config,
             data=DataSettings(path="site", flip=config.data.flip, views=config.data.views),
@@ -81,14 +91,15 @@ class Terms:
         return cls(here, len(data.classes), data.shape, data.mean, data.std, data.white, known)
 
     def text(self) -> str:
-        """Returns the terms as JSON, with the config as TOML inside."""
+        """Returns the terms as a JSON text, in which the config is a TOML text. `read_terms` reads it."""
         fields = {"config": to_toml(self.config), "classes": self.classes, "shape": self.shape}
         known = {"outside": self.outside} if self.outside else {}
         return json.dumps(fields | {"mean": self.mean, "std": self.std, "white": self.white} | known)
 
 
 def read_terms(text: str) -> Terms:
-    """Returns the centre's terms after checking them, because a site trusts no message."""
+    """Returns the terms that the centre sent as text. Raises `PublicError` if they cannot be read or are not
+    plausible, because a site trusts no message."""
     try:
         fields = json.loads(text)
         table = tomllib.loads(fields["config"])
@@ -123,9 +134,10 @@ def read_terms(text: str) -> Terms:
 
 
 def check(config: Config) -> None:
-    """Raises if a real federation cannot do what a config asks for.
+    """Raises if a config has settings that are possible in a simulation but not with real sites.
 
-    Values that a site reports must not affect the average, so methods that need such values are refused.
+    For example, values that a site reports must not affect the average, so methods that need such values are
+    refused.
     """
     method, train = config.method, config.train
     why = obstacle(config, ("reports", "sends", "sizes", "labels"))
@@ -169,7 +181,7 @@ def check(config: Config) -> None:
 
 
 def pack(row: Tensor, **settings: str | int) -> RecordDict:
-    """Returns a message with a model and settings."""
+    """Returns the content of a message with a model (`row`, all its weights as one vector) and settings."""
     array = Array(row.detach().to("cpu", torch.float32).numpy())
     content = RecordDict({MODEL: ArrayRecord({ROW: array})})
     if settings:
@@ -178,7 +190,8 @@ def pack(row: Tensor, **settings: str | int) -> RecordDict:
 
 
 def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
-    """Returns the message that asks a site for a round's work."""
+    """Returns the content of the message that asks a site to train for one round: the model, the method's
+    additional numbers, and settings."""
     content = pack(sent.row, **settings)
     for name, tensor in sent.numbers.items():
         if tensor.ndim > 2 or tensor.numel() > MOST_NUMBERS:
@@ -195,8 +208,8 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
 
 
 def read_numbers(content: RecordDict, like: Tensor) -> Named:
-    """Returns the numbers that were sent with the model, after checking them: [1, ...] each, in the model's
-    number type."""
+    """Returns the additional numbers that the method sent with the model, by name. Each is a tensor [1] or
+    [1, n] with the type and device of `like`. Raises if they are too many, too large or not finite."""
     numbers = {}
     for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
         values = np.asarray(value, np.float64)
@@ -210,10 +223,10 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:
-    """Returns the model in a message after checking it: `length` finite float32 numbers, and no other array.
+    """Returns the model in a message, a vector [length] of float32. Raises unless the message has exactly
+    this one array and all its values are finite.
 
-    The size in bytes must match exactly before anything is read, because an array's header can claim any
-    shape.
+    The size in bytes is checked before anything is read, because an array's header can claim any shape.
     """
     record = content.array_records.get(MODEL)
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
@@ -234,16 +247,17 @@ def unpack(content: RecordDict, length: int) -> Tensor:
 
 
 def _header(length: int) -> bytes:
-    """Returns the header of a NumPy file with a vector of this length."""
+    """Returns the bytes with which a NumPy file of a float32 vector of this length begins."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
     return buffer.getvalue()
 
 
 def pack_trained(trained: Returned, images: int, round: int, private: bool) -> RecordDict:
-    """Returns a site's answer: its model and the metrics of its training.
+    """Returns the content of a site's answer: its trained model, the metrics of its training, and its number
+    of images.
 
-    A private site sends zeros for the metrics, because no noise is added to them.
+    A `private` site (one with differential privacy) sends zeros as metrics, because no noise protects them.
     """
     content = pack(trained.rows[0])
     metrics: dict[str, int | float | list[int] | list[float]] = {
@@ -254,9 +268,11 @@ def pack_trained(trained: Returned, images: int, round: int, private: bool) -> R
 
 
 def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, dict[str, float]]:
-    """Returns the model and the metrics in a site's answer, after checking them.
+    """Returns the model, a vector [length], and the metrics in a site's answer to this round. Raises
+    `DataError` if they are not plausible.
 
-    Nothing that a site reports affects the weight of its model.
+    The number of images in the answer is not returned: nothing that a site reports may affect the weight of
+    its model.
     """
     unexpected = content.keys() - {MODEL, "metrics"}
     if unexpected:
@@ -279,7 +295,7 @@ def read_trained(content: RecordDict, length: int, round: int) -> tuple[Tensor, 
 
 
 def read_images(content: RecordDict) -> int:
-    """Returns the number of images that a site reports."""
+    """Returns the number of images that a site reports. Raises `DataError` if it is missing or impossible."""
     try:
         count = _number(content.metric_records["metrics"]["images"])
     except (KeyError, TypeError) as error:
@@ -290,7 +306,7 @@ def read_images(content: RecordDict) -> int:
 
 
 def read_identity(content: RecordDict) -> tuple[str, int]:
-    """Returns the name and the number of images that a site reports."""
+    """Returns the name and the number of images that a site reports when it joins."""
     try:
         name = content.config_records["config"]["name"]
     except KeyError as error:
@@ -299,14 +315,15 @@ def read_identity(content: RecordDict) -> tuple[str, int]:
 
 
 def _number(value: object) -> float:
-    """Returns the value as a float; raises if it is no number. Records may also hold lists and text."""
+    """Returns the value as a float. Raises TypeError if it is not a number, since a record may also hold
+    lists and text."""
     if not isinstance(value, int | float):
         raise TypeError(f"{type(value).__name__} where a number was expected")
     return float(value)
 
 
 def whole(value: object) -> int:
-    """Returns a value of the centre's message that must be a whole number; raises if it is not."""
+    """Returns a value of the centre's message that must be an integer. Raises `PublicError` if it is not."""
     if not isinstance(value, int):
         raise PublicError(
             f"the centre's message has {value!r} instead of a whole number: {SAME_VERSION}"[:300]
@@ -315,7 +332,7 @@ def whole(value: object) -> int:
 
 
 def settings(content: RecordDict) -> ConfigRecord:
-    """Returns the settings in the centre's message."""
+    """Returns the settings in the centre's message. Raises `PublicError` if it has none."""
     try:
         return content.config_records["config"]
     except KeyError:
