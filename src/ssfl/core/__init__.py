@@ -1,5 +1,6 @@
-"""Pure functions on model vectors, random draws, losses and averages, and small helpers for all packages.
+"""Building blocks that every other package uses: pure functions for averaging models, drawing random numbers
+and computing losses, and small helpers.
 
-Nothing here depends on a config, a device or a run folder. Read `rows.py` first: all code treats a model as
-one vector of numbers, called a row. "The paper" is Zhang et al. 2020, arXiv 2008.11364.
+Nothing here depends on a config or a run folder. Read `rows.py` first: it shows how a model is stored as one
+vector of numbers, called a row. "The paper" always means Zhang et al. 2020, arXiv 2008.11364.
 """

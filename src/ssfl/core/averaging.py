@@ -1,9 +1,10 @@
-"""Averages of models. Every linear rule is a small matrix that multiplies the models, one model per row.
+"""Averages of models. Each averaging rule is a small matrix of weights, which is multiplied with the matrix
+of models (one model per row).
 
-The new model of group i is s_i · w_s + (1 - s_i) · mean of w_k over its users G_i. Here w_s is the server's
-model, w_k the model of user k, and s_i the weight of the server. FedAvg is one group of all C users with s =
-1/(C+1). The grouping of the paper (Zhang et al. 2020) is S groups with s_i = 1/(|G_i|+1). A server-weighted
-average is one group with any s.
+The new model of group i is s_i · w_s + (1 - s_i) · mean of w_k over the users of the group, G_i. Here w_s is
+the server's model, w_k is the model of user k, and s_i is the server's weight. FedAvg has one group of all C
+users, with s = 1/(C+1). The grouping of the paper (Zhang et al. 2020) has S groups, with s_i = 1/(|G_i|+1). A
+server-weighted average has one group and any s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +15,14 @@ from torch import Tensor
 
 
 def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float | None = None) -> Tensor:
-    """Returns the matrix [S, 1 + C] that turns the models of the server and of C users into S group models.
+    """Returns the averaging rule as a matrix [S, 1 + C]: the weights of the server and of C users in each of
+    S group models. `average` multiplies this matrix with the models.
 
-    Each row of the matrix sums to one. `groups` lists for each group the positions of its users, 0 to C - 1;
-    every user is in one group. `server` says whether there is a server model; if not, the first column is
-    zero. `server_weight` is the server's weight in each group; None means 1 / (number of the group's users +
-    1). A group without users gets the server's model, or the mean of all users if there is no server.
+    Column 0 belongs to the server, and each row sums to one. `groups` lists for each group the positions of
+    its users, from 0 to C - 1; every user is in exactly one group. If `server` is false, there is no server
+    model, and column 0 is zero. `server_weight` is the server's weight in each group; None means 1 / (number
+    of the group's users + 1). A group without users gets the server's model, or the mean of all users if
+    there is no server.
     """
     everybody = sorted(user for group in groups for user in group)
     if everybody != list(range(len(everybody))):
@@ -41,12 +44,13 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns one average of n models, given as the rows of a matrix. The rule "mean" is their mean, weighted
-    by `weights` [n] if given. "median" and "trimmed" take the median or a trimmed mean of each coordinate, so
-    that a few extreme models have little influence.
+    """Returns the average [P] of n models `rows` [n, P], computed by one of three rules. The rule "mean" is
+    the mean, weighted by `weights` [n] if given.
 
-    The trimmed mean leaves out the smallest and the largest fifth of the values, at least one each. With two
-    models or fewer, every rule is the mean.
+    The rules "median" and "trimmed" are robust: a few extreme models have little influence on them. They take
+    the median or the trimmed mean of each coordinate, and ignore `weights`. The trimmed mean leaves out the
+    smallest and the largest fifth of the values, at least one value each. With one or two models, all three
+    rules give the mean.
     """
     count = len(rows)
     if weights is not None and rule == "mean":
@@ -58,19 +62,21 @@ def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def better_of_median(aggregate: Tensor, rows: Tensor, loss: Callable[[Tensor], float]) -> Tensor:
-    """Returns the coordinate-wise median of the models (one per row) if its `loss` is smaller than that of
-    `aggregate`, their average; otherwise returns `aggregate`.
+    """Returns either `aggregate`, which is an average [P] of the models `rows` [n, P], or their
+    coordinate-wise median: whichever has the smaller `loss`.
 
-    It is used if `federation.median_fallback` is set.
+    This protects against a few harmful models, which change a mean more than a median. It is used if the
+    setting `federation.median_fallback` is on.
     """
     return min((aggregate, combined("median", rows)), key=loss)
 
 
 def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the groups' models [S, P] and the mean of these [P], as in the paper's equation (7).
+    """Returns the new models of S groups [S, P] and the mean of these models [P]. This is the averaging step
+    of a round, the paper's equation (7).
 
-    `server` is the server's model [P] or None, `users` are the users' models [C, P], and `matrix` comes from
-    `mixing`.
+    `server` is the server's model [P] or None, and `users` are the models of C users [C, P]. `matrix` [S, 1 +
+    C] is the averaging rule, from `mixing`.
     """
     rows = users if server is None else torch.cat([server[None], users])
     weights = matrix.to(rows)
@@ -79,25 +85,31 @@ def average(server: Tensor | None, users: Tensor, matrix: Tensor) -> tuple[Tenso
 
 
 def fedavg(server: Any, users: Any) -> Tensor:
-    """Returns (w_s + sum of w_k) / (C + 1), the average of the server's model w_s and the models w_k of C
-    users. If `server` is None, it is the mean of the users. This is equation (8) of the paper (Zhang et al.
-    2020)."""
+    """Returns the FedAvg average [P] of a server's model w_s and the models w_k of C users: (w_s + sum of
+    w_k) / (C + 1). If `server` is None, it is the mean of the users' models.
+
+    This is equation (8) of the paper (Zhang et al. 2020). Models may be tensors, arrays or lists.
+    """
     return grouping(server, users, [range(len(users))])[1]
 
 
 def weighted(server: Any, users: Any, server_weight: float) -> Tensor:
-    """Returns the average of server and users in which the server has the weight `server_weight`, from 0 to
-    1. The users share the rest equally."""
+    """Returns the average model [P] in which the server has the weight `server_weight` (from 0 to 1), and the
+    users share the rest equally.
+
+    `server` is one model [P], and `users` are C models [C, P]. Models may be tensors, arrays or lists.
+    """
     rows = as_rows(users)
     everybody = [list(range(len(rows)))]
     return average(as_rows(server), rows, mixing(everybody, True, server_weight))[1]
 
 
 def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Returns the models of the groups, each the average of a group's users and the server, and the mean
-    w_avg of these models. This is equation (7) of the paper (Zhang et al. 2020).
+    """Returns the models of S groups [S, P], and the mean of these models [P], called w_avg in the paper.
+    Each group's model is the average of its users and the server with equal weights.
 
-    Models may be tensors, arrays or lists. `groups` lists for each group the positions of its users.
+    This is equation (7) of the paper (Zhang et al. 2020). `groups` lists for each group the positions of its
+    users. Models may be tensors, arrays or lists. If `server` is None, only users are averaged.
     """
     members = [[int(user) for user in group] for group in groups]
     rows = as_rows(users)
@@ -108,7 +120,8 @@ def grouping(server: Any, users: Any, groups: Iterable[Iterable[int]]) -> tuple[
 
 
 def as_rows(rows: Any) -> Tensor:
-    """Converts a tensor, an array or a (nested) list of numbers to a floating-point tensor."""
+    """Returns models as a floating-point tensor. They may be given as a tensor, an array or a (nested) list
+    of numbers."""
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Tensor):
         rows = torch.stack(list(rows))
     tensor = torch.as_tensor(rows)

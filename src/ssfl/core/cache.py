@@ -1,8 +1,10 @@
-"""The cache folder: results that take long to compute, shared by commands and processes, and safe to delete.
+"""The cache folder of ssfl: it keeps results that take long to compute, so that later commands can use them.
+It is safe to delete.
 
-It is `~/.cache/ssfl`; the environment variable SSFL_CACHE changes that. An entry is a folder named after the
-fingerprint of what it was made from. It is written under another name and renamed when it is complete. If the
-cache exceeds SSFL_CACHE_GB gigabytes (default: 20), the entries that were not used for longest are deleted.
+The folder is `~/.cache/ssfl`, unless the environment variable SSFL_CACHE names another one. Each entry is a
+subfolder, named after a checksum of the data that it was computed from. An entry is written under a temporary
+name and renamed when it is complete. If the cache exceeds SSFL_CACHE_GB gigabytes (default: 20), the least
+recently used entries are deleted.
 """
 
 import fcntl
@@ -18,7 +20,8 @@ PART = ".part"
 
 
 def root() -> Path:
-    """Returns the cache folder."""
+    """Returns the path of the cache folder: the environment variable SSFL_CACHE if it is set, otherwise the
+    user's cache folder plus `ssfl`."""
     folder = os.environ.get(PLACE)
     if folder:
         return Path(folder).expanduser().absolute()
@@ -27,11 +30,12 @@ def root() -> Path:
 
 
 def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """Returns the folder of a cache entry, and whether the entry was made now.
+    """Returns the folder of a cache entry and whether it was made just now. A missing entry is made by
+    calling `make`.
 
-    The entry is the folder `kind`/`key` in the cache. If it does not exist, `make` gets an empty folder and
-    writes the files into it. If several processes want the same entry, one makes it and the others wait.
-    Raises OSError if the cache cannot be written.
+    The entry is the folder `kind`/`key` in the cache. `make` gets an empty folder and writes the entry's
+    files into it. If several processes want the same entry, one of them makes it and the others wait. Raises
+    OSError if the cache cannot be written.
     """
     place = root() / kind
     entry, part = place / key, place / f"{key}{PART}"
@@ -42,7 +46,7 @@ def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, boo
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _used(entry):
             return entry, False
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
         part.mkdir(mode=0o700)
         try:
             make(part)
@@ -55,10 +59,10 @@ def obtain(kind: str, key: str, make: Callable[[Path], None]) -> tuple[Path, boo
 
 
 def trim(keep: Path | None = None) -> None:
-    """Deletes the entries that were not used for longest until the cache is within its limit. The entry
-    `keep` is never deleted.
+    """Deletes the least recently used cache entries until the cache is smaller than its limit (see `limit`).
+    The entry `keep` is never deleted.
 
-    An entry that another process has mapped into memory stays usable for that process until it ends.
+    A process that has mapped a deleted entry into memory can still use it until the process ends.
     """
     total = 0
     for _, size, entry in sorted(entries(), reverse=True):
@@ -69,7 +73,8 @@ def trim(keep: Path | None = None) -> None:
 
 
 def limit() -> float:
-    """Returns how many bytes the cache may hold at most."""
+    """Returns the largest size that the cache may have, in bytes. The environment variable SSFL_CACHE_GB sets
+    it in gigabytes; the default is 20."""
     try:
         return 1e9 * float(os.environ.get(LIMIT, GIGABYTES))
     except ValueError:
@@ -77,8 +82,8 @@ def limit() -> float:
 
 
 def entries() -> list[tuple[float, int, Path]]:
-    """Returns for each entry the time of its last use (seconds since 1970), its size in bytes and its
-    folder."""
+    """Returns all cache entries, so that `trim` can delete old ones. For each entry: the time of its last use
+    (seconds since 1970), its size in bytes, and its folder."""
     listed = []
     for entry in root().glob("*/*"):
         with suppress(OSError):
@@ -89,7 +94,8 @@ def entries() -> list[tuple[float, int, Path]]:
 
 
 def _used(entry: Path) -> bool:
-    """Returns whether an entry exists; if it does, also records that it was used now."""
+    """Returns whether a cache entry exists. If it does, also sets the time of its last use to now, so that
+    `trim` does not delete it soon."""
     try:
         os.utime(entry)
     except PermissionError:  # another user's entry, which may still be read

@@ -1,4 +1,5 @@
-"""Measures how long the phases of a round take."""
+"""Measures how many seconds each phase of a round takes, such as training or averaging, on a CPU or on a
+GPU."""
 
 import time
 from collections.abc import Iterator
@@ -8,10 +9,10 @@ import torch
 
 
 class Phases:
-    """Adds up the seconds that each phase of a round takes.
+    """A stopwatch that adds up the seconds that each named phase of a round takes.
 
-    A GPU works asynchronously, so its times come from CUDA events in its queue. These are read at the end of
-    the round, so that the CPU does not have to wait for the GPU after each phase.
+    A GPU works asynchronously, so its times are measured by CUDA events in its queue. The events are read
+    only at the end of the round. So the CPU does not have to wait for the GPU after each phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,7 +22,8 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Adds the time spent inside the `with` block to this phase."""
+        """Measures the time spent inside a `with` block and adds it to the total of the phase with this
+        name."""
         if self._gpu:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -34,7 +36,8 @@ class Phases:
             self._add(phase, time.perf_counter() - began)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase so far."""
+        """Returns the total seconds of each phase so far, by the phase's name. On a GPU it waits until the
+        measured work is finished."""
         for phase, first, last in self._marks:
             last.synchronize()
             self._add(phase, first.elapsed_time(last) / 1000)

@@ -1,4 +1,4 @@
-"""Draws the users that take part in a round, and the group that each of them joins."""
+"""Draws the cohort of a round: the users that take part, and the group that each of them joins."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,22 @@ from ssfl.core import draws
 
 @dataclass(frozen=True)
 class Cohort:
-    """The users that take part in a round, with their groups."""
+    """The users that take part in one round, those of them that drop out, and their groups."""
 
     drawn: tuple[int, ...]
-    """C_t: the users that were sent a model."""
+    """The numbers of the users that are sent a model in this round. The paper calls this set C_t."""
     users: tuple[int, ...]
-    """The users that did not drop out, in the order of `drawn`."""
+    """The numbers of the users that return a model, in the order of `drawn`. The others have dropped out."""
     groups: tuple[tuple[int, ...], ...]
-    """G_1 .. G_S: the members of each group, as positions in `users`."""
+    """For each of the S groups (G_1 to G_S in the paper), the positions of its members in `users`."""
     streams: tuple[int, ...]
-    """For each of `users`, the number of the group whose model it receives. If users keep models of their own
-    (`own_streams` of `draw_cohort`), it is the number of the user."""
+    """For each of `users`, the number of the model that it starts from. Usually this is the number of its
+    group. If each user continues its own model (`own_streams` in `draw_cohort`), it is the number of the
+    user."""
     slots: tuple[int, ...] = ()
-    """For each of `users`, its place (0 to C - 1) in a random order of the round's C participants. Momentum
-    can be kept for each place, whichever user has it in a round (`train.momentum_policy` = "slot")."""
+    """For each of `users`, its position (0 to C - 1) in a random order of the round's C participants. With
+    `train.momentum_policy` = "slot", optimizer momentum is kept between rounds for each position, whichever
+    user has it."""
 
 
 def draw_cohort(
@@ -38,18 +40,19 @@ def draw_cohort(
     filled: bool = False,
     own_streams: bool = False,
 ) -> Cohort:
-    """Draws `participants` of the `users` at random, divides them at random into `groups` groups, and draws
-    which of them drop out, each with probability `dropout`.
+    """Returns the cohort of a round. It draws `participants` of the `users` at random, divides them at random
+    into `groups` groups, and lets each one drop out with probability `dropout`.
 
-    The groups are as even as possible. With `filled` each group is filled before the next one gets users.
-    With `own_streams` every user is a group of its own.
+    Equal arguments give the same cohort, so every process can draw it for itself. The groups are as equal in
+    size as possible. With `filled`, a group gets all its users before the next group gets any. With
+    `own_streams`, each user starts from its own model instead of its group's.
     """
 
     def hashes(purpose: str, members: Tensor) -> Tensor:
         return draws.fold(torch.tensor(draws.key(seed, purpose, round)), members)
 
     everybody = torch.arange(users)
-    # the users with the C smallest hashes, which are all different; sorting all K would be slow
+    # the participants are the users with the C smallest hashes; topk is faster than sorting all K hashes
     least = hashes("participants", everybody).topk(participants, largest=False, sorted=False).indices
     drawn = least.sort().values
     returned = drawn[draws.uniform(hashes("return", drawn)) >= dropout]
@@ -72,8 +75,9 @@ def _members(streams: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]
 
 
 def only(cohort: Cohort, sent: Collection[int], returned: Collection[int]) -> Cohort:
-    """Returns the cohort of the users that really took part, if some failed. Its `drawn` are the users that
-    were `sent` a model, and its `users` are those that `returned` one."""
+    """Returns the cohort of the users that really took part, for a real federation in which some users
+    failed. Its `drawn` are the users that were `sent` a model, and its `users` are those that `returned`
+    one."""
     places = [place for place, user in enumerate(cohort.users) if user in returned]
     users, streams, slots = (
         tuple(values[place] for place in places) for values in (cohort.users, cohort.streams, cohort.slots)

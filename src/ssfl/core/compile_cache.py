@@ -1,13 +1,13 @@
-"""The compile cache: keeps what torch and Triton compiled for a GPU for the next run, and copies it as one
-file.
+"""The compile cache: keeps the GPU code that torch and Triton have compiled, so that later runs start faster.
+It can be saved as one file and loaded on another machine.
 
-It lies in the folder `compile` of the cache (see `cache.py`), with one entry for each version of torch,
-Python and ssfl's kernels. torch and Triton check for themselves whether a file fits the device, the settings
-and the code. They do not compare the code of the gradients of ssfl's own operators, so a checksum of that
-code is part of the entry's name.
+It is the folder `compile` inside the cache folder (see `cache.py`). There is one entry for each combination
+of versions of torch, Python and ssfl's kernels. torch and Triton check for themselves whether compiled code
+fits the device, the settings and the source code. But they do not compare the gradient code of ssfl's own
+operators. So the entry's name contains a checksum of that code.
 
-**Its files are code that will be executed.** So the cache is used only if no other user can write to it. A
-file is loaded only by a person's command, never because a config names it.
+**The cached files are code that will be executed.** So the cache is used only if no other user can write to
+it. A saved file is loaded only by a person's command, never because a config names it.
 """
 
 import hashlib
@@ -32,26 +32,31 @@ from ssfl.core import cache, plain_files
 from ssfl.errors import SsflError, SsflWarning
 
 VARIABLES = {"inductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
-"""For each part of the cache (torch's Inductor, Triton), the environment variable that names its folder."""
+"""The two parts of the cache, torch's Inductor and Triton, each with the environment variable that names its
+folder."""
 HEAD = "ssfl-compile-cache.json"
 FORMAT = 1
 MOST_FILES, MOST_BYTES = 500_000, 16 << 30
-"""An archive with more files or more unpacked bytes is not loaded. A run compiles far less: some hundred
-files, some ten megabytes in all."""
+"""Limits against harmful archives: an archive with more files, or with more bytes when unpacked, is not
+loaded. A real one is far smaller: a few hundred files and a few ten megabytes."""
 GROUP = re.compile(r"__grp__.+\.json")
-"""Matches the names of Triton's files that list the files of a kernel, with absolute paths."""
+"""Matches the names of the files in which Triton lists the files of a kernel by absolute path. These paths
+must be changed when files are copied."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
-"""Matches the names that files and folders in the cache may have."""
+"""Matches the file and folder names that are allowed in the cache. Others are not saved, and are refused when
+an archive is loaded."""
 BAD = (
     zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError
 )  # fmt: skip
-"""What reading a broken archive may raise."""
+"""The exceptions that reading a damaged archive may raise."""
 _chosen: dict[str, str] = {}
-"""The values that `use` gave to the environment variables, to tell them from a user's own choice."""
+"""The values that `use` gave to the environment variables in `VARIABLES`. Another value means that the user
+chose the folder."""
 
 
 class Copied(NamedTuple):
-    """What was saved or loaded: the number of files, their bytes, and how many of them existed before."""
+    """The result of `save` or `load`: the number of files, their total size in bytes, and how many of them
+    existed before."""
 
     files: int
     bytes: int
@@ -59,15 +64,16 @@ class Copied(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of torch, Python and ssfl's kernels. A saved cache can be loaded only where all of
-    them are equal."""
+    """Returns the versions of torch, of Python and of ssfl's kernels. A saved cache can be loaded only where
+    all three are equal."""
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return {"torch": metadata.version("torch"), "python": python, "kernels": kernels()}
 
 
 @lru_cache(maxsize=1)
 def kernels() -> str:
-    """Returns a checksum of the code of ssfl's operators and kernels."""
+    """Returns a checksum (12 hexadecimal digits) of the source code of ssfl's GPU operators and kernels. It
+    serves as their version."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].joinpath("models", "kernels").glob("*.py")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -75,13 +81,14 @@ def kernels() -> str:
 
 
 def folder() -> Path:
-    """Returns the folder of the cache entry for this version of torch, Python and ssfl."""
+    """Returns the folder of the cache entry that belongs to the installed versions of torch, Python and
+    ssfl's kernels."""
     return cache.root().resolve() / "compile" / "-".join(f"{name}-{one}" for name, one in versions().items())
 
 
 def parts() -> dict[str, Path]:
-    """Returns by part the folders in which torch ("inductor") and Triton ("triton") keep what they
-    compile."""
+    """Returns the folders in which torch (under the name "inductor") and Triton ("triton") keep compiled
+    code. Each is the user's choice or the cache's default."""
     return {part: Path(_own(part) or folder() / part).absolute() for part in VARIABLES}
 
 
@@ -89,8 +96,8 @@ def _own(part: str) -> str | None:
     """Returns the folder that the user chose for a part ("inductor" or "triton") by its environment variable;
     None if the user chose none.
 
-    As soon as torch's compiler is imported, torch sets these variables to its default, a folder of /tmp. That
-    does not count as a choice.
+    When torch's compiler is imported, torch itself sets these variables to a folder in /tmp. Such a value is
+    not the user's choice.
     """
     value = os.environ.get(VARIABLES[part])
     if value is None or value == _chosen.get(part):
@@ -100,13 +107,14 @@ def _own(part: str) -> str | None:
 
 
 def use() -> None:
-    """Makes torch and Triton keep what they compile in the cache, except where the user chose a folder."""
+    """Tells torch and Triton to keep compiled code in ssfl's cache, by setting their environment variables. A
+    folder that the user chose stays in use."""
     places = {part: str(place) for part, place in parts().items() if _own(part) is None}
     if not places:
         return
     try:
         _make_private()
-        os.utime(folder())  # used now
+        os.utime(folder())  # records the time of use, for `cache.trim`
     except OSError as error:
         warnings.warn(f"{_not_stored(error)}, else the next run compiles again", SsflWarning, stacklevel=2)
         return
@@ -115,24 +123,25 @@ def use() -> None:
 
 
 def _make_private() -> None:
-    """Makes the folder of the cache for this user alone; raises PermissionError if another user could change
-    it."""
+    """Creates the folder of the cache with access for this user only, since its files will be executed.
+    Raises PermissionError if another user could change them."""
     cache.root().mkdir(parents=True, exist_ok=True, mode=0o700)
     status = cache.root().stat()
     if cache.PLACE not in os.environ and status.st_uid == os.getuid() and status.st_mode & 0o022:
-        cache.root().chmod(status.st_mode & 0o755)  # made with a generous umask
+        cache.root().chmod(status.st_mode & 0o755)  # the user's umask allowed others to write
     require_private(cache.root().resolve())
     for place in (folder().parent, folder()):
         with suppress(FileNotFoundError):
             status = os.lstat(place)
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o022:
-                shutil.rmtree(place)  # torch made it with a generous umask: others may have written to it
+                shutil.rmtree(place)  # others were allowed to write to it, and may have done so
         place.mkdir(exist_ok=True, mode=0o700)
         require_private(place)
 
 
 def require_private(place: Path) -> None:
-    """Raises PermissionError if another user could write to a folder."""
+    """Raises PermissionError if a folder does not belong to this user or if another user can write to it.
+    Such a folder must not hold code that will be executed."""
     status = os.lstat(place)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(0, "it is not a folder that belongs to you", str(place))
@@ -141,7 +150,8 @@ def require_private(place: Path) -> None:
 
 
 def save(file: Path) -> Copied:
-    """Packs the cache into one file. Raises SsflError if nothing was compiled yet."""
+    """Packs the whole compile cache into one archive `file` and returns what was saved. Raises SsflError if
+    nothing has been compiled yet."""
     files = [(f"{part}/{name}", path) for part, place in parts().items() for name, path in _files(place)]
     if not files:
         places = " and ".join(str(place) for place in parts().values())
@@ -154,7 +164,7 @@ def save(file: Path) -> Copied:
                 for name, path in files:
                     try:
                         content = _with_paths(path.name, path.read_bytes(), None)
-                    except (FileNotFoundError, *BAD):  # another process writes it, or has deleted it
+                    except (FileNotFoundError, *BAD):  # another process is writing it or has deleted it
                         continue
                     count, total = count + 1, total + len(content)
                     packed.writestr(_member(name), content)
@@ -166,8 +176,8 @@ def save(file: Path) -> Copied:
 
 
 def _files(place: Path) -> Iterator[tuple[str, Path]]:
-    """Yields each file of the folder `place` that is worth keeping: its name relative to `place`, and its
-    path. Locks, links and unfinished files are left out."""
+    """Yields each file in the folder `place` that belongs into a saved cache: its name relative to `place`,
+    and its path. Locks, links and unfinished files are left out."""
     for base, folders, names in os.walk(place):
         inside = Path(base).relative_to(place)
         folders[:] = sorted(name for name in folders if name != "locks" and _is_kept(name))
@@ -183,18 +193,19 @@ def _is_kept(name: str) -> bool:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """Returns the header of a file in the archive. It has no time and no owner, so equal caches give equal
-    archives."""
+    """Returns the header of a file in the archive. It contains no time and no owner, so that saving the same
+    cache twice gives identical archives."""
     info = zipfile.ZipInfo(name)
     info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o600) << 16
     return info
 
 
 def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
-    """Returns the content of a file, with the absolute paths in Triton's lists of files replaced.
+    """Returns the content of a cached file for another folder. In Triton's lists of files, absolute paths are
+    replaced; other files are returned unchanged.
 
-    With `place` they become paths in that folder (loading); without it, only file names are left (saving).
-    Other files are returned unchanged.
+    With `place` (when loading), the paths become paths in that folder. Without it (when saving), only the
+    file names remain.
     """
     if not GROUP.fullmatch(name):
         return content
@@ -205,11 +216,12 @@ def _with_paths(name: str, content: bytes, place: Path | None) -> bytes:
 
 
 def load(file: Path) -> Copied:
-    """Unpacks a file that `save` wrote into the cache. **Only for files that a person trusts: they hold
-    code.**
+    """Unpacks an archive that `save` wrote into the compile cache, and returns what was loaded. **Use it only
+    for archives that a person trusts: they contain code.**
 
-    Raises SsflError and writes nothing if the file is not such an archive, or if it was made with another
-    version of torch, Python or ssfl. Files that are already in the cache are not overwritten.
+    Raises SsflError and writes nothing if the file is not such an archive. It also does so if other versions
+    of torch, Python or ssfl's kernels made the archive. Files that are already in the cache are not
+    overwritten.
     """
     try:
         with plain_files.open_plain(file) as opened, zipfile.ZipFile(opened) as packed:
@@ -223,7 +235,8 @@ def load(file: Path) -> Copied:
 
 
 def _make_parts() -> None:
-    """Makes the folders of the cache; raises if another user could change one of them."""
+    """Creates the folders in which torch and Triton keep compiled code. Raises SsflError if another user
+    could change one of them."""
     try:
         _make_private()
         for place in parts().values():
@@ -234,7 +247,8 @@ def _make_parts() -> None:
 
 
 def _not_stored(error: OSError) -> str:
-    """Returns the message for a folder that cannot be used, with the environment variable that changes it."""
+    """Returns the error message for a folder in which compiled code cannot be stored. It names the
+    environment variable that chooses another folder."""
     place = Path(str(error.filename or folder()))
     own = [VARIABLES[part] for part, chosen in parts().items() if chosen == place and _own(part) is not None]
     return (
@@ -244,8 +258,8 @@ def _not_stored(error: OSError) -> str:
 
 
 def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) -> None:
-    """Raises if an archive must not be unpacked: wrong versions, unsafe names, or too many or too large
-    files."""
+    """Raises SsflError or ValueError if an archive must not be unpacked: because of other versions, unsafe
+    file names, or too many or too large files."""
     if not members or members[0].filename != HEAD or members[0].file_size > 10_000:
         raise ValueError(f"its first file is not {HEAD}")
     head = plain_files.parse_json(packed.read(members[0]))
@@ -277,7 +291,7 @@ def _check(packed: zipfile.ZipFile, members: list[zipfile.ZipInfo], file: Path) 
 
 
 def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    """Writes one file of an archive into the cache. Returns False if the file existed before."""
+    """Writes one file of an archive into the cache. Returns True, or False if the file was there already."""
     part, *names = member.filename.split("/")
     path = parts()[part].joinpath(*names)
     if os.path.lexists(path):
@@ -288,7 +302,7 @@ def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
     try:
         with os.fdopen(descriptor, "wb") as written:
             written.write(content)
-        os.replace(name, path)  # complete files only: another process may be reading the folder
+        os.replace(name, path)  # renamed when complete, because another process may be reading the folder
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
@@ -297,8 +311,8 @@ def _unpack(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
 
 
 def clear() -> list[Path]:
-    """Deletes the cache entries of all versions. Returns the folders that the user chose; they are not
-    deleted."""
+    """Deletes the compiled code of all versions from the cache. Returns the folders that the user chose by
+    environment variables, because these are not deleted."""
     place = cache.root() / "compile"
     if place.exists():
         shutil.rmtree(place)

@@ -1,8 +1,8 @@
-"""Gradient diversity Δ: Definition 1 of the paper (Zhang et al. 2020) and the variants of its Appendix D, in
-two normalisations.
+"""Gradient diversity Δ, a measure of how much the directions of users and server differ: Definition 1 of the
+paper (Zhang et al. 2020), and the variants of its Appendix D. Each is available in two normalisations.
 
-Low diversity means that all users and the server move in the same direction. This can be agreement or a
-collapse. To tell which, compare it with the mask rate and the accuracy.
+Low diversity means that all users and the server move in the same direction. They may agree, or the model may
+have collapsed. The mask rate and the accuracy show which of the two it is.
 """
 
 import math
@@ -17,11 +17,12 @@ from ssfl.core.averaging import as_rows
 
 
 def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns Δ = (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q for gradients g_k, the rows of [n, P]. The
-    exponent q is 2 if `squared`, else 1.
+    """Returns the gradient diversity Δ of n gradients g_k, the rows of `gradients` [n, P]. It is (sum over k
+    of ‖g_k‖^q) / ‖sum over k of g_k‖^q.
 
-    `order` is the order of the norm, 1 or 2. The paper's Definition 1 is `order=2, squared=True`. If the
-    gradients sum to zero, the result is inf, or nan if all of them are zero.
+    The exponent q is 2 if `squared`, else 1. `order` is the order of the norm, 1 or 2. The defaults give
+    Definition 1 of the paper. If the gradients sum to zero, the result is inf; if all of them are zero, it is
+    nan.
     """
     rows = as_rows(gradients).double()
     norms = torch.linalg.vector_norm(rows, order, dim=1)
@@ -31,12 +32,12 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 
 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns the diversity as the scripts of the paper's authors compute it: the mean over k of (‖g_k‖ /
-    ‖mean of g‖)^q. It is n^(q-1) · Δ, with n, q and Δ as in `gradient_diversity`.
+    """Returns the gradient diversity as the scripts of the paper's authors compute it: the mean over k of
+    (‖g_k‖ / ‖mean of g‖)^q. It equals n^(q-1) · Δ, with n, q and Δ as in `gradient_diversity`.
 
-    With the default arguments it is 1 if all gradients are equal, n if they are orthogonal and equally long,
-    and more if they oppose each other. So larger cohorts look more diverse. For the same gradients, Δ is 1/n
-    and 1.
+    With the default arguments it is 1 if all gradients are equal, and n if they are orthogonal and equally
+    long. It is larger if they oppose each other. So larger cohorts look more diverse. (For equal gradients Δ
+    is 1/n, and for orthogonal ones it is 1.)
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)
@@ -47,14 +48,14 @@ def variants(
     server: dict[str, Tensor | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
-    """Returns all sixteen variants of gradient diversity by name, each in both normalisations, over all users
-    and within groups.
+    """Returns a table of all sixteen variants of gradient diversity by name. Each has four values: both
+    normalisations, over all users and within groups.
 
     A variant is a choice of gradient or update, L1 or L2 norm, squared or not, and with or without the
-    server. `rows` holds the users' full-data gradients and their updates, [C, P] each, under the names
-    "gradient" and "update". `server` holds the same two of the server, one row each or None. The value within
-    groups is the mean over groups, weighted by their numbers of users. Variants with the server include it in
-    every group. Undefined values are None.
+    server. `rows` holds under "gradient" the C users' gradients over all their images, and under "update" the
+    changes of their models, [C, P] each. `server` holds the same for the server, [P] each or None; without
+    them, the variants with the server are missing. The value within groups is the mean over groups, weighted
+    by their numbers of users; the server counts in every group. Undefined values are None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(
@@ -78,5 +79,5 @@ def variants(
 
 
 def _finite(value: float) -> float | None:
-    """Returns None for nan and inf, which JSON does not have."""
+    """Returns the value, or None if it is nan or infinite, because JSON cannot store these."""
     return value if math.isfinite(value) else None

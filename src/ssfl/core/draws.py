@@ -1,8 +1,8 @@
-"""Named randomness: every random number is a hash of its name (seed, purpose, round, user, step, index).
-There is no generator with a state.
+"""Random numbers without a generator: each one is a hash of its name, such as (seed, purpose, round, user,
+step, index).
 
-So the same name gives the same bits on every device, in every engine and in every process, in whatever order
-draws are made. The hash is splitmix64 (Steele et al. 2014), in 64-bit integer arithmetic.
+So equal names give the same bits on every device, in every engine and process, and in any order of drawing.
+The hash is splitmix64 (Steele et al. 2014), computed with 64-bit integers.
 """
 
 import torch
@@ -17,24 +17,25 @@ PURPOSES = {
     "weak": 6,  # the weak view of an image
     "strong": 7,  # the strong view of an image
     "dropout": 8,  # dropout masks inside the model
-    "diversity": 9,  # views for the full-data gradients
+    "diversity": 9,  # the views for gradients over all images of a user
     "split": 10,  # who gets which image
-    "noise": 11,  # the image by which FedMatch compares models
+    "noise": 11,  # the noise image on which FedMatch compares models
     "attack": 12,  # which users are attackers, and what they send
     "privacy": 13,  # the noise on a simulated user's update
-    "consensus": 14,  # which users form a sub-consensus of RSCFed
-    "features": 15,  # the views of an image whose features are computed once
+    "consensus": 14,  # which users RSCFed averages in each of its random halves
+    "features": 15,  # the views whose features (output of the frozen layers) are stored
     "gate": 16,  # the views of labelled images that the gate compares updates with
     "test": 17,  # the views over which the prediction for an image is averaged
 }
-SERVER = -1  # the server's number, in place of a user's
+SERVER = -1  # stands for the server where a user's number is expected
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _signed(value: int) -> int:
-    """Returns the same 64 bits, read as the signed integer that torch and safetensors hold."""
+    """Returns an integer with the same 64 bits, read as a signed number, because torch and safetensors have
+    no unsigned 64-bit integers."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
@@ -50,7 +51,8 @@ def _mix_int(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Returns the logical shift to the right; torch's own shift would repeat the sign bit."""
+    """Returns the 64-bit integers x shifted right, with zeros filled in from the left. torch's own shift
+    would copy the sign bit instead."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -61,43 +63,46 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
-    """Returns the key (a hash) of random draws, such as `key(seed, "weak", round, user, step)`. The arguments
-    are the name of the draws: equal names give equal random numbers."""
-    state = _mix_int((int(seed) + _GAMMA) & _WORD)  # int: numpy's would overflow
+    """Returns the key, a 64-bit hash, from which random numbers are drawn. The arguments name the draws, such
+    as `key(seed, "weak", round, user, step)`; equal names give equal random numbers."""
+    state = _mix_int((int(seed) + _GAMMA) & _WORD)  # a Python int, because numpy's integers would overflow
     for part in (PURPOSES[purpose], *parts):
         state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)
     return _signed(state)
 
 
 def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
-    """Returns keys with one more part in their names: `fold(key(s, p, a), b) == key(s, p, a, b)`."""
+    """Returns keys whose names have one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`. So a tensor of
+    keys can be made at once, on any device."""
     if isinstance(parts, int):
         return _mix(keys + _signed((parts + 1) * _GAMMA))
-    # `| 0` keeps a compiler from folding a range of numbers into a narrower product
+    # `| 0` keeps torch's compiler from computing the product of a range in narrower integers
     return _mix(keys + ((parts + 1) | 0) * _signed(_GAMMA))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:
-    """Returns `count` random 64-bit numbers for each key: shape [..., count], int64."""
+    """Returns `count` random 64-bit numbers for each key, as int64 of shape [..., count]."""
     index = torch.arange(count, device=keys.device)
     return fold(keys.unsqueeze(-1), index)
 
 
 def below(draw: Tensor, bound: Tensor | int) -> Tensor:
-    """Maps random 64-bit numbers to integers from 0 to `bound` - 1; `bound` is at most 2**31."""
+    """Returns random integers from 0 to `bound` - 1, one for each of the random 64-bit numbers in `draw`.
+    `bound` is at most 2**31."""
     return (_shift(draw, 32) * bound) >> 32
 
 
 def uniform(draw: Tensor) -> Tensor:
-    """Maps random 64-bit numbers to float32 in [0, 1), in steps of 2**-24, which float32 represents
-    exactly."""
+    """Returns random float32 numbers in [0, 1), one for each of the random 64-bit numbers in `draw`. They are
+    multiples of 2**-24, which float32 represents exactly."""
     return _shift(draw, 40).to(torch.float32) * 2.0**-24
 
 
 def normal(draw: Tensor) -> Tensor:
-    """Maps random 64-bit numbers [..., 2n] to n independent normal ones in float64 (Box and Muller 1958).
+    """Returns n standard normal random numbers in float64, made from 2n random 64-bit numbers, `draw` [...,
+    2n]. The method is that of Box and Muller (1958).
 
-    Devices may round the last digits differently.
+    Different devices may round the last digits differently.
     """
     first, second = (_shift(draw, 11).double() * 2.0**-53).chunk(2, -1)  # [0, 1) in 53 bits
     return (-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * torch.pi * second)

@@ -1,4 +1,4 @@
-"""The events of a run: one JSON object per line of `events.jsonl`."""
+"""The type of an event. A run logs its events in `events.jsonl`, one JSON object per line."""
 
 from typing import Any
 

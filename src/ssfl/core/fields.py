@@ -1,8 +1,10 @@
-"""Settings are fields of frozen dataclasses, each with its limits:
+"""Settings and their limits. A setting is a field of a frozen dataclass, declared with its default and its
+limits:
 
     users: int = setting(10, least=1, most=10_000_000, what="users")
 
-A field with a plain default is limited only by its type. `checked` checks a value against type and limits.
+A field with a plain default may have any value of its type. The function `checked` checks a value against the
+type and the limits.
 """
 
 import contextlib
@@ -21,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that a setting may have. Whether None is allowed follows from its type."""
+    """The values that a setting may have, besides its type. None is allowed if the type allows it."""
 
     least: float | None = None
     """The smallest number allowed."""
     most: float | None = None
     """The largest number allowed."""
     what: str = ""
-    """What the number counts or means, for error messages."""
+    """What the number means, such as "users" or "a probability"; error messages show it."""
     choices: tuple[str, ...] = ()
-    """The allowed words; empty if all are allowed."""
+    """The allowed words. If it is empty, every string is allowed."""
     paths: bool = False
-    """Whether other code is allowed besides `choices`: an import path, or "in memory" for an object that was
-    passed from Python."""
+    """Whether the setting may also name code from outside the package: by an import path, or as "in memory"
+    for an object that was passed from Python."""
     instead: str = ""
-    """Another field of the same section, an alternative to this one. It is cleared when this one is set on
-    the command line."""
+    """The name of another field in the same section that is an alternative to this field. When a person sets
+    this field on the command line, the other field is cleared."""
 
 
 def setting(
@@ -49,7 +51,8 @@ def setting(
     paths: bool = False,
     instead: str = "",
 ) -> T:
-    """Returns a dataclass field with a default and limits. The other arguments are the fields of `Limits`."""
+    """Returns a dataclass field with a default and limits. The keyword arguments are the fields of
+    `Limits`."""
     limits = Limits(least, most, what, choices, paths, instead)
     with_limits: T = field(default=default, metadata={"limits": limits})
     return with_limits
@@ -64,8 +67,8 @@ def limits_of(kind: type) -> dict[str, Limits]:
 
 
 def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
-    """Returns the value of the setting `key`, converted to the type `hint`; raises ConfigError if the type or
-    the limits do not allow it."""
+    """Returns the value of the setting `key` in the type `hint`. Raises ConfigError if the type or the limits
+    do not allow it."""
     if value == "" and isinstance(value, str):
         raise ConfigError(f"{key} is empty: set a value or leave it out", key=key, value=value)
     try:
@@ -78,9 +81,9 @@ def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """Returns the value converted to the type `hint`; raises TypeError or ValueError if that is not possible.
+    """Returns the value converted to the type `hint`. Raises TypeError or ValueError if that is not possible.
 
-    A whole number is allowed for a float, and a list for a tuple.
+    A whole number may be given for a float, and a list for a tuple.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -102,13 +105,13 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _items(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Returns the types of a tuple's `count` items. `inner` are the arguments of its type, such as (float,
-    ...)."""
+    """Returns the types of the `count` items of a tuple, so that each item can be checked. `inner` are the
+    arguments of the tuple's type, such as (float, ...)."""
     return inner[:1] * count if inner[1:] == (...,) else inner
 
 
 def _in_words(hint: Any) -> str:
-    """Returns the description of a type for error messages, such as "a whole number"."""
+    """Returns a type in words, such as "a whole number", for error messages."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_in_words(option) for option in inner if option is not type(None))
@@ -123,7 +126,8 @@ def _in_words(hint: Any) -> str:
 
 
 def check_choice(key: str, value: Any, limits: Limits) -> None:
-    """Raises if the value is not one of the allowed words."""
+    """Raises ConfigError if the setting `key` has a value that is not one of its allowed words
+    (`limits.choices`)."""
     if limits.paths and outside.is_outside(value):
         return
     if value is not None and limits.choices and value not in limits.choices:
@@ -137,10 +141,11 @@ def check_choice(key: str, value: Any, limits: Limits) -> None:
 
 
 def _check_range(key: str, value: Any, limits: Limits) -> None:
-    """Raises ConfigError if a number of the value lies outside the limits, or is nan."""
+    """Raises ConfigError if the value of the setting `key`, or a number inside it, is nan or lies outside the
+    limits."""
     least, most = limits.least, limits.most
     for number in _numbers(value):
-        too_small = least is not None and not number >= least  # also true of nan
+        too_small = least is not None and not number >= least  # also true for nan
         too_large = most is not None and not number <= most
         if too_small or too_large:
             allowed = f"lie between {least} and {most}"
@@ -152,7 +157,7 @@ def _check_range(key: str, value: Any, limits: Limits) -> None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yields all numbers of a value, which may be a tuple of tuples."""
+    """Yields all numbers in a value, which may be a number or nested tuples of numbers."""
     if isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
@@ -161,10 +166,11 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Returns the known word that was probably meant, or "" if none is similar."""
+    """Returns the known word that is most similar to `word`, to suggest it after a typing mistake. Returns ""
+    if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1)), "")
 
 
 def meant(word: str) -> str:
-    """Returns the end of an error message, ": did you mean WORD?", or "" if `word` is empty."""
+    """Returns the end of an error message, ": did you mean WORD?". Returns "" if `word` is empty."""
     return f": did you mean {word}?" if word else ""

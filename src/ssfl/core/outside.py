@@ -1,8 +1,9 @@
-"""Code from outside the package, named by an import path: `FILE.py:name` or `package.module:name`.
+"""Imports code from outside the package, such as a person's own method or network. An import path names it:
+`FILE.py:name` or `package.module:name`.
 
-A path is imported only if a person typed it in this process (`--set`, `--with`, a Python call). Run folders,
-model cards and the settings that a deployment's server sends to its sites also contain such paths, with a
-digest of the code. Nothing is imported because of them.
+A path is imported only if a person typed it in this process (`--set`, `--with` or a Python call). Run
+folders, model cards and the settings that a deployment's server sends also contain such paths, with a
+checksum of the code. Nothing is ever imported because of those.
 """
 
 import ast
@@ -21,38 +22,45 @@ from typing import Any
 from ssfl.errors import ConfigError, SsflError, with_class
 
 IN_MEMORY = "in memory"
-"""The recorded name of data, networks and methods that were passed as Python objects."""
+"""The name that a config records for data, networks and methods that were passed as Python objects and have
+no import path."""
 _trusted: set[str] = set()
-"""The absolute paths of files, and the dotted names of modules, that a person typed in this process."""
+"""The code that may be imported: the absolute paths of files, and the dotted names of modules, that a person
+typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
-"""The imported modules by file, each with the digest that the file had when it was imported."""
+"""The imported modules by file. Each comes with the checksum of the file at that time, so that a changed file
+is imported again."""
 
 
 def is_path(name: str | None) -> bool:
-    """Returns whether a name is an import path, and not the name of something in the package."""
+    """Returns whether a name is an import path of code outside the package (`FILE.py:name` or
+    `package.module:name`), rather than a built-in name."""
     return name is not None and (":" in name or name.endswith(".py"))
 
 
 def is_outside(name: str | None) -> bool:
-    """Returns whether the name in a config stands for something from outside the package: an import path, or
-    an object that was passed from Python."""
+    """Returns whether a name in a config refers to something from outside the package: an import path, or "in
+    memory" for an object that was passed from Python."""
     return is_path(name) or name == IN_MEMORY
 
 
 def trust(name: str) -> None:
-    """Records that a person typed this name: `FILE.py:name`, `FILE.py` or `package.module:name`."""
+    """Records that a person typed this name in this process, which allows its import. The name is
+    `FILE.py:name`, `FILE.py` or `package.module:name`."""
     module = _module(name)
     _trusted.add(str(Path(module).resolve()) if module.endswith(".py") else module)
 
 
 def is_trusted(name: str) -> bool:
-    """Returns whether a person typed this name, or its file, in this process."""
+    """Returns whether a person typed this import path, or its file, in this process. Only then may its code
+    be imported."""
     module = _module(name)
     return is_path(name) and _is_trusted(module, _file(module))
 
 
 def supply(files: Iterable[str | Path]) -> None:
-    """Records the files and modules that a person typed after `--with`; raises if one does not exist."""
+    """Allows the import of the files and modules that a person typed after `--with`. Raises ConfigError if
+    one does not exist."""
     for name in map(str, files):
         if _file(name) is None:
             raise ConfigError(
@@ -62,8 +70,8 @@ def supply(files: Iterable[str | Path]) -> None:
 
 
 def load(name: str, key: str) -> Any:
-    """Returns the object that an import path names. `key` is the setting that contains the path, for error
-    messages."""
+    """Imports the code of an import path and returns the object that it names, such as a class or a function.
+    `key` is the setting that contains the path, for error messages."""
     module_name, attribute = _module(name), _attribute(name)
     if not attribute:
         raise ConfigError(
@@ -89,7 +97,7 @@ def load(name: str, key: str) -> Any:
 
 def called(name: str, key: str) -> Any:
     """Calls the function that an import path names, without arguments, and returns its result. `key` is the
-    setting that contains the path, for error messages."""
+    setting that contains the path, for error messages. Raises ConfigError if the call fails."""
     function, setting = load(name, key), f"{key} = {name!r}"
     if not callable(function):
         raise ConfigError(
@@ -104,8 +112,8 @@ def called(name: str, key: str) -> Any:
 
 
 def require(name: str, key: str) -> Path:
-    """Returns the file of an import path. Raises ConfigError if it does not exist, or if no person typed it
-    in this process. `key` is the setting that contains the path."""
+    """Returns the file of an import path. Raises ConfigError if the file does not exist, or if no person
+    typed the path in this process. `key` is the setting that contains the path."""
     module = _module(name)
     file = _file(module)
     if not _is_trusted(module, file):
@@ -127,13 +135,14 @@ def require(name: str, key: str) -> Path:
 
 
 def supplied(name: str) -> str:
-    """Returns what a person must type after `--with` to allow an import path: its file or module."""
+    """Returns the word that a person must type after `--with` to allow an import path: its file or its
+    module."""
     return _module(name)
 
 
 def digest(name: str) -> str:
-    """Returns the SHA-256 of the source code of a module and of those it imports from its own folder or
-    package.
+    """Returns the SHA-256 of the source code that an import path names, to check later that the code is the
+    same. It covers the module and the modules that it imports from its own folder or package.
 
     Line ends are normalised. Nothing is imported.
     """
@@ -149,20 +158,20 @@ def digest(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Returns the part of a path before the colon."""
+    """Returns the file or module of an import path: the part before the colon."""
     return name if name.endswith(".py") else name.rpartition(":")[0] or name
 
 
 def _attribute(name: str) -> str:
-    """Returns the part of a path after the colon."""
+    """Returns the object's name in an import path: the part after the colon. Returns "" if there is none."""
     return "" if name.endswith(".py") else name.rpartition(":")[2]
 
 
 def _file(module: str) -> Path | None:
-    """Returns the file of a module without importing anything; None if there is none.
+    """Returns the file of a module without importing anything; None if it cannot be found.
 
-    A recorded path may name a file in another folder. Then a file of the same name that a person typed is
-    used.
+    A recorded path may name a file that has moved to another folder. If a person typed exactly one file of
+    the same name, that file is returned.
     """
     if module.endswith(".py"):
         file = Path(module).resolve()
@@ -188,14 +197,14 @@ def _file(module: str) -> Path | None:
 
 
 def _is_trusted(module: str, file: Path | None) -> bool:
-    if module.endswith(".py"):  # a missing file that was typed is reported as missing
+    if module.endswith(".py"):  # also true for a file that was typed but is missing: `require` reports that
         return str(file or Path(module).resolve()) in _trusted
     return module in _trusted
 
 
 def _sources(module: str, file: Path) -> dict[str, Path]:
-    """Returns by module name the files that a module consists of: its own, and those that it imports from its
-    own folder or package."""
+    """Returns the source files of a module by module name: its own file, and those that it imports from its
+    own folder or package. `digest` covers all of them."""
     inside = not module.endswith(".py")
     start = module if inside else file.stem
     top = start.partition(".")[0]
@@ -214,7 +223,7 @@ def _sources(module: str, file: Path) -> dict[str, Path]:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Returns the file of the module `name` in a folder; None if there is none."""
+    """Returns the file of the module `name` if it lies in this folder; otherwise None."""
     place = folder.joinpath(*name.split("."))
     for file in (place.with_name(place.name + ".py"), place / "__init__.py"):
         if file.is_file():
@@ -223,7 +232,8 @@ def _beside(folder: Path, name: str) -> Path | None:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """Yields the names of the modules that a file imports, and of their packages."""
+    """Yields the dotted names of the modules that a source file imports, and of the packages that contain
+    them. The file is parsed, not executed."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -243,8 +253,8 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
-    """Imports the module in `file`. A file that has changed since it was last imported is imported again.
-    `key` and `name` (a setting and its value) are for error messages."""
+    """Imports the module in `file` and returns it. A file that has changed since its last import is imported
+    again. `key` and `name` (a setting and its value) are for error messages."""
     current_digest = digest(module)
     if file in _loaded and _loaded[file][0] == current_digest:
         return _loaded[file][1]
@@ -264,7 +274,8 @@ def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
 
 
 def _from_file(file: Path, siblings: dict[str, Path]) -> ModuleType:
-    """Imports a module from a file. Modules beside the file take precedence when it imports others."""
+    """Imports a module from a file and returns it. If it imports other modules, those in the file's own
+    folder (`siblings`, by name) are preferred to installed ones."""
     for name, source in siblings.items():
         imported_from = getattr(sys.modules.get(name), "__file__", None)
         if name in sys.modules and (
@@ -274,7 +285,7 @@ def _from_file(file: Path, siblings: dict[str, Path]) -> ModuleType:
                 f"{file} imports {source}, but a module {name!r} is loaded already: rename {source.name}",
                 value=name,
             )
-        if file in _loaded:  # it has changed since, or one of these has
+        if file in _loaded:  # the file or one of its siblings has changed since its import
             sys.modules.pop(name, None)
     name = f"_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)

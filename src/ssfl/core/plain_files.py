@@ -1,6 +1,8 @@
-"""Reads untrusted files safely: only regular files, of limited size, without deep nesting.
+"""Reads files that may come from strangers, without the risk of hanging or crashing. It accepts only regular
+files of limited size.
 
-A FIFO would block its reader for ever, and a deeply nested file would exhaust the parser's stack.
+A FIFO (a named pipe) would block its reader for ever, and a deeply nested file would exhaust the parser's
+stack.
 """
 
 import errno
@@ -12,19 +14,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG = 16 << 20
-"""The most bytes that a config may have."""
+"""The largest allowed size of a config file, in bytes."""
 LARGEST = 2 << 30
-"""The most bytes that events.jsonl or split.json of a run may have. Real ones are far smaller."""
+"""The largest allowed size of a run's events.jsonl or split.json, in bytes. Real files are far smaller."""
 
 
 def require_plain(path: Path) -> None:
-    """Raises OSError if a path exists but is not a regular file."""
+    """Raises OSError if a path exists but is not a regular file, such as a FIFO, which would block its
+    reader."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Opens a regular file for reading; raises OSError for anything else, such as a FIFO."""
+    """Opens a regular file for reading and returns it. Raises OSError for anything else, such as a FIFO,
+    which would block its reader."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -33,8 +37,8 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read(path: Path, most: int = LARGEST) -> bytes:
-    """Returns the content of a regular file. Raises OSError for anything else, and for more than `most`
-    bytes."""
+    """Returns the content of a regular file. Raises OSError if it is not a regular file or has more than
+    `most` bytes."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -42,7 +46,7 @@ def read(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Returns the value of a JSON text; raises ValueError if it cannot be read."""
+    """Returns the value of a JSON text. Raises ValueError if the text is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -50,7 +54,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Returns the values of a TOML text; raises ValueError if it cannot be read."""
+    """Returns the values of a TOML text. Raises ValueError if the text is invalid or nested too deeply."""
     try:
         return tomllib.loads(content.decode("utf-8"))
     except RecursionError:

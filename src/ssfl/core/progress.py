@@ -1,5 +1,5 @@
-"""Progress bars for long preparations, most of them before the first round. Only the command line shows
-them."""
+"""Progress bars for long computations, most of which come before the first round. They are shown by commands,
+not when ssfl is used from Python."""
 
 import sys
 import time
@@ -8,31 +8,31 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 PATIENCE = 1.0
-"""Seconds after which a bar appears; most preparations are quicker."""
+"""A progress bar appears only after this many seconds, because most computations are finished sooner."""
 LINE_EVERY = 5.0
-"""Seconds between plain lines if there is no terminal."""
+"""If the output is not a terminal, progress is printed as a line, at most once in this many seconds."""
 _visible = False
 _display: Callable[[str], None] | None = None
 
 
 def show(visible: bool) -> None:
-    """Sets whether progress is shown in this process."""
+    """Switches the display of progress on or off for this process. It is off by default."""
     global _visible
     _visible = visible
 
 
 def show_in(display: Callable[[str], None] | None) -> None:
-    """Sets a function that shows progress as a text, for use while another progress bar is on the screen.
-    None removes it.
+    """Makes progress appear as a text, by calling `display` with it, while another progress bar is already on
+    the screen. None restores the usual progress bars.
 
-    When the work ends, the function gets an empty text.
+    When the computation ends, `display` is called with an empty text.
     """
     global _display
     _display = display
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr if this process shows progress."""
+    """Prints a line to stderr, if progress is switched on in this process."""
     if _visible:
         with suppress(OSError):  # a full disk loses only this line
             print(line, file=sys.stderr)
@@ -40,8 +40,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar during the `with` block. Yields a function; call it with the number of items that
-    were finished since its last call."""
+    """Shows a progress bar during a `with` block that processes `total` items. Yields a function: call it
+    with the number of items finished since its last call."""
     began = shown = time.monotonic()
     done, line = 0, None
 

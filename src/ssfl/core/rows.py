@@ -1,5 +1,5 @@
-"""A model as a row: one vector of its P trained weights, followed by its Q running statistics (BatchNorm), if
-any.
+"""Stores a model as a row: one vector of its P trained weights, followed by its Q running statistics (of
+BatchNorm layers), if there are any.
 
 Only this file and the networks know the shapes of layers. All other code (averaging, momentum, diversity,
 checkpoints, messages) works on rows.
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Layout:
-    """The names, shapes and order of a network's tensors in its row."""
+    """Describes how a network's tensors are arranged in its row (the model as one vector): their names,
+    shapes and sizes, in order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     weights: int
-    """P: how many numbers of the row are weights. The running statistics follow them."""
+    """P: how many numbers of the row are trained weights. The running statistics of normalisation layers
+    follow them."""
 
     @property
     def length(self) -> int:
@@ -29,14 +31,15 @@ class Layout:
 
     @property
     def trained(self) -> int:
-        """How many of the tensors are trained weights. They are the first in `names`."""
+        """How many of the tensors are trained weights. They are the first in `names`; running statistics
+        follow."""
         return next(i for i in range(len(self.sizes) + 1) if sum(self.sizes[:i]) == self.weights)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors by name, given one row [P + Q], or several rows [n, P + Q], which give tensors
-        [n, ...].
+        """Returns a model's tensors by name, given its row (the model as one vector of P weights and Q
+        running statistics). For n rows [n, P + Q], the tensors are [n, ...].
 
-        A row without running statistics, [P], gives only the weights.
+        A row of only P weights gives only the trained weights.
         """
         count = len(self.sizes) if row.shape[-1] == self.length else self.trained
         parts = row.split(self.sizes[:count], dim=-1)
@@ -47,8 +50,9 @@ class Layout:
         }
 
     def flatten(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
-        """Returns the row of these tensors, which are all of them or only the weights. The first `lead`
-        dimensions are kept: with lead=1, tensors [n, ...] give n rows."""
+        """Returns the row (one vector) of a model, given its tensors by name. If the running statistics are
+        missing, the row has only the weights. The first `lead` dimensions are kept: with lead=1, tensors [n,
+        ...] give n rows."""
         return torch.cat(
             [tensors[n].reshape(*tensors[n].shape[:lead], -1) for n in self.names if n in tensors],
             dim=-1,
@@ -56,27 +60,32 @@ class Layout:
 
 
 def lengths(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the Euclidean norm of each of n models, [n]. `parts` are the models' tensors, [n, ...] each."""
+    """Returns the Euclidean norm of each of n models, or of n gradients, [n]. `parts` are their tensors, [n,
+    ...] each."""
     return torch.stack([part.flatten(1).square().sum(1) for part in parts]).sum(0).sqrt()
 
 
 def placed(values: Sequence[Any] | Tensor | int, device: torch.device) -> Tensor:
-    """Returns numbers as a tensor on a device. The copy does not block the CPU."""
+    """Returns numbers as a tensor on a device. If the device is a GPU, the CPU does not wait for the copy."""
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters by name. Frozen parameters are left out, since they are not part of a
-    row (a model as one vector)."""
+    """Returns the trained parameters of a network by name. Frozen parameters are left out: they are not
+    averaged or sent, so a model's row does not contain them."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def learning(model: nn.Module) -> dict[str, bool]:
-    """Returns for each module name whether the module learns. It does if it has trained parameters, or if it
-    has no parameters and its parent learns. The other modules stay in evaluation mode."""
+    """Returns for each module in a network, by name, whether it is trained. Modules that are not trained stay
+    in evaluation mode.
+
+    A module is trained if it has trained parameters. A module without any parameters, such as dropout, is
+    trained if its parent is.
+    """
     learns: dict[str, bool] = {}
-    for name, module in model.named_modules():  # a parent comes before its parts
+    for name, module in model.named_modules():  # a parent comes before its children
         weights = list(module.parameters())
         parent = learns.get(name.rpartition(".")[0], True)
         learns[name] = any(weight.requires_grad for weight in weights) if weights else parent
@@ -84,8 +93,8 @@ def learning(model: nn.Module) -> dict[str, bool]:
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the running means and variances of normalisation layers by name. Those of frozen layers are
-    left out."""
+    """Returns the running means and variances of a network's normalisation layers by name. Those of frozen
+    layers are left out, because they do not change."""
     learns = learning(model)
     running = {}
     for name, module in model.named_modules():
@@ -98,8 +107,8 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Returns the layout of a network's row: first its trained parameters, then its running statistics, each
-    in the network's order."""
+    """Returns how a network is arranged as a row (one vector): first its trained parameters, then its running
+    statistics, each in the network's order."""
     parameters: dict[str, Tensor] = {**trained(model)}
     tensors = parameters | statistics(model)
     return Layout(
@@ -111,13 +120,14 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def row_of(model: nn.Module, layout: Layout) -> Tensor:
-    """Returns a network's current trained weights and running statistics as a row (one vector), copied."""
+    """Returns a copy of a network's current trained weights and running statistics as a row (one vector)."""
     state = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     return layout.flatten(state).clone()
 
 
 def write_row(model: nn.Module, layout: Layout, row: Tensor) -> None:
-    """Copies a row (a model as one vector) into a network: its trained weights and running statistics."""
+    """Copies a row (a model as one vector) into a network, where it replaces the trained weights and running
+    statistics."""
     values = layout.unflatten(row)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,11 +1,12 @@
-"""The learning rate schedule, and the number of rounds that only the server trains at the start."""
+"""The learning rate at each step, and the length of the head start: the first rounds, in which only the
+server trains."""
 
 import math
 
 
 def head_start(share: float, rounds: int) -> int:
-    """Returns the number of rounds at the start in which only the server trains: the part `share` of all
-    rounds, rounded down."""
+    """Returns the number of rounds at the start in which only the server trains. It is the fraction `share`
+    of all rounds, rounded down."""
     return int(share * rounds + 1e-9)
 
 
@@ -22,10 +23,10 @@ def learning_rate(
     """Returns the learning rate at a step: base · max(cos(π · cycles · progress), floor), where progress =
     (step - warmup) / (steps - warmup).
 
-    This is the formula of the paper (Zhang et al. 2020). Before `warmup` the rate rises linearly from zero.
-    The cosine is periodic: with `cycles` above 1/2 it reaches the floor, above 3/2 it rises again before the
-    end, and at 2 it ends at the full base rate. With `annealing` the rate is base · max((1 + cos(π ·
-    progress)) / 2, floor).
+    This is the formula of the paper (Zhang et al. 2020). During the first `warmup` steps, the rate rises
+    linearly from zero to `base`. The cosine is periodic. With `cycles` above 1/2 the rate falls to the floor.
+    Above 3/2 it rises again before the end, and at 2 it ends at `base`. With `annealing` the rate is base ·
+    max((1 + cos(π · progress)) / 2, floor) instead.
     """
     if step < warmup:
         return base * step / warmup

@@ -1,6 +1,8 @@
-"""Statistics of accuracies: confidence intervals, paired differences, balanced accuracy, calibration.
+"""Statistics of accuracies: confidence intervals, comparisons of two models, balanced accuracy and
+calibration.
 
-Plain arithmetic without torch, since the board and the command line use it too.
+It is plain Python without torch, so that the board and the command line can use it without the seconds that
+importing torch takes.
 """
 
 import math
@@ -11,14 +13,15 @@ from typing import NamedTuple
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution, for two-sided intervals of 95 %."""
 FEW = 100
-"""With fewer images than this an accuracy says little. An accuracy of 90 %, for example, then has a 95 %
-confidence interval of more than 11 percentage points."""
+"""With fewer test images than this, an accuracy is too uncertain to say much. For example, the 95 %
+confidence interval of an accuracy of 90 % is then wider than 11 percentage points."""
 UNEVEN = 1.5
-"""Classes are uneven if the largest has more than this many times the images of the smallest."""
+"""Class sizes count as uneven if the largest class has more than this many times the images of the
+smallest."""
 
 
 class Interval(NamedTuple):
-    """A 95 % confidence interval."""
+    """A 95 % confidence interval, from `low` to `high`."""
 
     low: float
     high: float
@@ -26,7 +29,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Paired:
-    """Two models compared on the same images."""
+    """The comparison of two models on the same `count` images."""
 
     count: int
     correct: int
@@ -45,18 +48,19 @@ class Paired:
 
     @property
     def interval(self) -> Interval:
-        """The confidence interval of the difference, see `paired_interval`."""
+        """The 95 % confidence interval of `difference` (see `paired_interval`)."""
         return paired_interval(self.count, self.correct, self.other_correct, self.won, self.lost)
 
     @property
     def p(self) -> float:
-        """The p-value of the exact McNemar test."""
+        """The p-value of the exact McNemar test: the probability of a difference at least this large if both
+        models are equally good."""
         return mcnemar(self.won, self.lost)
 
 
 def wilson(correct: float, count: int) -> Interval:
-    """Returns Wilson's score interval (95 %) of the proportion `correct` / `count`. It stays within 0 and 1,
-    also with few images."""
+    """Returns Wilson's score interval, the 95 % confidence interval of the proportion `correct` / `count`. It
+    stays within 0 and 1, even with few images."""
     if count < 1:
         return Interval(0.0, 1.0)
     share, square = correct / count, Z * Z / count
@@ -67,8 +71,8 @@ def wilson(correct: float, count: int) -> Interval:
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Returns the comparison of two models. For each image, `first` and `second` say whether the first and
-    the second model are right."""
+    """Returns the comparison of two models on the same images. `first` and `second` say for each image
+    whether that model classifies it correctly."""
     pairs = list(zip(first, second, strict=True))
     won, lost = (sum(bool(a) > bool(b) for a, b in each) for each in (pairs, [(b, a) for a, b in pairs]))
     return Paired(len(pairs), sum(map(bool, first)), sum(map(bool, second)), won, lost)
@@ -101,8 +105,9 @@ def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -
 
 
 def mcnemar(won: int, lost: int) -> float:
-    """Returns the two-sided p-value of the exact McNemar test. `won` and `lost` are the numbers of images
-    that only the first, or only the second, of two models classifies correctly."""
+    """Returns the two-sided p-value of the exact McNemar test, which asks whether two models differ in
+    accuracy. `won` is the number of images that only the first model classifies correctly, and `lost` the
+    number that only the second does."""
     total = won + lost
     if not total:
         return 1.0
@@ -127,7 +132,8 @@ def balanced(class_accuracy: Sequence[float | None]) -> float | None:
 
 
 def is_uneven(counts: Sequence[float]) -> bool:
-    """Returns whether the numbers of images per class differ much; classes without images are ignored."""
+    """Returns whether the largest class has many more images than the smallest (see `UNEVEN`). `counts` are
+    the numbers of images per class; classes without images are ignored."""
     present = [count for count in counts if count > 0]
     return len(present) > 1 and max(present) > UNEVEN * min(present)
 
@@ -140,13 +146,13 @@ class Bin:
     high: float
     count: int
     confidence: float | None
-    """The mean confidence of these images; None if there are none."""
+    """The mean confidence of the images in this bin; None if there are none."""
     accuracy: float | None
 
 
 def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> list[Bin]:
-    """Returns the bins of a reliability diagram, of equal width, with the mean confidence and the accuracy in
-    each. In a calibrated model both agree in every bin."""
+    """Returns the bins of a reliability diagram, which have equal width. For each bin it computes the mean
+    confidence and the accuracy of its images. In a well calibrated model these two agree in every bin."""
     table = []
     for number in range(bins):
         low, high = number / bins, (number + 1) / bins
@@ -159,8 +165,8 @@ def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float | None:
-    """Returns the expected calibration error (ECE): the mean over bins of the distance between confidence and
-    accuracy, weighted by the bins' numbers of images. None if there are no images."""
+    """Returns the expected calibration error (ECE): the mean distance between confidence and accuracy over
+    the bins of `reliability`, weighted by their numbers of images. Returns None if there are no images."""
     total = sum(one.count for one in bins)
     if not total:
         return None

@@ -1,9 +1,10 @@
-"""What the user side of a method sees: the batch of a step, its loss, and the pseudo-labels that are made
-once a round.
+"""The types that the user side of a method works with: a training step, and the making of pseudo-labels once
+a round.
 
-`Step` is one SGD step, which a method's functions `user_loss` and `gradient` get. `Look` is what its function
-`label` gets before the first step, and `Labels` is what `label` returns. Tensors are [n, ...] for n users at
-once. T is the number of steps in a round and B the number of images in a step.
+`Step` is one SGD step; a method's functions `user_loss` and `gradient` get it. `Look` is the input of a
+method's function `label`, which is called before the first step of a round, and `Labels` is its result. Most
+tensors are [n, ...], for n users at once. T is the number of steps in a round, and B is the number of images
+in a step.
 """
 
 import copy
@@ -18,49 +19,53 @@ from ssfl.core.losses import Losses
 from ssfl.errors import MethodError
 
 Named = dict[str, Tensor]
-"""Tensors by their names in the network."""
+"""Tensors by name, such as the weights of a network."""
 Loss = Callable[["Step"], Losses]
 Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
-"""A function (weights, buffers, images [n, B, ...], training mode or not, dropout keys [n]) that returns the
-logits [n, B, classes] and the new buffers."""
+"""The type of a function that runs n models at once. It takes weights, buffers, images [n, B, ...], whether
+it is in training mode, and dropout keys [n]. It returns logits [n, B, classes] and the new buffers."""
 Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
-"""A function (loss, weights, buffers, batch, received weights) that returns the loss of each model [n], its
-metrics and the new buffers."""
+"""The type of a function that computes a loss. It takes a loss, weights, buffers, a batch, and the weights
+that were received at the start of the round. It returns the loss of each model [n], its metrics, and the new
+buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
-"""The metrics of every step: the loss; the share of images that are trained on (mask rate); the share that is
-trained on and whose true label is known; the share that is trained on with the correct label."""
+"""The metrics of every step. `loss` is the mean loss, and `mask_rate` is the fraction of images that are
+trained on. `known_rate` is the fraction that is trained on and whose true label is known. `correct_rate` is
+the fraction that is trained on with the correct label."""
 DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
-"""The dropout masks of the package's own methods by name, and the number that stands for each in the key of
-its random draws. See `Step.forward`."""
+"""The names of the dropout masks that built-in methods use, each with the number that enters the key of its
+random draws. See `draw` in `Step.forward`."""
 
 
 class Batch(NamedTuple):
-    """The images of one step and their labels. Images are [n, B, C, H, W] and normalised."""
+    """The images of one training step of n users, and their labels. Images are normalised floats [n, B, C, H,
+    W]: B images for each user, with C channels."""
 
     weak: Tensor | None
-    """Weakly augmented views; None unless the method uses them."""
+    """Weakly augmented views of the images; None if the method does not use them."""
     strong: Tensor | None
-    """Strongly augmented views; None unless the method uses them."""
+    """Strongly augmented views of the same images; None if the method does not use them."""
     labels: Tensor
-    """[n, B]: the true labels, -1 where unknown."""
+    """[n, B]: the true labels of the images; -1 where unknown."""
     own: Tensor | None
-    """Weakly augmented views of the users' own labelled images; None if no user has any."""
+    """Weakly augmented views of labelled images that the users themselves have; None if no user has any."""
     own_labels: Tensor | None
-    """[n, B]: the labels of `own`; -1 for a user without labelled images."""
+    """[n, B]: the true labels of the images in `own`; -1 for a user without labelled images."""
     keys: Tensor
-    """[n]: the keys of the step's dropout masks, see `core/draws.py`."""
+    """[n]: for each user, the key from which the dropout masks of this step are drawn (see
+    `core/draws.py`)."""
     shares: Tensor
     """[n, B]: the weight of each image in its model's loss, such as 1 / B for the mean."""
     tensors: Named
-    """Further tensors of the method for this step, by name: those that the method's `label` returned, and
-    those that the server sent with the model."""
+    """Further tensors of this step by name, which the method's loss may read: those that its function `label`
+    made, and those that the server sent with the model."""
 
 
 class Step:
-    """One SGD step of n users, or of the server. A method's loss gets it as its only argument.
+    """One SGD step of n users, or of the server. It is the only argument of a method's loss function.
 
-    A loss may depend only on tensors. On a GPU a step is recorded once and replayed, so a Python number that
-    changes from round to round would keep its first value.
+    A loss may depend only on tensors. On a GPU, a step is recorded once and then replayed. So a Python number
+    that changes from round to round would keep its first value.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class Step:
     ) -> None:
         self.batch, self.role = batch, role
         self.weights, self.buffers = weights, buffers
-        """The weights and buffers by name, [n, ...] each, in float32 or float64."""
+        """The weights and the buffers (running statistics) of n models by name, [n, ...] each, in float32 or
+        float64."""
         self.tensors = batch.tensors
         self.own, self.own_labels = batch.own, batch.own_labels
         self.rate, self.decay = rate, decay
@@ -90,23 +96,25 @@ class Step:
 
     @property
     def weak(self) -> Tensor:
-        """Weakly augmented views of the batch's images."""
+        """Weakly augmented views of this step's images, [n, B, C, H, W] for n users with B images each."""
         return _declared(self.batch.weak, "weak")  # type: ignore[no-any-return]
 
     @property
     def strong(self) -> Tensor:
-        """Strongly augmented views of the same images."""
+        """Strongly augmented views of the same images as in `weak`, [n, B, C, H, W]."""
         return _declared(self.batch.strong, "strong")  # type: ignore[no-any-return]
 
     @property
     def labels(self) -> Tensor:
-        """[n, B]: the true labels if the method declares that it needs them, else -1."""
+        """[n, B]: the true labels of the images. At a user, all are -1 unless the method declares "labels" in
+        `needs`, so that no method sees them by mistake."""
         labels = self.batch.labels
         return labels if self._sees_labels else torch.full_like(labels, -1)
 
     @property
     def received(self) -> Named:
-        """The weights that the users received at the start of the round."""
+        """The weights that the users received at the start of the round, by name, [n, ...] each. Only for
+        methods that list "received" in `uses`."""
         return _declared(self._received, "received")  # type: ignore[no-any-return]
 
     def forward(
@@ -118,9 +126,12 @@ class Step:
         draw: str = "student",
         weights: Named | None = None,
     ) -> Tensor:
-        """Returns the logits [n, B, classes] of images [n, B, ...], at the current weights or at `weights`.
-        `grad` says whether gradients are needed, and `train` chooses training or evaluation mode. `draw`
-        names the dropout mask: equal names give equal masks."""
+        """Returns the logits [n, B, classes] of images [n, B, ...]: the forward pass of n models at their
+        current weights, or at `weights`.
+
+        `grad` says whether gradients are needed. `train` chooses training or evaluation mode. `draw` names
+        the dropout mask: two passes with the same name use the same mask.
+        """
         keys = draws.fold(self.batch.keys, _number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
         if grad:
@@ -131,19 +142,19 @@ class Step:
         return logits.to(self.batch.shares.dtype)
 
     def gradient(self, loss: Loss, at: Named | None = None, *, wide: bool = True) -> tuple[Named, Named]:
-        """Returns the gradient of a loss by weight name, and the loss's metrics. The gradient is taken at the
-        current weights, or at the weights `at`.
+        """Returns the gradient of a loss by weight name, and the metrics of the loss. It is the gradient at
+        the current weights, or at the weights `at`.
 
-        Only the first gradient at the current weights updates the running statistics. The gradient has the
-        number type of the weights. With wide=False it has the type of the forward pass, such as bfloat16,
-        which saves a pass over memory if the gradient is returned unchanged.
+        Running statistics are updated only by the first call without `at`. The gradient has the number type
+        of the weights, float32 or float64. With wide=False it has the type of the forward pass, such as
+        bfloat16. That saves time if the gradient is returned unchanged.
         """
         if self._evaluate is None:
             raise MethodError("step.gradient() was called in a loss: call it in the method's gradient()")
         used = self._narrow if at is None else self._as_narrow(at)
         leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
         total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch, self._received)
-        # the models are independent: the gradient of the sum holds the gradient of each
+        # the models are independent, so the gradient of the summed loss contains each model's gradient
         values = torch.autograd.grad(
             total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
         )
@@ -155,8 +166,8 @@ class Step:
         return gradients, metrics
 
     def after(self, gradients: Named) -> "Step":
-        """Returns a copy of this step in which the weights have made one update of plain SGD with weight
-        decay, along `gradients`. This step is not changed."""
+        """Returns a copy of this step after one update of plain SGD with weight decay, w - rate · (gradient +
+        decay · w). This step itself is not changed."""
         if self.rate is None:
             raise MethodError("step.after() was called in a loss: call it in the method's gradient()")
         moved = dict(self.weights)
@@ -168,14 +179,16 @@ class Step:
         return later
 
     def with_tensors(self, **tensors: Tensor) -> "Step":
-        """Returns a copy of this step with some of its `tensors` replaced."""
+        """Returns a copy of this step in which some of the method's `tensors` are replaced, such as the
+        mask."""
         changed = copy.copy(self)
         changed.batch = self.batch._replace(tensors=self.tensors | tensors)
         changed.tensors = changed.batch.tensors
         return changed
 
     def _as_narrow(self, weights: Named) -> Named:
-        """Returns the weights in the number type that the network computes in, such as bfloat16."""
+        """Returns the weights in the number type that the network computes in. This may be narrower than that
+        of the stored weights, such as bfloat16."""
         return {name: weight.to(self._narrow[name].dtype) for name, weight in weights.items()}
 
 
@@ -188,7 +201,8 @@ def _declared(value: Any, name: str) -> Any:
 
 
 def _number(draw: str) -> int:
-    """Returns the number that stands for the name of a dropout mask in the key of its random draws."""
+    """Returns the number that enters the key of random draws in place of a dropout mask's name, because keys
+    are made of numbers."""
     if draw in DRAWS:
         return DRAWS[draw]
     number = 0
@@ -198,15 +212,16 @@ def _number(draw: str) -> int:
 
 
 def along(numbers: Tensor, models: Tensor) -> Tensor:
-    """Returns numbers [n], one per model, reshaped so that they multiply the tensor `models` [n, ...]."""
+    """Returns one number per model, [n], reshaped to [n, 1, 1, ...]. Each number then multiplies its own
+    model in the tensor `models` [n, ...]."""
     return numbers.view(-1, *[1] * (models.dim() - 1))
 
 
 def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor, Named, Named]:
-    """Returns the loss of each model [n], its metrics, and the buffers after the forward pass. All engines
-    use this function.
+    """Returns the loss of each of n models [n], its metrics by name, and the buffers after the forward pass.
+    All engines call this function, so that they compute the same.
 
-    `extra` names the further metrics that the method declares.
+    `extra` are the names of further metrics that the method declares.
     """
     result = loss(step)
     total = of_models(result, step.batch)
@@ -231,13 +246,14 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
 
 
 def of_models(result: Losses, batch: Batch) -> Tensor:
-    """Returns the loss of each model, [n]. If `result` has one loss per image, it is their weighted mean."""
+    """Returns the loss of each model, [n]. If `result` has one loss per image, it is the sum of the image
+    losses times the images' weights (`batch.shares`), usually their mean."""
     return result.loss if result.loss.dim() == 1 else (result.loss * batch.shares).sum(1)
 
 
 def with_own_labels(loss: Loss) -> Loss:
-    """Returns a new loss: the given one plus the cross-entropy on a user's own labelled images, if it has
-    any."""
+    """Returns a new loss function: the given loss plus the cross-entropy on labelled images that the users
+    themselves have. A user without labelled images has only the given loss."""
 
     def both(step: Step) -> Losses:
         result = loss(step)
@@ -252,26 +268,27 @@ def with_own_labels(loss: Loss) -> Loss:
 
 
 class Look(NamedTuple):
-    """What a method's `label` gets before the first step: the predictions of the received model for all
-    images of the round."""
+    """The input of a method's function `label`, which makes the pseudo-labels of a round before the first
+    step: the received models' predictions for all images of the round."""
 
     probabilities: Tensor
-    """[n, T · B, classes]: the predicted probabilities for weak views, in evaluation mode."""
+    """[n, T · B, classes]: the class probabilities that each of n users' received models predicts for weak
+    views of its images, in evaluation mode."""
     images: Tensor
-    """[n, T, B]: the numbers of the images of every step. They only mean something to their owner."""
+    """[n, T, B]: the image numbers of each step. A number identifies an image only at its owner."""
     keys: Tensor
-    """[n]: the keys of the draws that `label` may need, see `core/draws.py`."""
+    """[n]: for each user, the key from which `label` may draw random numbers (see `core/draws.py`)."""
     tensors: Named
-    """What the server sent besides the model, by name, [n, ...] each."""
+    """Further tensors that the server sent with the model, by name, [n, ...] each."""
     has_labels: bool
-    """Whether users hold labelled images of their own."""
+    """Whether users have labelled images themselves."""
     taken: Tensor | None = None
-    """[n]: how many of the T steps each user takes; None if all take T. Images of later steps are not
-    used."""
+    """[n]: how many of the T steps each user takes; None if all users take T. The images of later steps are
+    not used."""
 
     @property
     def drawn(self) -> Tensor:
-        """[n, T · B]: whether each image belongs to a step that its user will take."""
+        """[n, T · B]: for each image, whether it belongs to a step that its user will take (see `taken`)."""
         users, steps, size = self.images.shape
         if self.taken is None:
             return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
@@ -279,24 +296,30 @@ class Look(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What a method's `label` returns for a round of n users: pseudo-labels, and how each user trains."""
+    """The result of a method's function `label` for n users: the pseudo-labels of a round, and how each user
+    trains with them."""
 
     images: Tensor
-    """[n, T, B]: the numbers of the images of every step; they may differ from `Look.images`."""
+    """[n, T, B]: the image numbers of each step. They may differ from `Look.images`, if only confident images
+    are trained on."""
     tensors: Named
-    """[n, T, ...] each: what a step finds in `step.tensors`, such as pseudo-labels and a mask."""
+    """Tensors for each step by name, [n, T, ...] each, such as pseudo-labels and a mask. The loss reads the
+    part of its step in `step.tensors`."""
     extra_images: Named = {}  # noqa: RUF012 (never changed)
-    """[n, T, B] each: the numbers of further images. A step finds weak views of them in `step.tensors`."""
+    """The numbers of further images by name, [n, T, B] each, such as partners for mixup. The loss reads weak
+    views of them in `step.tensors`."""
     weight: Tensor | None = None
-    """[n]: a user's weight in the average. A user with weight 0 is treated as a dropout."""
+    """[n]: each user's weight in the average of the models; None: all have the same weight. A user with
+    weight 0 is treated as a dropout."""
     lr_scale: Tensor | None = None
-    """[n]: the factor by which each user's learning rate is multiplied."""
+    """[n]: a factor by which each user's learning rate is multiplied; None means 1."""
     steps: Tensor | None = None
-    """[n]: how many steps each user takes, at most T. Default: T."""
+    """[n]: how many steps each user takes, at most T. None means T."""
     update_scale: Tensor | None = None
-    """[n]: the factor by which a user's update is scaled before it is sent."""
+    """[n]: a factor by which each user's update, the change of its model, is multiplied before it is sent.
+    None means 1."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """[n, ...] each: numbers that users report to the server. A method's `round` reads them in
-    `Users.report`."""
+    """Numbers that users report to the server, by name, [n, ...] each. A method's function `round` reads them
+    in `Users.report`."""
     metrics: Named = {}  # noqa: RUF012 (never changed)
-    """[n] each: metrics that replace the metrics of the same names that the steps would report."""
+    """Metrics by name, [n] each. They replace metrics of the same names that the training steps measure."""

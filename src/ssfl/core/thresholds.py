@@ -1,7 +1,8 @@
-"""Confidence thresholds for pseudo-labels. Each function returns one threshold for each user and class, [n,
-classes].
+"""Confidence thresholds for pseudo-labels. Each function returns one threshold for each of n users and each
+class, [n, classes].
 
-They are computed from the predicted probabilities [n, m, classes] for m images of each of n users.
+Most thresholds are computed from `probabilities` [n, m, classes], the predicted probabilities for m images of
+each user.
 """
 
 import torch
@@ -9,17 +10,18 @@ from torch import Tensor
 
 
 def fixed(probabilities: Tensor, threshold: float) -> Tensor:
-    """Returns `threshold` for every user and class."""
+    """Returns the same `threshold` for every user and class, [n, classes]. It lets a fixed threshold be used
+    where class-wise ones are expected."""
     return probabilities.new_full((len(probabilities), probabilities.shape[-1]), threshold)
 
 
 def flexible(probabilities: Tensor, threshold: float) -> Tensor:
-    """Returns FlexMatch's thresholds, τ · β / (2 - β), where τ is `threshold`: slowly learned classes have
-    lower ones.
+    """Returns FlexMatch's thresholds, [n, classes]: τ · β / (2 - β), where τ is `threshold`. Classes that are
+    learned slowly get lower thresholds.
 
-    For each class, β is the number of images that are predicted as this class with a confidence of at least
-    τ, divided by the largest such number of any class. If the number of images with a lower confidence is
-    larger still, it is the divisor.
+    β of a class is a ratio between 0 and 1. Its numerator is the number of images that are predicted as this
+    class with a confidence of at least τ. Its denominator is the largest such number of any class. If even
+    more images have a confidence below τ, their number is the denominator.
     """
     users, images, classes = probabilities.shape
     confidence, label = probabilities.max(-1)
@@ -31,21 +33,25 @@ def flexible(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def free(probabilities: Tensor) -> Tensor:
-    """Returns the thresholds of FreeMatch and (FL)²: a user's mean confidence, times the mean probability of
-    the class, divided by the largest mean probability of any class. So rarely predicted classes have lower
-    ones."""
+    """Returns the thresholds of FreeMatch and (FL)², [n, classes]. Classes that are predicted rarely get
+    lower thresholds.
+
+    A class's threshold is the user's mean confidence, times the mean probability of the class, divided by the
+    largest mean probability of any class.
+    """
     expected = probabilities.mean(1)
     confidence = probabilities.amax(-1).mean(1, keepdim=True)
     return confidence * expected / expected.amax(1, keepdim=True)
 
 
 def balanced(probabilities: Tensor, threshold: float, counts: Tensor, highest: float) -> Tensor:
-    """Returns CBAFed's thresholds: higher for classes with a larger share of the images that the last round
-    trained on.
+    """Returns CBAFed's thresholds, [n, classes]. A class gets a higher threshold, the larger its share of the
+    images was that the last round trained on.
 
-    They are `threshold` + share - standard deviation of the shares, limited to 0 to `highest`. `counts` [n,
-    classes] says for each class how many images all users trained on. Shares are scaled so that an even share
-    is 1/10, whatever the number of classes.
+    The threshold is `threshold` + share - standard deviation of all shares, limited to the range from 0 to
+    `highest`. `counts` [n, classes] are the numbers of images that were trained on, summed over all users.
+    Shares are scaled so that an even share is 1/10, whatever the number of classes. If all counts are zero,
+    every class gets `threshold`.
     """
     total = counts.sum(1, keepdim=True)
     part = (counts / total).to(probabilities) * counts.shape[1] / 10

@@ -1,3 +1,3 @@
-"""The version of the package."""
+"""The version number of the package."""
 
 VERSION = "0.2.0"
