@@ -1,4 +1,5 @@
-"""Engines: the code that trains the users of a round. Engines differ only in speed.
+"""Engines: the code that trains the users of a round and the server. All engines compute the same results and
+differ only in speed.
 
-Read `loop.py` first. It is plain PyTorch, and the other engines must give the same results.
+Read `loop.py` first. It is plain PyTorch, and it defines the results that the other engines must give.
 """

@@ -1,7 +1,8 @@
-"""Fixed buffers in which all trainers of a round take their steps at once, and the SGD update on these
-buffers.
+"""Memory for training all trainers of a round together, and the SGD update on this memory. A trainer is a
+user or the server.
 
-A trainer is a user or the server.
+The tensors stay at fixed addresses, because a step that is recorded on a GPU always reads and writes the same
+memory.
 """
 
 from collections.abc import Sequence
@@ -17,37 +18,40 @@ from ssfl.engines.work import Optimizer, Pool, Work
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """The tensors that one step of n trainers (users or the server) reads and writes, [n, ...] each."""
+    """The tensors that a training step of n trainers (users, or the server) reads and writes, [n, ...] each.
+    They are allocated once and used again in every round."""
 
     weights: Named
-    """The weights, in float32 or wider."""
+    """The weights by name, in float32 or float64. The optimizer updates them."""
     velocity: Named
     received: Named
-    """The weights at the start of the round, if the method uses them; else empty."""
+    """The weights at the start of the round by name; empty if the method does not use them."""
     narrow: Named
-    """The weights that networks compute with: copies of `weights` in the lower precision of the network (such
-    as bfloat16) if `rounded`, else `weights` themselves."""
+    """The weights that the networks compute with. If `rounded`, they are copies of `weights` in the networks'
+    lower precision, such as bfloat16. Otherwise they are `weights` themselves."""
     rounded: bool
     statistics: Named
-    """The running statistics of normalisation layers."""
+    """The running statistics of normalisation layers by name."""
     work: Work
     rates: Tensor
-    """[T, n]: the learning rate of each of T steps, for each of n trainers."""
+    """[T, n]: the learning rate of each of the round's T steps, for each of n trainers."""
     step: Tensor
-    """[1]: the number of the next step, from 0."""
+    """[1]: the number of the next step of the round, counted from 0."""
     metrics: Named
-    """The metrics of the n trainers by name, [n] each, summed over the steps so far."""
+    """The metrics of n trainers by name, [n] each, summed over the steps that were taken so far in this
+    round."""
     taken: Tensor | None = None
-    """[n]: how many steps each of the n trainers takes; after these its tensors no longer change. None means
-    all steps."""
+    """[n]: how many of the round's T steps each trainer takes. After these steps its tensors no longer
+    change. None: all take T."""
 
     @property
     def models(self) -> int:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Copies the models, momentum and work of a round's trainers into the buffers. If there is room for
-        more trainers, the first ones are copied again, and these copies are not used."""
+        """Copies the models, momentum and work of a round's trainers into the buffers, before the first step.
+        If the buffers have room for more trainers, the rest is filled with copies of the first ones, whose
+        results are ignored."""
         chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]
@@ -92,15 +96,15 @@ def make_buffers(
     learns: bool = True,
     received: bool = False,
 ) -> StepBuffers:
-    """Returns new buffers for `models` trainers with work of this kind. Their content is not set.
+    """Returns new, uninitialised buffers for `models` trainers. Their shapes are those of this `work`.
 
-    Buffers for inference only (`learns` is false) hold no optimizer state. Without `received` they do not
-    keep the weights at the start of the round.
+    If `learns` is false, the buffers are for prediction only and hold no optimizer state. If `received` is
+    true, they also keep the weights at the start of the round.
     """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a new tensor [models, ...] without content. On a GPU, convolution filters have the memory
-        format "channels last", as images do."""
+        """Returns a new, uninitialised tensor [models, ...] with the other dimensions of `like`. On a GPU,
+        convolution filters get the memory format "channels last", which the images have too."""
         shape = (models, *like.shape[1:])
         if like.dim() == 5 and like.is_cuda:
             order = (shape[0], shape[1], shape[3], shape[4], shape[2])
@@ -131,9 +135,11 @@ def make_buffers(
 def sgd(
     buffers: StepBuffers, gradients: Named, statistics: Named, metrics: Named, optimizer: Optimizer
 ) -> None:
-    """Updates all weights by one step of SGD, and also the running statistics and the sums of the metrics.
+    """Takes one step of SGD with all trainers, in place: updates the weights, the momentum and the running
+    statistics, and adds the metrics to their sums.
 
-    A weight without a gradient does not change, and neither does a trainer that has taken all its steps.
+    A weight without a gradient does not change. A trainer that has already taken all its steps does not
+    change either.
     """
     busy = None if buffers.taken is None else buffers.step < buffers.taken
 
@@ -163,6 +169,7 @@ def sgd(
 
 
 def _cut(gradients: Named, most: float) -> Named:
-    """Returns gradients in which each model's gradient is scaled down to a norm of at most `most`."""
+    """Returns the gradients after gradient clipping: each model's whole gradient is scaled down to a norm of
+    at most `most`."""
     share = (most / (lengths(list(gradients.values())) + 1e-6)).clamp(max=1)
     return {name: gradient * along(share, gradient) for name, gradient in gradients.items()}

@@ -1,4 +1,5 @@
-"""Chooses and makes an engine. All engines compute the same and differ only in speed."""
+"""Chooses the engine for a run and makes it. All engines compute the same results and differ only in
+speed."""
 
 import warnings
 
@@ -28,30 +29,31 @@ __all__ = [
 ]
 
 CACHED = 20 * 2**20
-"""Bytes. On a CPU, a user's step that touches at most this many is called short. Then overheads that all
-users of a joint step share (function calls, random draws, views) cost more than the arithmetic, so users are
-trained together. Measured in results/engines-cpu.json."""
+"""A limit in bytes. On a CPU, a user's training step that touches at most this much memory is called short.
+Short steps are faster if users are trained together, because they then share overheads such as function calls
+and random draws. Measured in results/engines-cpu.json."""
 MOST = 16_383
-"""The largest number of users that the GPU kernels can train at once."""
+"""The largest number of users that the GPU kernels can train together."""
 LONG = 2000
-"""A number of steps. A run with at least this many takes longer than compiling a step, so that compiling
-pays."""
+"""A number of steps. If a run has at least this many, compiling a step takes less time than it saves."""
 
 
 def choose(device: torch.device, needed: int) -> str:
-    """Returns the name of the default engine. `needed` is how many bytes the engine "vmap", which trains
-    users together, needs for each further user."""
+    """Returns the name of the default engine, "vmap" (users together) or "loop" (one user after another).
+    `needed` is how many bytes of memory "vmap" needs for each further user."""
     return "vmap" if device.type != "cpu" or needed <= CACHED else "loop"
 
 
 def can_compile(name: str, device: torch.device) -> bool:
-    """Returns whether the engine with this name can compile its steps on this device."""
+    """Returns whether the engine with this name can compile its training steps on this device. Only "vmap" on
+    a GPU can."""
     return name == "vmap" and device.type == "cuda"
 
 
 def threads(needed: int, most: int) -> int:
-    """Returns how many threads, up to `most`, share one step that needs this many bytes. A short step is not
-    worth sharing."""
+    """Returns how many CPU threads, up to `most`, should share one training step. `needed` is how many bytes
+    the step touches. It is 1 for a short step (see `CACHED`), because sharing it would cost more time than it
+    saves."""
     return 1 if needed <= CACHED else most
 
 
@@ -64,8 +66,9 @@ def make(
     method: Method,
     compiled: bool,
 ) -> Engine:
-    """Returns the engine with this name, for one network and one pool of images."""
-    if pool.images.is_cuda:  # its kernels are compiled too, by Triton
+    """Returns the engine with this name. It trains this network on images of this pool, with the losses of
+    this method. `compiled` says whether steps are compiled."""
+    if pool.images.is_cuda:  # Triton compiles the GPU kernels, also without torch.compile
         compile_cache.use()
     if name == "loop":
         return loop.Loop(model, layout, pool, optimizer, method)
@@ -73,13 +76,17 @@ def make(
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
-    """Returns an engine that divides the users among several processes if that is faster on a CPU; otherwise
-    the same engine."""
+    """Returns an engine that divides the trainers among several processes, if this is possible: on a CPU with
+    several cores. Otherwise returns the same engine."""
     if not spread.possible(device, cores, trainers):
         return engine
     try:
         return spread.Spread(engine, min(cores, trainers))
-    except (OSError, ImportError, RuntimeError) as error:  # no room for a process, or none allowed
+    except (
+        OSError,
+        ImportError,
+        RuntimeError,
+    ) as error:  # too little memory for a process, or not allowed to start one
         warnings.warn(
             f"training uses one process instead of {min(cores, trainers)}, which is slower: others cannot be "
             f"started ({error}). Set run.threads=1 to skip the attempt.",

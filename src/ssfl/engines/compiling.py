@@ -1,5 +1,5 @@
-"""Functions compiled by torch. Their results have the same bits each time, and they are compiled once for
-many runs."""
+"""Compiles functions with torch.compile, so that their results have the same bits in every run and later runs
+can use the compiled code again."""
 
 import importlib
 import os
@@ -13,16 +13,17 @@ from ssfl.core import compile_cache
 from ssfl.errors import SsflWarning, one_line
 
 FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
-"""Settings of Inductor that keep it from choosing an order of summation by timing. Otherwise results with a
-cold and with a warm cache could differ in the last bits. Older versions of torch do not know the first
-setting."""
+"""Settings of Inductor (torch's compiler) that keep it from choosing an order of summation by timing. With
+such choices, results could differ in the last bits from run to run. Older versions of torch do not know the
+first setting."""
 
 
 def prepare() -> None:
-    """Sets the options that compiled functions need. It is called before the first one is compiled."""
+    """Sets the options of torch's compiler and its cache. It must be called before the first function is
+    compiled."""
     compile_cache.use()
     dynamo = importlib.import_module("torch._dynamo").config
-    # one process may run many experiments, and each shape is compiled again
+    # one process may run many experiments, and each new shape is compiled separately
     dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
     inductor: Any = importlib.import_module("torch._inductor.config")
     fixed = FIXED if hasattr(inductor, "deterministic") else FIXED | {"shape_padding": False}
@@ -30,7 +31,9 @@ def prepare() -> None:
         if hasattr(inductor, name):
             setattr(inductor, name, value)
     compiler: Any = importlib.import_module("torch.compiler.config")
-    if not getattr(compiler, "cache_key_tag", "unknown to this torch"):  # for a folder that the user chose
+    if not getattr(
+        compiler, "cache_key_tag", "unknown to this torch"
+    ):  # ssfl's cache has this tag in its name
         compiler.cache_key_tag = compile_cache.kernels()
     autograd: Any = importlib.import_module("torch._functorch.config")
     if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
@@ -40,7 +43,8 @@ def prepare() -> None:
 
 
 class Compiled:
-    """A compiled function. If compiling fails, it warns and runs the function without compiling it."""
+    """A function compiled by torch. If compiling fails, it warns and from then on runs the function
+    uncompiled, so that training can go on."""
 
     def __init__(self, function: Callable[..., Any], dynamic: bool | None = False) -> None:
         self.function, self.worked = function, False

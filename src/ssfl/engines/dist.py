@@ -1,9 +1,10 @@
-"""The engine "dist": users are divided among the processes (ranks) of torchrun, on one machine or many. The
+"""The engine "dist": divides the users among the processes of torchrun (ranks), on one or more machines. The
 ranks exchange weights once per round.
 
-Every rank runs the same rounds and holds the same state. It trains its share of the users and adds their
-models to a partial sum. The ranks then gather all partial sums and add them up in the order of the ranks, so
-that all ranks have the same bits. Every rank also trains the server, which takes no extra time.
+Every rank runs the same rounds and has the same state. In a round, it trains its share of the users and sums
+up their models. All ranks then get the partial sums of all others and add them in the order of the ranks. So
+every rank gets the same result, bit by bit. Each rank also trains the server's model, since waiting for
+another rank to do it would take as long.
 """
 
 import os
@@ -18,27 +19,30 @@ from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import ConfigError, RunError, one_line
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for a message of the others before the run fails."""
+"""How long a rank waits for a message from the others before the run fails. A rank that has crashed never
+answers."""
 
 
 def rank() -> int:
-    """Returns the rank of this process in torchrun; 0 without torchrun."""
+    """Returns the number of this process among those that torchrun started, from 0. It is 0 without
+    torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def ranks() -> int:
-    """Returns how many processes torchrun started; 1 without torchrun."""
+    """Returns how many processes torchrun started, on all machines; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_ranks() -> int:
-    """Returns how many of torchrun's processes are on this machine; 1 without torchrun."""
+    """Returns how many of torchrun's processes run on this machine; 1 without torchrun. They share its CPU
+    cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Returns the device that this process uses. On a machine with several GPUs, each process has one of its
-    own."""
+    """Returns the device that this process trains on. On a machine with several GPUs, each process gets
+    another one. Raises ConfigError if there are more processes than GPUs."""
     if device.type != "cuda":
         return device
     place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -54,12 +58,14 @@ def local_device(device: torch.device) -> torch.device:
 
 
 def local_cores(cores: int) -> int:
-    """Returns this process's share of the machine's CPU cores."""
+    """Returns how many of the machine's `cores` CPU cores this process may use. The processes of torchrun on
+    this machine share them equally."""
     return max(1, cores // local_ranks())
 
 
 def _lost(error: RuntimeError) -> RunError:
-    """Returns the error to raise if another process did not take part in an exchange of tensors."""
+    """Returns the error to raise if an exchange of tensors fails, because another process has probably
+    ended."""
     return RunError(
         f"the processes of torchrun cannot reach each other ({one_line(error, 200)}): probably one of them "
         "has ended; see the output of each"
@@ -67,7 +73,8 @@ def _lost(error: RuntimeError) -> RunError:
 
 
 class Dist:
-    """Wraps another engine, with which every rank trains its share of the users."""
+    """The engine "dist". It wraps another engine, with which every rank (process) trains its share of the
+    users."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.rank, self.size = engine, rank(), ranks()
@@ -76,46 +83,51 @@ class Dist:
             distributed.init_process_group(backend, timeout=PATIENCE)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns these models after training, which is done on this rank alone."""
+        """Returns the models, momentum and metrics of these trainers after their steps. This rank trains them
+        with the wrapped engine, without other ranks."""
         return self.engine.train(rows, momentum, work)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns these models' predictions, computed on this rank."""
+        """Returns the class probabilities that these models predict for the images in their batches, [n, T ·
+        B, classes]. This rank computes them with the wrapped engine."""
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its images, computed on this rank."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P]. This rank computes it
+        with the wrapped engine."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory each further trainer takes."""
+        """Returns about how many bytes of memory one more trainer needs during training."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
-        sequence. See the function `positions` in `engines/work.py`."""
+        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
+        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
+        (see `positions` in `engines/work.py`)."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def close(self) -> None:
-        """Leaves the group of processes."""
+        """Closes the wrapped engine and leaves the process group of torchrun."""
         self.engine.close()
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
     def share(self, count: int, which: int | None = None) -> slice:
-        """Returns which of the round's `count` users a rank trains (default: this rank), as a slice of their
-        positions. Ranks get even shares, in order."""
+        """Returns which of the round's `count` users the rank `which` trains (default: this rank), as a slice
+        of their positions. The ranks get equal shares, in order."""
         which = self.rank if which is None else which
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all ranks' `streams` (the partial sums of the groups' models), and each tensor
-        of `each` with the rows of all `count` users.
+        """Exchanges the results of a round among all ranks. Returns the sum of all ranks' `streams` (partial
+        sums of the groups' models). For each tensor of `each`, it also returns the rows of all `count` users
+        instead of this rank's users only.
 
-        A single message carries everything. It has a checksum of `start`, the model that the round started
-        from, because otherwise it would go unnoticed if ranks held different models.
+        A single message carries everything. It contains a checksum of `start`, the model that the round
+        started from. If the checksums differ, the ranks hold different models, and RunError is raised.
         """
         if self.size == 1:
             return [streams, *each]
@@ -128,7 +140,7 @@ class Dist:
         messages = [torch.empty_like(room) for _ in range(self.size)]
         try:
             distributed.all_gather(messages, room)
-        except torch.OutOfMemoryError:  # this process's own
+        except torch.OutOfMemoryError:  # of this process: no other one has ended
             raise
         except RuntimeError as error:
             raise _lost(error) from error
@@ -151,13 +163,13 @@ class Dist:
         return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Returns the models of all `count` users of the round, one per row, in order. `rows` are those that
-        this rank trained."""
+        """Returns the models of all `count` users of the round, [count, P + Q], in order, on every rank.
+        `rows` are the models that this rank trained."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:
-        """Returns the signal that asked any of the ranks to stop, or 0, so that all ranks stop after the same
-        round."""
+        """Returns the signal that asked any of the ranks to stop, or 0 if none was asked. So all ranks stop
+        after the same round."""
         if self.size == 1:
             return stop
         signal = torch.tensor(float(stop))
@@ -165,7 +177,7 @@ class Dist:
             signal = signal.cuda()
         try:
             distributed.all_reduce(signal, distributed.ReduceOp.MAX)
-        except torch.OutOfMemoryError:  # this process's own
+        except torch.OutOfMemoryError:  # of this process: no other one has ended
             raise
         except RuntimeError as error:
             raise _lost(error) from error

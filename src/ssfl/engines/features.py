@@ -1,13 +1,15 @@
-"""Features: the output of a network's frozen part, computed once for a few views of every image.
+"""Features: the output of a network's frozen layers, computed only once for a few views of every image, to
+save time.
 
 If the first part of a network (its `trunk`) is frozen, its output for a view never changes. So it is computed
-only once, for V weak and V strong views of every image. Training draws from these outputs and runs only the
-rest of the network (its `tail`). The first view of each kind is computed before round 1, the second before
-round 2, and so on: round r draws from the first r views, at most V.
+once for V weak and V strong views of every image, and stored. Training draws from these stored features, and
+runs only the rest of the network (its `tail`). The first view of each kind is computed before the first
+round, the second before the second round, and so on. Round r (counted from 1) draws from the first r views,
+at most V.
 
-The random draws of a view depend only on the image's bytes, and each view goes through the trunk by itself.
-So an image has the same features in every run, process and federation. They are kept on disk for the next
-command, one file for each view, named by the image's checksum.
+The random draws of a view depend only on the image's bytes, and each view passes through the trunk by itself.
+So an image has the same features in every run, process and federation. They are kept on disk for later
+commands, one file for each view, named after the image's checksum.
 """
 
 import hashlib
@@ -33,14 +35,16 @@ from ssfl.models import external
 
 FORMAT = 2
 STORED = torch.float16
-"""Features are stored in half precision: the rounding is smaller than the difference between two views."""
+"""The number type of stored features. Half precision is enough: the rounding error is smaller than the
+difference between two views."""
 
 
 KINDS = ("weak", "strong")
 
 
 class Tail(nn.Module):
-    """The part of a network that learns, with the names that its tensors have in the whole network."""
+    """Wraps the trained part of a network, so that its tensors have the same names as in the whole
+    network."""
 
     def __init__(self, tail: nn.Module) -> None:
         super().__init__()
@@ -51,8 +55,8 @@ class Tail(nn.Module):
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Returns whether a network has a frozen `trunk` and a `tail`, so that the trunk's output can be
-    stored."""
+    """Returns whether a network has a frozen part `trunk` and a trained part `tail`. Then the output of the
+    trunk can be computed once and stored."""
     trunk, tail = getattr(module, "trunk", None), getattr(module, "tail", None)
     if not isinstance(trunk, nn.Module) or not isinstance(tail, nn.Module):
         return False
@@ -61,7 +65,8 @@ def is_divided(module: nn.Module) -> bool:
 
 
 def tail_of(module: nn.Module) -> nn.Module:
-    """Returns the part of a divided network that learns; its tensors keep their names."""
+    """Returns the trained part of a network that has a trunk and a tail. Its tensors have the same names as
+    in the whole network."""
     tail = module.tail
     assert isinstance(tail, nn.Module)
     names = {name for name, _ in module.named_parameters()}
@@ -70,56 +75,64 @@ def tail_of(module: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class Features:
-    """The features of all images, and the folder in which they are stored."""
+    """The features (outputs of a network's frozen layers) of all images of a run. They are computed as needed
+    and stored in a folder on disk."""
 
     trunk: nn.Module
     count: int
-    """V, the number of weak and of strong views of an image."""
+    """V: the number of weak views of each image, and also of strong views, whose features are computed."""
     mean: Tensor
     std: Tensor
     flip: bool
     weak: augment.View = augment.WEAK
     strong: augment.View = augment.STRONG
     folder: Path | None = None
-    """The folder of the features on disk; None: they are not stored."""
+    """The folder on disk in which the features are stored; None if they are not stored."""
     threads: int = 1
     views: tuple[Tensor, ...] = ()
-    """The features of all N images of the pool, [N, V, ...]: first for V weak views and then, if they are
-    used, for V strong views. If weak and strong views are made in the same way, both are the same 2 V
-    views."""
+    """The features of all N images: a tensor [N, V, ...] for V weak views and, if strong views are used,
+    another one for V strong views. If weak and strong views are made in the same way, both tensors are the
+    same and hold all 2 V views."""
     seconds: float = 0.0
-    """Seconds that it took to compute `computed` views. Views that were read from disk do not count."""
+    """How many seconds it took to compute the views counted in `computed`. Views that were read from disk do
+    not count."""
     computed: int = 0
     _available: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), repr=False)
-    """How many views of each image may be drawn in this round. The number is in memory that forked processes
-    share."""
+    """How many views of each image may be drawn in this round. The number lies in memory that forked
+    processes share, so that they see its changes."""
     _images: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     _names: dict[int, bytes] = field(default_factory=dict, repr=False)
-    """The checksums of the images whose features are computed, by their place in the pool."""
+    """The checksums of the images whose features are computed. The keys are the images' indices in the
+    pool."""
     _room: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
-    """The memory for the features of all views, [N, V, kinds, ...]. There are two kinds, weak and strong, or
-    only weak."""
+    """The memory for the features of all views of N images, [N, V, kinds, ...]. There are one or two kinds:
+    weak, and strong if strong views are used."""
     _first: float = 0.0
-    """Seconds that the very first view took. It is used for estimates until more views are measured."""
+    """How many seconds the very first image took. Time estimates use it until more views are measured."""
     _done: int = 0
-    """How many views of each kind (weak, strong) have been computed so far."""
+    """How many views of each kind (weak, strong) have been computed for every image so far."""
     _plain: dict[tuple[bytes, int], Tensor] = field(default_factory=dict, repr=False)
-    """The features of images that are evaluated, by the image's checksum and the number of the test view (an
-    augmented view for prediction). Number 0 is the image without augmentation."""
+    """The features of images for evaluation, by the image's checksum and the number of the test view. Test
+    views are augmented views over which a prediction is averaged; number 0 is the image without
+    augmentation."""
     _lasting: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    """Images that are evaluated repeatedly, by the address of their memory. Keeping them here ensures that
-    the address is not used again."""
+    """Images that are evaluated repeatedly, by the address of their memory. Holding them here keeps Python
+    from using the same address for other images."""
     _checksums: dict[tuple[object, ...], list[bytes]] = field(default_factory=dict, repr=False)
-    """The checksums of images that are evaluated repeatedly, by the address and shape of their tensor."""
+    """The checksums of images that are evaluated repeatedly, by the memory address and shape of their tensor.
+    So they need not be computed again."""
 
     @classmethod
     def of(
         cls, module: nn.Module, count: int, mean: Sequence[float], std: Sequence[float], flip: bool,
         weak: augment.View, strong: augment.View, threads: int,
     ) -> "Features":  # fmt: skip
-        """Returns an object for the features of a divided network, with none computed yet. Features are
-        stored on disk only for the package's own augmentations, since others have no name by which a file
-        could be found."""
+        """Returns the features object of a network with a trunk and a tail. No features are computed yet;
+        `prepare` does this.
+
+        Features are stored on disk only for the package's own augmentations. Others have no name by which
+        stored features could be found again.
+        """
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
         kind = gentle.kind_of(weak, strong)
@@ -135,8 +148,8 @@ class Features:
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
-        """Computes, or reads from disk, the first weak view (and with `strong` the first strong view) of the
-        images of the pool at `indices`."""
+        """Prepares the features of the images at `indices`, and computes their first weak view, or reads it
+        from disk. With `strong`, also their first strong view."""
         began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
         self._first = time.perf_counter() - began
@@ -148,19 +161,19 @@ class Features:
         self._room = _shared((len(images), self.count, 2 if strong else 1, *shape), STORED).to(images.device)
         self._available = _shared((), torch.int64).to(images.device)
         kinds = tuple(self._room.unbind(2))
-        # of one kind: all serve as weak and as strong views, the first of both first
+        # made in the same way: all 2 V views serve as weak and as strong ones, in the order of their numbers
         self.views = (self._room.flatten(1, 2),) * 2 if strong and self.weak == self.strong else kinds
         self.use(0)
 
     def serves(self, images: Tensor, indices: Tensor, strong: bool) -> bool:
-        """Returns whether there are features for the images at these indices of the pool, with `strong` also
-        for strong views."""
+        """Returns whether `prepare` was called for the images at these indices, and for strong views too if
+        `strong`. Then features can be used for them."""
         known = images is self._images and self._names.keys() >= set(indices.unique().tolist())
         return known and len(self.views) >= 1 + strong
 
     def use(self, round: int) -> None:
-        """Computes, or reads from disk, the views that a round draws from: one of each kind in round 0, and
-        one more in each round until there are V."""
+        """Computes, or reads from disk, the views that are new in a round, and makes them available. `round`
+        is counted from 0: a round draws from the first `round` + 1 views of each kind, at most V."""
         wanted = min(self.count, round + 1)
         for number in range(self._done, wanted):
             self._add(number)
@@ -168,7 +181,8 @@ class Features:
         self._available.fill_(wanted * self.views[0].shape[1] // self.count)
 
     def left(self) -> float:
-        """Returns about how many seconds the computation of the remaining views will take."""
+        """Returns an estimate of how many seconds it takes to compute the views that are still missing, for
+        the forecast and the remaining time of a run."""
         if self._done == self.count:
             return 0.0
         kinds, kept = KINDS[: self._room.shape[2]], self._kept()
@@ -181,8 +195,8 @@ class Features:
         return missing * self._each_takes
 
     def left_to_evaluate(self, images: Tensor, test_views: int) -> float:
-        """Returns about how many seconds it will take to compute the features of these images and of their
-        test views, which happens when they are evaluated for the first time."""
+        """Returns an estimate of how many seconds it takes to compute the missing features of images that
+        will be evaluated. Each image has `test_views` test views besides itself."""
         kept, numbers = self._kept(), range(test_views + 1)
         missing = sum(
             (name, number) not in self._plain
@@ -194,11 +208,12 @@ class Features:
 
     @property
     def _each_takes(self) -> float:
-        """Returns about how many seconds the computation of one view takes."""
+        """About how many seconds it takes to compute the features of one view, for estimates."""
         return self.seconds / self.computed if self.computed else self._first
 
     def _add(self, number: int) -> None:
-        """Computes, or reads from disk, one more view of each kind for every image."""
+        """Computes, or reads from disk, the features of view `number` (counted from 0) of each kind, weak and
+        strong, for every image."""
         room = self._room[:, number]
         target = room if room.device.type == "cpu" else torch.zeros(room.shape, dtype=STORED)
         kinds = KINDS[: room.shape[1]]
@@ -215,17 +230,17 @@ class Features:
             room.copy_(target)
         if self.folder is not None:
             with suppress(OSError):
-                os.utime(self.folder)  # the cache deletes what was not used for longest
+                os.utime(self.folder)  # the cache deletes the least recently used entries
                 cache.trim(keep=self.folder)
 
     def at(self, kind: int, places: Tensor, drawn: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the features of one view of each image at these `places` in the pool. The random numbers
-        `drawn` choose the view. Kind 0 is weak and 1 is strong."""
+        """Returns the features of one random view of each image at the indices `places` in the pool. The
+        random numbers `drawn` choose the view. `kind` is 0 for weak and 1 for strong views."""
         return self.views[kind][places, draws.below(drawn, self._available)].to(dtype)
 
     def plain(self, images: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Returns the features of uint8 images without augmentation (number 0), or of the test view with this
-        number."""
+        """Returns the features of uint8 images for evaluation: without augmentation if `number` is 0,
+        otherwise of the test view with this number. They are computed once and then remembered."""
         if not len(images):  # with run.folds there are no test images
             return self._through(images.new_zeros(1, *images.shape[1:]).cpu())[:0].to(images.device, dtype)
         names = self._checksums_of(images)
@@ -242,8 +257,8 @@ class Features:
         return torch.stack([self._plain[name, number] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
-        """Keeps the checksums of these images, and of parts of the tensor, because they will be evaluated
-        often."""
+        """Declares that these images, or parts of this tensor, will be evaluated often. So their checksums
+        are computed only once."""
         self._lasting[images.untyped_storage().data_ptr()] = images
 
     def _checksums_of(self, images: Tensor) -> list[bytes]:
@@ -262,8 +277,8 @@ class Features:
         return self._through(gentle.test_view(image[None], number, self.flip))[0]
 
     def _view(self, kind: int, image: Tensor, name: bytes, number: int) -> Tensor:
-        """Returns the features of one weak (kind 0) or strong (kind 1) view of an image. `name` is the
-        image's checksum."""
+        """Returns the features of weak (kind 0) or strong (kind 1) view `number` of an image. `name` is the
+        image's checksum, on which the random draws depend."""
         view = (self.weak, self.strong)[kind]
         key = torch.tensor([draws.key(int.from_bytes(name[:7], "big"), "features", kind)])
         drawn = draws.bits(draws.fold(key, torch.tensor([number])), view.draws)
@@ -278,8 +293,8 @@ class Features:
     def _stored(
         self, name: bytes, kind: str, number: int, image: Tensor, make: Callable[[Tensor, bytes, int], Tensor]
     ) -> Tensor:
-        """Returns features from the disk, or computes them with `make` and writes them there. `name` is the
-        image's checksum."""
+        """Returns the features of view `number` of an image from disk. If they are not there, computes them
+        with `make` and stores them. `name` is the image's checksum."""
         file = None if self.folder is None else self.folder / _file(name, kind, number)
         if file is not None:
             with suppress(OSError, ValueError, EOFError):
@@ -287,22 +302,25 @@ class Features:
                 if read.dtype == STORED:
                     return read
         self.computed += 1
-        copy = torch.empty(image.shape, dtype=image.dtype).copy_(image)  # a view of one's own may write to it
+        copy = torch.empty(image.shape, dtype=image.dtype).copy_(
+            image
+        )  # a person's own augmentation may write to it
         features = make(copy, name, number).contiguous()
         if file is not None:
             _write(file, features.numpy())
         return features
 
     def _kept(self) -> set[str]:
-        """Returns the names of the files that are already on disk."""
+        """Returns the names of the feature files that are already on disk."""
         try:
             return set() if self.folder is None else set(os.listdir(self.folder))
         except OSError:
             return set()
 
     def _each(self, work: Callable[..., None], items: Sequence[object], label: str) -> None:
-        """Calls `work` for each item on several threads, and adds the time to `seconds`. Each image is
-        computed by a single thread, so that its features do not depend on the number of threads."""
+        """Calls `work` for each item, on several threads, with a progress bar. Adds the time to `seconds` if
+        features were computed. Each image is computed by a single thread, so that its features do not depend
+        on the number of threads."""
         before, began, computed = torch.get_num_threads(), time.perf_counter(), self.computed
         with (
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as workers,
@@ -325,8 +343,8 @@ def _file(name: bytes, kind: str, number: int) -> str:
 
 
 def _shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in memory that forked processes share. Torch's own shared memory would be in /dev/shm,
-    which is small in containers."""
+    """Returns a tensor of zeros in memory that forked processes share. torch's own shared memory is not used:
+    it needs /dev/shm, which is small in containers."""
     count = math.prod(shape)
     if not count:
         return torch.zeros(shape, dtype=dtype)
@@ -334,14 +352,15 @@ def _shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _checksum(image: Tensor) -> bytes:
-    """Returns a checksum of an image's shape and bytes."""
+    """Returns a SHA-256 checksum of an image's shape and bytes, by which its features are found again."""
     digest = hashlib.sha256(repr(tuple(image.shape)).encode())
     digest.update(image.cpu().contiguous().numpy().data)
     return digest.digest()
 
 
 def _write(file: Path, array: np.ndarray) -> None:
-    """Writes a file completely or not at all. If the cache cannot be written, it does nothing."""
+    """Writes an array to a file completely or not at all. If the disk cannot be written, it does nothing,
+    since the features can be computed again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=file.parent)

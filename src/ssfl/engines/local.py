@@ -1,5 +1,5 @@
-"""A user's part of a round: make pseudo-labels, train, and scale the update. Simulations and real sites use
-the same code."""
+"""What a user does in a round: it makes pseudo-labels, trains, and scales its update. Simulations and real
+sites run the same code."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ssfl.federation import NEEDS, Labels, Look, Method, Named
 
 
 class Returned(NamedTuple):
-    """The results of n users' training."""
+    """The results that n users return after a round."""
 
     rows: Tensor
     momentum: Tensor
@@ -22,14 +22,16 @@ class Returned(NamedTuple):
     weight: Tensor | None = None
     """[n]: the weight of each of the n users in the average; None if all have the same weight."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """The numbers that the method's `label` reported for each of the n users, by name, [n, ...] each."""
+    """Numbers that the method's function `label` reported for each of the n users, by name, [n, ...] each.
+    The server's side of the method reads them."""
 
 
 def train(
     engine: Engine, method: Method, weights: int, rows: Tensor, momentum: Tensor, work: Work
 ) -> Returned:
-    """Returns the results of one round of n users that received these models, one per row. In each row the
-    first `weights` numbers are weights, and the rest are running statistics."""
+    """Returns the results of n users that train for one round, after making pseudo-labels if the method does
+    so. They start from the models `rows` [n, P + Q]. In each row, the first P = `weights` numbers are
+    weights, and the other Q are running statistics."""
     labels = None
     if method.label is not None:
         labels = made_labels(engine, method, rows, work)
@@ -42,9 +44,11 @@ def train(
 
 
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
-    """Returns the method's pseudo-labels, made from the predictions of the received models."""
+    """Returns the pseudo-labels that the method's function `label` makes from the received models'
+    predictions. Raises MethodError if `label` returns a weight or a report that the method did not
+    declare."""
     probabilities = engine.predict(rows, work)
-    if work.taken is not None:  # zeros for images that belong to no step, the same on every engine
+    if work.taken is not None:  # images of steps that are not taken get zeros, on every engine
         missing = work.steps * work.batches.shape[2] - probabilities.shape[1]
         probabilities = torch.nn.functional.pad(probabilities, (0, 0, 0, missing))
     look = Look(probabilities, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
@@ -59,8 +63,8 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:
-    """Returns the users' models, where each user's change of the weights is multiplied by `update_scale` [n].
-    Running statistics stay as they are."""
+    """Returns the users' models [n, P + Q] after their updates are scaled. The change of each user's P =
+    `weights` weights since `sent` is multiplied by `update_scale` [n]. Running statistics are not scaled."""
     if update_scale is None:
         return rows
     moved = sent[:, :weights] + update_scale[:, None] * (rows[:, :weights] - sent[:, :weights])

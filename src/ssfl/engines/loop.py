@@ -1,5 +1,5 @@
-"""The engine "loop": one trainer after another in plain PyTorch. All other engines must give the same
-results."""
+"""The engine "loop": trains one trainer (a user or the server) after another in plain PyTorch. It defines the
+results that all other engines must give."""
 
 from dataclasses import replace
 from typing import cast
@@ -25,7 +25,7 @@ from ssfl.federation import Method
 
 
 class Loop:
-    """The engine "loop"."""
+    """The engine "loop", which trains one trainer after another."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, pool: Pool, optimizer: Optimizer, method: Method
@@ -37,11 +37,12 @@ class Loop:
             *model.named_buffers(remove_duplicate=False),
         )
         self.tied = len(named) > len({id(tensor) for _, tensor in named})
-        """Whether the network uses one tensor under several names (tied weights). Only then must
-        `functional_call` look for them."""
+        """Whether the network uses one tensor under several names (tied weights). Only then does
+        `functional_call` have to search for such tensors, which takes time."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns each trainer's model after T steps of SGD, computed for one trainer after another."""
+        """Returns the models, momentum and metrics of n trainers after T steps of SGD each, computed for one
+        trainer after another."""
         results = [self._train_one(rows[i], momentum[i], work.of(slice(i, i + 1))) for i in range(len(rows))]
         new_rows, new_momentum, metrics = zip(*results, strict=True)
         return TrainedRows(
@@ -51,7 +52,7 @@ class Loop:
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
-        """Returns one trainer's model, momentum and metrics after its steps."""
+        """Returns one trainer's model [1, P + Q], momentum [1, P] and metrics after its steps."""
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
@@ -81,8 +82,8 @@ class Loop:
         return self.layout.flatten(weights | buffers, lead=1), self.layout.flatten(velocity, lead=1), means
 
     def _update(self, weights: Named, velocity: Named, lr: float) -> None:
-        """Does in place what a step of torch.optim.SGD does. Making such an optimizer would import torch's
-        compiler, which takes as long as importing torch."""
+        """Takes one step of SGD in place, exactly as torch.optim.SGD does. A torch.optim.SGD object is not
+        used, because making one imports torch's compiler, which takes as long as importing torch."""
         trained = [name for name, weight in weights.items() if weight.grad is not None]
         with torch.no_grad():
             sgd(
@@ -98,8 +99,9 @@ class Loop:
             )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
-        images in its own batches."""
+        """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
+        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
+        method makes pseudo-labels from the probabilities."""
         probabilities = []
         with torch.no_grad():
             for i, row in enumerate(rows):
@@ -110,8 +112,8 @@ class Loop:
         return torch.cat(probabilities)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
-        weights."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
+        weights. It is used to measure gradient diversity."""
         totals = []
         for i, row in enumerate(rows):
             weights, buffers = self._unpacked(row)
@@ -127,23 +129,24 @@ class Loop:
         return torch.cat(totals)
 
     def close(self) -> None:
-        """Does nothing, since there is nothing to release."""
+        """Does nothing, because this engine has no processes to end."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns how many bytes each further trainer takes: its model and momentum, before and after
-        training."""
+        """Returns how many bytes of memory one more trainer needs: for its model and momentum, before and
+        after training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
-        sequence. See the function `positions` in `engines/work.py`."""
+        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
+        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
+        (see `positions` in `engines/work.py`)."""
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
-        """Returns the weights and the running statistics of one model by name, [1, ...] each. The weights are
-        copies."""
+        """Returns the weights and the running statistics of one model (a row) by name, [1, ...] each. The
+        weights are copies, because training changes them in place."""
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
@@ -160,8 +163,8 @@ class Loop:
         received: Named | None = None,
         rate: float = 0.0,
     ) -> Step:
-        """Returns the `Step` that a method sees: one trainer's batch and weights, and functions that compute
-        logits and gradients."""
+        """Returns the `Step` that a method's functions get: one trainer's batch and weights, and functions
+        that compute logits and gradients."""
         narrow = None
         if self.pool.dtype != self.pool.wide:
             narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}
@@ -198,19 +201,20 @@ class Loop:
             self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
         logits = functional_call(self.model, state, (images[0], keys[0]), tie_weights=self.tied)
-        # functional_call leaves the statistics that the network replaced in `state`
+        # after the call, `state` contains the new running statistics
         return logits[None], {name: state[name][None] for name in buffers}
 
 
 def predicted(step: Step) -> Tensor:
-    """Returns the probabilities of every class, [n, B, classes], that n models predict in eval mode for the
-    weak views of a step."""
+    """Returns the class probabilities [n, B, classes] that n models predict in evaluation mode for the weak
+    views of a step."""
     return step.forward(step.weak, grad=False, train=False, draw="teacher").softmax(-1)
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """Returns one batch of a pass over all N images of each trainer (`sizes`). Each image has weight 1/N, and
-    repeated ones have weight 0."""
+    """Returns batch number `step` of a pass over all N images of each trainer, to compute its gradient over
+    all images. Each image has weight 1/N, where N is in `sizes`. Images that only fill up the last batch have
+    weight 0."""
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

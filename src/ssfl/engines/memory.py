@@ -1,4 +1,5 @@
-"""The free memory of a device, and errors for settings that need more than that."""
+"""Measures the free memory of a device, decides how many users fit into it, and raises errors for settings
+that need too much."""
 
 import os
 import resource
@@ -14,27 +15,30 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free(device: torch.device) -> int:
-    """Returns how many bytes are free on a device."""
+    """Returns how many bytes of memory are free on a device: on a GPU, or in main memory within the limit of
+    a container."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available = 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, ValueError, KeyError):  # not Linux: all of its memory is the best estimate
+    except (OSError, ValueError, KeyError):  # not Linux: use the size of the whole memory as an estimate
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:  # a container may have less than its machine; without a limit memory.max is a word
+    try:  # a container may have a limit; if it has none, memory.max is a word and int() raises
         limit, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(stat["inactive_file"]))  # cached files make room
+        available = min(
+            available, limit - used + int(stat["inactive_file"])
+        )  # the system frees cached files when needed
     except (OSError, ValueError, KeyError):
         pass
     return max(available, 0)
 
 
 def peak(device: torch.device) -> dict[str, int]:
-    """Returns the largest number of bytes that this process has held so far, in main memory and, if it is
-    used, on the GPU."""
+    """Returns the most memory that this process has used at any time so far, in bytes: main memory under
+    "cpu" and, if the device is a GPU, its memory under "gpu"."""
     unit = 1 if sys.platform == "darwin" else 1024
     most = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if device.type == "cuda":
@@ -53,10 +57,11 @@ def check_kept(
     fix: str,
 ) -> int:
     """Returns how many bytes it takes to keep one model for each user or group between rounds, as the setting
-    `key` asks for. Raises ConfigError if they are not free on the device.
+    `key` demands. Raises ConfigError if less memory is free on the device.
 
-    There are `rows` models of `length` numbers. A round holds them twice, before and after it. On a CPU,
-    writing a checkpoint needs them once more. `whose` and `fix` are parts of the message.
+    There are `rows` models of `length` numbers each. They are held twice during a round, before and after it.
+    On a CPU, writing a checkpoint needs them once more. `whose` ("users", for example) and `fix` are parts of
+    the error message.
     """
     needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     available = free(device)
@@ -72,10 +77,10 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train at once if each needs `needed` bytes. It is all of them if they fit
-    into the free memory; otherwise they are divided into parts of equal size that fit.
+    """Returns how many users to train together if each needs `needed` bytes. If all of them fit into the free
+    memory, it is all; otherwise the users are divided into equal parts that fit.
 
-    `reserved` bytes are kept free for other things.
+    `reserved` bytes are kept free for other purposes.
     """
     fit = max(1, int(0.7 * (free(device) - reserved)) // max(needed, 1))
     parts = -(-users // fit)

@@ -1,8 +1,8 @@
-"""Trainers divided among processes of one thread each. On a CPU with two cores, two users are trained at the
-same time.
+"""Divides trainers (users or the server) among processes with one thread each. So a CPU with two cores trains
+two users at the same time.
 
-The networks of a federation are too small for several threads to share one step. So each process trains a
-part of a round's users with the same engine, and models are sent between the processes.
+The networks of a federation are usually too small to share one step among several threads. So each process
+trains some of a round's users with the same engine, and the models are sent between processes.
 """
 
 import ctypes
@@ -30,18 +30,19 @@ from ssfl.engines.work import TrainedRows, Work
 from ssfl.errors import RunError
 
 _engine: Engine | None = None
-"""The copy of the engine that a forked process trains with."""
+"""The engine that a forked process trains with. It is set just before the processes are forked, so that each
+of them inherits a copy."""
 
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
-    """Returns whether trainers can be divided among processes: there are several trainers and CPU cores, and
-    processes can be forked."""
+    """Returns whether trainers can be divided among processes. There must be several trainers and several CPU
+    cores, and the system must allow forking."""
     allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
     return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
 
 class Spread:
-    """Wraps another engine, and divides its trainers among processes."""
+    """Wraps another engine and divides its trainers among processes."""
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
@@ -50,7 +51,9 @@ class Spread:
         self._pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
         )
-        with warnings.catch_warnings():  # torch's threads are idle, and the processes never use theirs
+        with (
+            warnings.catch_warnings()
+        ):  # Python warns of forking with threads, but torch's threads are idle here
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 for started in [self._pool.submit(_probe) for _ in range(processes)]:
@@ -62,8 +65,8 @@ class Spread:
                 _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns the models after training. Each process trains a part of them; a single model is trained in
-        this process."""
+        """Returns the models, momentum and metrics of n trainers after their steps. Each process trains some
+        of them; a single trainer is trained in this process."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
         parts: list[TrainedRows] = self._everywhere(
@@ -76,14 +79,15 @@ class Spread:
         )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
-        images in its own batches."""
+        """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
+        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
+        method makes pseudo-labels from the probabilities."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
         return torch.cat(self._everywhere("predict", parts))
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
-        weights."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
+        weights. It is used to measure gradient diversity."""
         return torch.cat(
             self._everywhere(
                 "gradients", [(rows[part], work.of(part), sizes[part]) for part in self._parts(len(rows))]
@@ -91,18 +95,19 @@ class Spread:
         )
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes that were started for training."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory each further trainer takes."""
+        """Returns about how many bytes of memory one more trainer needs during training."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
-        sequence. See the function `positions` in `engines/work.py`."""
+        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
+        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
+        (see `positions` in `engines/work.py`)."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -110,8 +115,8 @@ class Spread:
         return [slice(a, b) for a, b in pairwise(edges) if b > a]
 
     def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
-        """Calls the engine's method `verb` in each process, with the arguments in `parts`, and returns the
-        results in order."""
+        """Calls the engine's function `verb`, such as "train", in the processes, once with each tuple of
+        arguments in `parts`. Returns the results in this order. Raises RunError if a process was killed."""
         try:
             waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
             return [pickle.loads(waiting.pop(0).result()) for _ in parts]
@@ -125,13 +130,15 @@ class Spread:
 
 
 def _begin(parent: int) -> None:
-    """Prepares a new process: it has one thread, and ends soon after its parent or at the second Ctrl-C.
+    """Prepares a new process: limits it to one thread, and makes it end when its parent ends or at the second
+    Ctrl-C.
 
-    A terminal, systemd or Slurm signals every process of a group. The parent then finishes the round, for
-    which it still needs this process. So a signal ends this process only if the parent sent it.
+    A terminal, systemd or Slurm sends its signals to every process of a group. The parent then still finishes
+    its round, and needs this process for that. So this process ignores SIGTERM and the first Ctrl-C, unless
+    its parent sent the signal.
     """
     signals = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below takes them
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below waits for them
     _one_thread()
 
     def watch() -> None:
@@ -147,19 +154,19 @@ def _begin(parent: int) -> None:
 
 
 def _one_thread() -> None:
-    """Limits every library to one thread. On Arm, some libraries still use the number of threads from before
-    the fork."""
+    """Limits torch and the OpenMP libraries of this process to one thread. On Arm, some of these libraries
+    would still use the number of threads from before the fork."""
     torch.set_num_threads(1)
     with suppress(OSError), open("/proc/self/maps") as maps:
         for library in {line.split(maxsplit=5)[-1].strip() for line in maps}:
             if re.search(r"/lib(g|i|)omp[^/]*$", library):
-                with suppress(OSError, AttributeError):  # another kind of library, or deleted from the disk
+                with suppress(OSError, AttributeError):  # not an OpenMP library, or its file was deleted
                     ctypes.CDLL(library).omp_set_max_active_levels(0)
 
 
 def _probe() -> None:
-    """Computes a small gradient, to find out whether this process can. torch refuses it in a process that was
-    forked after a gradient was computed on a GPU."""
+    """Computes a small gradient, to find out whether this process is able to. torch refuses to compute
+    gradients in a process that was forked after a gradient was computed on a GPU."""
     torch.ones(1, requires_grad=True).sum().backward()
     time.sleep(0.01)  # so that each process gets one of these calls
 
@@ -169,8 +176,8 @@ def _do(verb: str, packed: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as bytes, to send them between processes. torch's own way needs shared memory, and
-    containers have little of it."""
+    """Pickles tensors as plain bytes, to send them between processes. torch's own way needs shared memory, of
+    which containers have little."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""The engine "vmap": all trainers of a round at once on one device. It does the steps of `loop` with one more
-dimension in every tensor.
+"""The engine "vmap": trains all trainers of a round (users, or the server) together on one device. It takes
+the same steps as `loop`, with one more dimension in every tensor.
 
-On a GPU the whole step, from the choice of images to the optimizer, is recorded once as a CUDA graph over
-fixed buffers. It is then replayed T times without the CPU.
+On a GPU, a whole step is recorded once as a CUDA graph over fixed memory, from the choice of images to the
+optimizer. It is then replayed T times without work for the CPU.
 """
 
 import copy
@@ -37,19 +37,19 @@ from ssfl.models.kernels import convolution
 
 
 class RecordedStep(NamedTuple):
-    """A step of all trainers, recorded as a CUDA graph over fixed buffers. It can be replayed for all work of
-    the same kind (`Work.kind`)."""
+    """A step of all trainers that was recorded as a CUDA graph. It can be replayed for all work of the same
+    kind (`Work.kind`), after its data are copied into the buffers."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
     """The CUDA graph; None if the step could not be recorded."""
     probabilities: Tensor | None
-    """The buffer for predictions, [n, T, B, classes], for n models and T batches of B images; None if the
-    step trains."""
+    """The memory for predictions, [n, T, B, classes], of n models for T batches of B images. None if the step
+    trains instead of predicting."""
 
 
 class Vmap:
-    """The engine "vmap"."""
+    """The engine "vmap", which trains all trainers together."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class Vmap:
         self._functions()
 
     def _functions(self) -> None:
-        """Sets the functions that a step and a round call, either compiled by torch or as they are."""
+        """Chooses the functions that a step calls: compiled by torch if the engine compiles, otherwise the
+        plain ones."""
 
         def prepared(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
             return compiling.Compiled(function, dynamic) if self.compiled else function
@@ -87,9 +88,10 @@ class Vmap:
         self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Takes T steps of SGD, each for all trainers together."""
+        """Returns the models, momentum and metrics of n trainers after T steps of SGD, each taken for all
+        trainers together."""
         if rows.is_cuda:
-            # buffers for each kind of work, whose size does not depend on how many users drop out
+            # one set of buffers for each kind of work; their size does not depend on how many users drop out
             models = max(len(rows), work.seats)
             buffers = self._replayed((models, work.kind), models, rows, momentum, work).buffers
         else:
@@ -107,15 +109,16 @@ class Vmap:
         return TrainedRows(trained[:count], momentum[:count], metrics)
 
     def _buffers(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
-        """Returns buffers for `models` trainers with this work."""
+        """Returns new buffers to train `models` trainers with this kind of work."""
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
         return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that each model (a row of `rows`) predicts for weak views of the
-        images in its own batches."""
+        """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
+        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
+        method makes pseudo-labels from the probabilities."""
         work, unused = for_prediction(work), rows[:, : self.layout.weights]
         if rows.is_cuda:
             models = max(len(rows), work.seats)  # the same number, however many users drop out
@@ -123,7 +126,7 @@ class Vmap:
                 ("predict", models, work.batches.shape[1:]), models, rows, unused, work
             ).probabilities
             assert probabilities is not None
-            # a copy, since the next round writes over it
+            # a copy, because the next round overwrites the memory
             return probabilities[: len(rows), : work.played].flatten(1, 2).clone()
         buffers = make_buffers(self.layout, self.pool, len(rows), rows, work, learns=False)
         buffers.load(self.layout, rows, unused, work)
@@ -131,8 +134,8 @@ class Vmap:
         return torch.cat([self._predict(buffers.narrow, buffers.statistics, batch) for batch in batches], 1)
 
     def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> RecordedStep:
-        """Runs the steps of this work, and returns the recorded step with the results in its buffers. A step
-        is recorded when its kind of work comes up for the first time, and replayed afterwards."""
+        """Runs all steps of this work and returns the recorded step, whose buffers contain the results. The
+        first work of a `kind` is recorded as a CUDA graph; later ones replay it."""
         if kind not in self._recorded:
             self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
         recorded = self._recorded[kind]
@@ -145,8 +148,8 @@ class Vmap:
         return recorded
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's loss over all its images, [n, P], for n trainers and P
-        weights."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
+        weights. It is used to measure gradient diversity."""
         buffers = make_buffers(self.layout, self.pool, len(rows), rows, work)
         buffers.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in buffers.weights.items()}
@@ -157,7 +160,9 @@ class Vmap:
         for number in range(work.steps):
             step = self._step_of(buffers, full_batch(self.pool, work, number, sizes))
             gradients, _ = step.gradient(self._losses[work.role])
-            busy = number * work.batches.shape[2] < sizes  # trainers that still have images, as in the loop
+            busy = (
+                number * work.batches.shape[2] < sizes
+            )  # trainers that still have images; the others must not change
             for name, value in buffers.statistics.items():
                 value.copy_(where_busy(busy, step.buffers[name], value))
             for name, value in total.items():
@@ -167,18 +172,20 @@ class Vmap:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each trainer sees at places `first` to `first + count` of its random
-        sequence. See the function `positions` in `engines/work.py`."""
+        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
+        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
+        (see `positions` in `engines/work.py`)."""
         return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
-        """Does nothing, since there is nothing to release."""
+        """Does nothing, because this engine has no processes to end."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes each further trainer takes.
+        """Returns about how many bytes of memory one more trainer needs during training. It decides how many
+        users are trained together.
 
-        These are its model before and after training, its buffers, and twice what a trial step saves for the
-        backward pass.
+        The estimate includes the trainer's model before and after training, its buffers, and twice the memory
+        that a trial step saves for the backward pass.
         """
         saved_bytes: dict[int, int] = {}
 
@@ -197,8 +204,8 @@ class Vmap:
         return 2 * sum(saved_bytes.values()) + 10 * self.layout.length * self.pool.wide.itemsize
 
     def _trial_work(self, rows: Tensor, batch_size: int) -> Work:
-        """Returns a small piece of work to measure memory with: one step of one user with pseudo-labels, or
-        of the server if users do not train."""
+        """Returns a small piece of work with which `memory` measures memory: one step of one user with
+        pseudo-labels, or of the server if the method trains no users."""
         nothing = torch.zeros(4, 1, dtype=torch.int64, device=rows.device)
         images = nothing[:1, :, None].expand(1, 1, batch_size)
         if not self.method.trains_users:
@@ -211,8 +218,8 @@ class Vmap:
         return work.with_labels(self.method.label(look))
 
     def _step(self, buffers: StepBuffers, probabilities: Tensor | None) -> None:
-        """Trains all models in their buffers for one step; with `probabilities`, writes their predictions
-        there instead."""
+        """Trains all models in the buffers for one step. If `probabilities` is given, writes the models'
+        predictions there instead of training."""
         batch = self._views(self.pool, buffers.work, buffers.step)
         if probabilities is None:
             self._step_on(buffers, batch)
@@ -227,8 +234,8 @@ class Vmap:
         self._update(buffers, gradients, step.buffers, metrics, self.optimizer)
 
     def _step_of(self, buffers: StepBuffers, batch: Batch) -> Step:
-        """Returns the `Step` that a method sees: the batch of all trainers, and functions that compute logits
-        and gradients at the weights in the buffers."""
+        """Returns the `Step` that a method's functions get: the batch of all trainers, and functions that
+        compute logits and gradients at the weights in the buffers."""
         role = buffers.work.role
         rates = buffers.rates
         return Step(
@@ -251,8 +258,8 @@ class Vmap:
     def _evaluated(
         self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
-        """Returns the value of a loss, its metrics and the new running statistics. The method's own two
-        losses may be compiled, but not other losses."""
+        """Returns the value of a loss for each model, its metrics and the new running statistics. If the loss
+        is one of the method's two losses (user or server), its compiled form is used, if there is one."""
         if loss is self._losses[role]:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
@@ -291,12 +298,12 @@ class Vmap:
     ) -> tuple[Tensor, Named]:
         state = weights | buffers
         logits = functional_call(self.networks[training], state, (images.flatten(0, 1), keys))
-        # functional_call leaves the statistics that the network replaced in `state`
+        # after the call, `state` contains the new running statistics
         return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, trains: bool) -> RecordedStep:
-        """Returns a new step over new buffers with room for `models` trainers, recorded as a CUDA graph if
-        possible. It trains, or only predicts if `trains` is false."""
+        """Returns a new step with new buffers for `models` trainers, recorded as a CUDA graph if possible.
+        The step trains; if `trains` is false, it only predicts."""
         probabilities = None
         if trains:
             buffers = self._buffers(models, rows, work)
@@ -306,7 +313,9 @@ class Vmap:
                 logits = self.networks[False](self.pool.normalised(self.pool.images[:1], self.pool.wide))
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])
         buffers.load(self.layout, rows, momentum, work)
-        make_batch(self.pool, buffers.work, buffers.step)  # makes the views' tables, which cannot be recorded
+        make_batch(
+            self.pool, buffers.work, buffers.step
+        )  # creates lookup tables of the views, which cannot be recorded
 
         def warm_up() -> None:
             side = torch.cuda.Stream()
@@ -318,7 +327,7 @@ class Vmap:
             torch.cuda.current_stream().wait_stream(side)
 
         run_without_kernels_if_they_fail(warm_up)
-        torch.cuda.empty_cache()  # the recording has memory of its own
+        torch.cuda.empty_cache()  # frees memory for the recording, which uses a separate pool
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
@@ -342,11 +351,12 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
-    """Runs a step; if it fails, runs it again with plain layers instead of the GPU kernels.
+    """Calls `run`, which runs a training step. If that fails, calls it again with plain PyTorch layers
+    instead of ssfl's GPU kernels.
 
-    If the second run works, the kernels were the cause, since they need a C compiler to be built. If it fails
-    too, the cause is elsewhere, such as in a method from outside. Then the kernels stay in use, and the first
-    error is raised.
+    If the second run works, the kernels caused the error (they need a C compiler, for example), and they stay
+    switched off. If it fails too, the cause is elsewhere, such as in a person's own method. Then the kernels
+    are switched on again, and the first error is raised.
     """
     try:
         run()
@@ -368,5 +378,5 @@ def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its class."""
+    """Returns the first line of an error's message, or the name of its class if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,8 @@
-"""The local work of one round: which images each trainer sees, and which views of them.
+"""The work of one round: which images each trainer (a user or the server) sees in each step, and in which
+views.
 
-A trainer is a user or the server. An engine takes models and `Work`, and returns trained models. This file
-and the method decide what is trained, in the same way for every engine.
+An engine takes models and a `Work`, and returns trained models. The work is prepared here in the same way for
+all engines, so that all of them train on the same images.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,35 +20,37 @@ from ssfl.engines.features import Features
 
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
-"""How many values (pixels times channels) of augmented images are made at once at most: 2,048 colour images
-of 32×32, or 55 of 224×224."""
+"""How many values (pixels times channels) of augmented images are made together at most, to limit memory.
+This is 2,048 colour images of 32×32 pixels, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All images of the simulation, on its device. Users and server refer to them by index."""
+    """All images of a simulation, on its device, and how they become inputs of the network. Users and server
+    refer to the images by index."""
 
     images: Tensor
     """uint8 [N, C, H, W]: N images with C channels."""
     labels: Tensor
-    """int64 [N]: the class of each image, -1 where unknown."""
+    """int64 [N]: the class of each of N images; -1 where unknown."""
     mean: Tensor
-    """[C]: the mean of each channel, which is subtracted from images; `std` is the standard deviation, by
-    which they are divided. Both are on the device of the images."""
+    """[C]: the mean of each channel, which is subtracted from images before they enter the network. They are
+    then divided by `std`, the standard deviation of each channel."""
     std: Tensor
     flip: bool
-    """Whether views may be mirrored."""
+    """Whether augmented views may be mirrored horizontally."""
     dtype: torch.dtype
-    """The number type that networks compute in. Losses, weights and statistics have at least float32."""
+    """The number type that networks compute in, such as bfloat16. Weights, losses and statistics have at
+    least float32."""
     weak: augment.View = augment.WEAK
     """How weak views are made."""
     strong: augment.View = augment.STRONG
     """How strong views are made."""
     features: Features | None = None
-    """The features of the images: the output of the network's frozen part, if there is one. None if the
-    images themselves are used."""
+    """The stored outputs of the network's frozen layers for all images. None if the network has no frozen
+    part, or if its output is not stored."""
     test_views: int = 0
-    """The prediction for a test image is averaged over the image and this many views of it."""
+    """How many augmented views of a test image its prediction is averaged over, besides the image itself."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -55,14 +58,15 @@ class Pool:
         return torch.promote_types(self.dtype, torch.float32)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the network's input for uint8 images without augmentation."""
+        """Returns the network's input for uint8 images without augmentation: normalised images or, if
+        `features` is set, the images' features."""
         if self.features is not None:
             return self.features.plain(images, dtype or self.dtype)
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
 
     def test_inputs(self, images: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yields the network's inputs whose logits are averaged when uint8 images are evaluated: the images
-        without augmentation, then their test views."""
+        """Yields the network's inputs for evaluating uint8 images: first the images without augmentation,
+        then their test views. The logits for all of these are averaged."""
         yield self.normalised(images, dtype)
         for number in range(1, self.test_views + 1):
             if self.features is not None:
@@ -71,96 +75,102 @@ class Pool:
                 yield self.normalised(gentle.test_view(images, number, self.flip), dtype)
 
     def views(self, kind: str, source: Tensor, keys: Tensor) -> Tensor:
-        """Returns the network's input for "weak" or "strong" views, one view per random key. `source` is what
-        `Pool.source` returned for the images."""
+        """Returns the network's input for augmented views of the given kind ("weak" or "strong"), one view
+        for each random key. `source` is the result of `Pool.source` for the images."""
         view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
         if self.features is not None:
             return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
     def use(self, round: int) -> None:
-        """Prepares the views from which a round draws, if the output of the network's frozen part is stored
-        (`features`)."""
+        """Prepares the features of the views that are new in a round (counted from 0). Does nothing if no
+        features are stored."""
         if self.features is not None:
             self.features.use(round)
 
     def source(self, indices: Tensor) -> Tensor:
-        """Returns what `views` takes as its source: the images at these indices or, if the network's frozen
-        part has been applied already (`features`), the indices themselves."""
+        """Returns the argument that `views` needs for the images at these indices: the uint8 images or, if
+        `features` is set, just the indices."""
         return self.images[indices] if self.features is None else indices
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The constants of SGD. The learning rate is not one of them; it is part of `Work`."""
+    """The constants of SGD: momentum, Nesterov or not, weight decay, gradient clipping. The learning rate
+    changes from step to step, so it is part of `Work`."""
 
     momentum: float
     nesterov: bool
     weight_decay: float
     clip: float = 0.0
-    """The largest norm of a step's gradient, before weight decay is added; longer gradients are scaled down.
-    0: no limit."""
+    """Gradient clipping: a step's gradient is scaled down to at most this norm, before weight decay is added.
+    0 means no limit."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The T steps of each of n trainers in a round: their images, learning rates and random keys."""
+    """The T training steps of each of n trainers (users, or the server) in a round: their images, learning
+    rates and random keys."""
 
     role: str
     """Who trains: "user" or "server"."""
     views: tuple[str, ...]
-    """The views of the images: "weak", "strong", or "mixed" (weak, but every second image strong)."""
+    """The views of the images that each step needs: "weak", "strong", or "mixed" (weak views, but strong ones
+    for every second image)."""
     keys: Tensor
-    """[4, n]: the keys from which this round's random numbers are drawn, for n trainers. See `round_keys`."""
+    """[4, n]: the keys from which the random numbers of this round are drawn, for four purposes and n
+    trainers. See `round_keys`."""
     batches: Tensor
-    """[n, T, B]: the images of n trainers in T batches of B, as indices into the pool."""
+    """[n, T, B]: the images of n trainers in T steps, B images in each step, as indices into the pool."""
     labelled: Tensor | None
-    """[n, T, B]: the labelled images that users own, as indices into the pool; -1 for a user without labelled
-    images. None if no user has any."""
+    """[n, T, B]: for users that have labelled images themselves, the labelled images of each step, as indices
+    into the pool. -1 for a user without any. None if no user has any."""
     rates: tuple[float, ...]
     """The learning rate of each of the T steps."""
     seats: int = 1
-    """The largest number of trainers that this kind of work has in any round. Buffers have room for this
-    many."""
+    """The largest number of trainers that are trained together in any round. Memory is allocated for this
+    many, so that it can be used in every round."""
     tensors: Named = field(default_factory=dict)
-    """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. A step finds its
-    part in `step.tensors`."""
+    """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. The loss reads the
+    part of its step in `step.tensors`."""
     extra_images: Named = field(default_factory=dict)
-    """Further images by name, as indices into the pool, [n, T, B] each. A step finds weak views of them in
-    `step.tensors`."""
+    """Further images by name, such as partners for mixup, as indices into the pool, [n, T, B] each. The loss
+    reads weak views of them in `step.tensors`."""
     sent: Named = field(default_factory=dict)
-    """What the server sent besides the model, by name, [n, ...] each for n trainers. Every step finds it in
-    `step.tensors`."""
+    """Tensors that the server sent with the model, by name, [n, ...] each for n trainers. The loss reads them
+    in `step.tensors` in every step."""
     lr_scale: Tensor | None = None
     """[n]: a factor for the learning rate of each of n trainers; None means 1."""
     taken: Tensor | None = None
-    """[n]: how many of the T steps each of n trainers takes; after these its model no longer changes. None
-    means all T."""
+    """[n]: how many of the T steps each of n trainers takes. After these its model no longer changes. None:
+    all take T."""
     longest: int | None = None
-    """The most steps that any trainer takes, if that is known to be less than T."""
+    """The largest number of steps that any trainer takes, if it is known to be less than T; otherwise
+    None."""
 
     @property
     def steps(self) -> int:
-        """T, the number of steps for which there are batches."""
+        """T: the number of steps for which there are batches."""
         return self.batches.shape[1]
 
     @property
     def played(self) -> int:
-        """The number of steps that must be computed until every trainer has taken all its steps."""
+        """How many steps an engine must compute, so that every trainer has taken all its steps. It is at most
+        T."""
         return self.steps if self.longest is None else self.longest
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Identifies the kind of work. If two pieces of work have the same kind, a step that was recorded for
-        one can be replayed for the other."""
+        """A key that is equal for work with the same role, views and shapes. A GPU step that was recorded for
+        one such work can be replayed for the others."""
         extra = {**self.tensors, **self.extra_images, **self.sent}
         shapes = tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in extra.items())
         even = self.taken is None
         return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "Work":
-        """Returns the work with `change` applied to all its tensors with one entry per trainer, except the
-        keys, and with other `fields` replaced."""
+        """Returns the work with the function `change` applied to its tensors that have one entry per trainer,
+        except `keys`. `fields` are replacements for other fields."""
 
         def each(tensors: Named) -> Named:
             return {name: change(tensor) for name, tensor in tensors.items()}
@@ -178,11 +188,13 @@ class Work:
         )
 
     def of(self, trainers: slice) -> "Work":
-        """Returns the work of only these trainers."""
+        """Returns the part of the work that belongs to these trainers, such as those that one process
+        trains."""
         return self.map(lambda tensor: tensor[trainers], keys=self.keys[:, trainers])
 
     def with_labels(self, labels: Labels) -> "Work":
-        """Returns the work with the images that the method's `label` chose, and with their pseudo-labels."""
+        """Returns the work after pseudo-labelling: with the images that the method's function `label` chose,
+        their pseudo-labels, and the users' numbers of steps and learning rate factors."""
         work = replace(
             self,
             batches=labels.images,
@@ -198,8 +210,8 @@ class Work:
 
 
 class TrainedRows(NamedTuple):
-    """The result of T steps of n trainers: models [n, P + Q] with P weights and Q running statistics each,
-    momentum [n, P], and metrics [n] by name."""
+    """The result of training n trainers for T steps. `rows` [n, P + Q] are their models, with P weights and Q
+    running statistics each; `momentum` is [n, P]. `metrics` are [n] each, by name."""
 
     rows: Tensor
     momentum: Tensor
@@ -207,8 +219,8 @@ class TrainedRows(NamedTuple):
 
 
 def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
-    """Returns the images' positions after one pass of a swap-or-not shuffle. Each image and its mirror image
-    about a random point change places or not. See `positions`."""
+    """Returns the positions of images after one pass of a swap-or-not shuffle. Each image has a mirror image
+    about a random point, and the two change places or not, at random. See `positions`."""
     key = draws.fold(keys, turn)
     mirror = draws.below(key, size) - image
     mirror = torch.where(mirror < 0, mirror + size, mirror)
@@ -224,15 +236,16 @@ def positions(
     count: int,
     swap: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Returns which of its images each trainer sees at the places `first` to `first + count` of its endless
-    sequence: [n, count].
+    """Returns which of its images each of n trainers sees, as positions among the trainer's own images, [n,
+    count]. They are the places `first` to `first + count - 1` of its endless random sequence.
 
-    The sequence is one new permutation of the trainer's images after another. Each permutation is a
-    swap-or-not shuffle (Hoang, Morris and Rogaway 2012): in every pass an image and its mirror image about a
-    random point are swapped or not. Only the places asked for are computed, and nothing is stored.
+    The sequence consists of one new permutation of the trainer's images after another. Each permutation is a
+    swap-or-not shuffle (Hoang, Morris and Rogaway 2012): in every pass, an image and its mirror image about a
+    random point are swapped or not. So any place can be computed without the others, and nothing is stored.
 
-    `swap` is `swap_or_not`, compiled. It is called pass by pass, on one dimension. Compiling all passes
-    together would take many times as long, and would be repeated for every number of trainers.
+    `swap` is the compiled form of `swap_or_not`, if there is one. It is called once per pass on flat tensors.
+    Compiling all passes together would take many times as long, and would be repeated for every number of
+    trainers.
     """
     place = first + torch.arange(count, device=trainers.device)  # or [n, count], if trainers differ
     size = sizes[:, None]
@@ -243,7 +256,7 @@ def positions(
             image = swap_or_not(image, keys, size, turn)
         return image
     shape = image.shape
-    # copies of their own: views, or steps of 0 in memory, would be compiled again
+    # contiguous copies, because other memory layouts would be compiled again
     image, keys, size = (
         x.expand(shape).flatten().clone(memory_format=torch.contiguous_format) for x in (image, keys, size)
     )
@@ -256,25 +269,26 @@ VIEWS = ("weak", "strong", "labelled", "dropout")
 
 
 def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
-    """Returns the keys from which the random numbers of a round are drawn, [4, n]: one for each of four
-    purposes and n trainers. A key follows from the seed, the purpose, the round and the trainer.
+    """Returns the keys from which the random numbers of a round are drawn, [4, n]: for each of four purposes
+    (`VIEWS`) and each of n trainers. So all random numbers of a trainer depend only on the seed, the purpose,
+    the round and the trainer.
 
-    `trainers` are the users' numbers, or draws.SERVER.
+    `trainers` are the numbers of the users, or draws.SERVER.
     """
     bases = placed([[draws.key(seed, purpose, round)] for purpose in VIEWS], trainers.device)
     return draws.fold(bases, trainers)
 
 
 def for_prediction(work: Work) -> Work:
-    """Returns work on the same images with weak views only, to predict their classes."""
+    """Returns work with the same images but only weak views, with which an engine predicts their classes."""
     return replace(
         work, views=("weak",), labelled=None, tensors={}, extra_images={}, sent={}, lr_scale=None, taken=None
     )
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
-    """Returns the batch of one step for all trainers. `step` is the step's number from 0, or a tensor [1]
-    with it on the device."""
+    """Returns the images and labels of one training step for all trainers. `step` is the step's number,
+    counted from 0. It may be a tensor [1] on the device, so that a recorded step can be replayed."""
 
     def at_step(tensor: Tensor) -> Tensor:
         return tensor[:, step] if isinstance(step, int) else tensor.index_select(1, step).squeeze(1)
@@ -283,11 +297,11 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
-    """Yields the batch of every step, with the same bytes as `make_batch`. Views are made for several steps
-    at a time, about `at_once` images.
+    """Yields the batch of every step, with the same content as `make_batch`. Views are made for several steps
+    together, about `at_once` images at a time.
 
-    This is for CPUs, where the overhead of a call is larger than the work for a small image. Of large images,
-    fewer are made at a time, since their views would fill the memory.
+    This is faster on a CPU, where calling a function takes longer than augmenting a small image. Large images
+    are made in smaller numbers, because their views would fill the memory.
     """
     trainers, _, size = work.batches.shape
     at_once = min(at_once, VALUES // pool.images[0].numel())
@@ -316,10 +330,11 @@ def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | 
 
 
 def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor, sent: Named) -> Batch:
-    """Returns a batch of images [m, B], where each of the m rows belongs to one trainer and one step.
+    """Returns the images and labels of m batches of B images together; each batch belongs to one trainer and
+    one step.
 
-    `at` selects these rows from tensors [n, T, ...], `keys` [4, m] are the keys of their random draws, and
-    `sent` is passed on to the steps unchanged.
+    `at` selects the m batches from tensors [n, T, ...] of n trainers and T steps. `keys` [4, m] are the keys
+    of their random draws. `sent` are tensors from the server, which are passed on unchanged.
     """
     chosen, labelled = at(work.batches), _maybe(at, work.labelled)
     rows, size = chosen.shape
