@@ -82,11 +82,7 @@ def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int
         return engine
     try:
         return spread.Spread(engine, min(cores, trainers))
-    except (
-        OSError,
-        ImportError,
-        RuntimeError,
-    ) as error:  # too little memory for a process, or not allowed to start one
+    except (OSError, ImportError, RuntimeError) as error:  # too little memory, or no right to fork
         warnings.warn(
             f"training uses one process instead of {min(cores, trainers)}, which is slower: others cannot be "
             f"started ({error}). Set run.threads=1 to skip the attempt.",

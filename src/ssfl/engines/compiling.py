@@ -31,9 +31,8 @@ def prepare() -> None:
         if hasattr(inductor, name):
             setattr(inductor, name, value)
     compiler: Any = importlib.import_module("torch.compiler.config")
-    if not getattr(
-        compiler, "cache_key_tag", "unknown to this torch"
-    ):  # ssfl's cache has this tag in its name
+    # ssfl's own cache folder has this checksum in its name, but a folder that the user chose has not
+    if not getattr(compiler, "cache_key_tag", "unknown to this torch"):
         compiler.cache_key_tag = compile_cache.kernels()
     autograd: Any = importlib.import_module("torch._functorch.config")
     if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:

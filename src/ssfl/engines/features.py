@@ -181,8 +181,8 @@ class Features:
         self._available.fill_(wanted * self.views[0].shape[1] // self.count)
 
     def left(self) -> float:
-        """Returns an estimate of how many seconds it takes to compute the views that are still missing, for
-        the forecast and the remaining time of a run."""
+        """Returns an estimate of how many seconds it takes to compute the views that are still missing. The
+        forecast and the remaining time of a run include it."""
         if self._done == self.count:
             return 0.0
         kinds, kept = KINDS[: self._room.shape[2]], self._kept()
@@ -302,9 +302,8 @@ class Features:
                 if read.dtype == STORED:
                     return read
         self.computed += 1
-        copy = torch.empty(image.shape, dtype=image.dtype).copy_(
-            image
-        )  # a person's own augmentation may write to it
+        # a copy, because a person's own augmentation may write into it
+        copy = torch.empty(image.shape, dtype=image.dtype).copy_(image)
         features = make(copy, name, number).contiguous()
         if file is not None:
             _write(file, features.numpy())

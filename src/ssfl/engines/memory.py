@@ -28,9 +28,8 @@ def free(device: torch.device) -> int:
     try:  # a container may have a limit; if it has none, memory.max is a word and int() raises
         limit, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-        available = min(
-            available, limit - used + int(stat["inactive_file"])
-        )  # the system frees cached files when needed
+        # the system frees the memory of cached files when it is needed
+        available = min(available, limit - used + int(stat["inactive_file"]))
     except (OSError, ValueError, KeyError):
         pass
     return max(available, 0)

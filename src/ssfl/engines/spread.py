@@ -51,9 +51,8 @@ class Spread:
         self._pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
         )
-        with (
-            warnings.catch_warnings()
-        ):  # Python warns of forking with threads, but torch's threads are idle here
+        # Python warns when a process with threads forks; here torch's threads are idle
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 for started in [self._pool.submit(_probe) for _ in range(processes)]:

@@ -160,9 +160,8 @@ class Vmap:
         for number in range(work.steps):
             step = self._step_of(buffers, full_batch(self.pool, work, number, sizes))
             gradients, _ = step.gradient(self._losses[work.role])
-            busy = (
-                number * work.batches.shape[2] < sizes
-            )  # trainers that still have images; the others must not change
+            # trainers that still have images; the others must not change
+            busy = number * work.batches.shape[2] < sizes
             for name, value in buffers.statistics.items():
                 value.copy_(where_busy(busy, step.buffers[name], value))
             for name, value in total.items():
@@ -313,9 +312,8 @@ class Vmap:
                 logits = self.networks[False](self.pool.normalised(self.pool.images[:1], self.pool.wide))
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])
         buffers.load(self.layout, rows, momentum, work)
-        make_batch(
-            self.pool, buffers.work, buffers.step
-        )  # creates lookup tables of the views, which cannot be recorded
+        # creates the lookup tables of the views, which cannot be part of the recording
+        make_batch(self.pool, buffers.work, buffers.step)
 
         def warm_up() -> None:
             side = torch.cuda.Stream()
