@@ -1,5 +1,5 @@
-"""Raises ConfigError for settings that cannot be combined. What a method does not allow follows from its
-`needs()`, the list of what it requires from an engine."""
+"""Raises ConfigError for settings that cannot be combined. Some limits depend on the method: its `needs()`
+lists what it requires from an engine, and not every engine provides all of it."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from ssfl.errors import ConfigError
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError if settings cannot be combined."""
+    """Raises ConfigError if two or more settings of a config cannot be combined. Single values were already
+    checked when the config was read."""
     _check_counts(config)
     _check_labels(config)
     _check_averaging(config)
@@ -31,7 +32,8 @@ def check(config: Config) -> None:
 
 
 def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigError:
-    """Returns an error with the message `KEY = VALUE WHY`. `fix` is an override that would solve it."""
+    """Returns the ConfigError with the message `KEY = VALUE WHY`. `fix` is an override, such as
+    `run.folds=0`, that would remove the error."""
     return ConfigError(f"{key} = {value!r} {why}", key=key, value=value, fix=fix)
 
 
@@ -76,7 +78,8 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Raises if the server or the users need labels but have none, or have labels but are never trained."""
+    """Raises if labels are where they cannot be used (at users that the method does not train), or are
+    missing where a setting needs them (at the server)."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -142,7 +145,7 @@ def _check_comparison(config: Config) -> None:
 
 
 def _check_averaging(config: Config) -> None:
-    """Raises if a method has an averaging rule of its own, and the settings ask for another one."""
+    """Raises if a method has its own way to average models, and the settings ask for another one."""
     method, federation = config.method, config.federation
     robust = [
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
@@ -169,8 +172,8 @@ def _check_averaging(config: Config) -> None:
 
 
 def _check_dist(config: Config) -> None:
-    """Raises for settings that need all models in one process. The processes of the engine "dist" exchange
-    only sums."""
+    """Raises for settings that need all users' models in one process. They do not work with the engine
+    "dist", whose processes exchange only sums of models."""
     federation = config.federation
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
@@ -223,10 +226,11 @@ def _check_privacy(config: Config) -> None:
 
 
 def obstacle(config: Config, needs: tuple[str, ...]) -> str:
-    """Returns which property of the method stands in the way, for an error message; "" if none does. It is
-    one of `needs`, or that the method's users keep their own models.
+    """Returns, for an error message, why the method cannot be used with an engine or with differential
+    privacy; "" if it can.
 
-    Callers pass those `needs` that an engine or differential privacy cannot meet.
+    `needs` lists what the caller cannot provide. The method is an obstacle if it requires one of them (see
+    `NEEDS` in `federation.py`), or if its users keep models of their own.
     """
     from ssfl.federation import NEEDS  # it imports torch
 

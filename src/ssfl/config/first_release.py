@@ -1,4 +1,5 @@
-"""Translates configs that the first release wrote into run folders, so that they can still be read."""
+"""Translates config files of the first release. Run folders that the first release wrote can then still be
+read."""
 
 from typing import Any
 
@@ -8,19 +9,19 @@ from ssfl.core.fields import limits_of
 
 Sections = dict[str, dict[str, Any]]
 NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
-"""Settings of [method] that were added during the first release, each with the value at which it has no
-effect. Configs that lack them get these values."""
+"""Settings of [method] that were added in the course of the first release. A config that was written before
+such a setting existed gets the value here, at which the setting has no effect."""
 
 
 def is_old(config: Sections) -> bool:
-    """Returns whether the first release wrote this config. Its configs list the settings of all methods, such
-    as `objective`."""
+    """Returns whether the first release wrote this config. Its configs can be recognised because they list
+    the settings of all methods, such as `objective`."""
     return "objective" in config.get("method", {})
 
 
 def with_new_names(config: Sections) -> Sections:
-    """Returns a copy of the config in which renamed settings have their present names. Section [method] stays
-    as it is."""
+    """Returns a copy of the config in which every setting that was renamed since has its present name. The
+    section [method] is left unchanged; `translated` converts it."""
     new = dict(config)
     for old, today in RENAMED.items():
         (section, _, key), (home, _, name) = old.partition("."), today.partition(".")
@@ -32,8 +33,8 @@ def with_new_names(config: Sections) -> Sections:
 
 
 def translated(config: Sections) -> Sections:
-    """Returns a config of the first release in the form of this version, without settings that its method
-    never used."""
+    """Returns a config of the first release in the form that this version reads. Settings that belong to
+    another method than the config's are left out."""
     new = {section: dict(values) for section, values in config.items()}
     method = new["method"] = {"name": config["method"].get("name", methods.DEFAULT)}
     fields = limits_of(methods.find(method["name"]))

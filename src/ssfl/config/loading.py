@@ -1,7 +1,8 @@
-"""Reads and writes configs: TOML files, `section.key=value` overrides, and errors with key, value and fix.
+"""Reads and writes configs: TOML files and overrides `section.key=value`. A mistake raises an error with the
+setting, its value and a fix.
 
-A setting that a person types takes precedence over the method's `defaults`, and these over the defaults in
-`settings.py`.
+Values that the user sets, in a file or an override, come first. Next come the defaults of the method (its
+`defaults`), and last the defaults in `settings.py`.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent / "presets"
 PROJECT = "ssfl.toml"
-"""The config file in a folder that `ssfl new` made. The folder can be named in place of this file."""
+"""The name of the config file in a folder that `ssfl new` made. Commands accept the folder's path in place of
+the file's."""
 RENAMED = {
     "method.slow": "federation.slow_average",
     "method.head_start": "federation.head_start",
@@ -37,7 +39,7 @@ RENAMED = {
     "method.server_views": "train.server_views",
     "method.server_momentum": "method.momentum",
 }
-"""Settings that were renamed since the first release: the old name and the present one."""
+"""Settings that were renamed since the first release. Each old name maps to the present name."""
 GONE = {
     "method.objective": "choose another method.name",
     "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
@@ -47,9 +49,9 @@ GONE = {
     "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
     "method.server": "set split.labels_at=users or split.server_labels=0 to leave the server without labels",
 }
-"""Settings of the first release that were removed, each with advice for the error message."""
+"""Settings of the first release that were removed. Each maps to advice, which the error message shows."""
 OUTSIDE = ("data.name", "model.name", "method.name")
-"""Settings that may name Python code from outside the package by an import path."""
+"""Settings whose value may be the import path of Python code outside the package, such as `FILE.py:NAME`."""
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
@@ -61,18 +63,19 @@ __all__ = [
 def load_config(
     source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
 ) -> Config:
-    """Returns a config from a preset, a TOML file or a folder with ssfl.toml, changed by `section.key=value`
-    overrides.
+    """Returns the checked config of a preset, a TOML file or a folder with ssfl.toml, after applying
+    overrides of the form `section.key=value`.
 
-    The default preset is `quickstart`. If the overrides name other data, it is the preset `own`, since the
-    settings of `quickstart` are made for its data set of digits. A `method` object replaces the section
-    [method].
+    Without a `source`, the preset is `quickstart`. But if an override sets data.path or data.name, it is the
+    preset `own`, because the settings of `quickstart` are made for its data set of digits. A `method` object
+    replaces the section [method].
     """
     return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns only the settings in the source and the overrides, section by section, without any defaults."""
+    """Returns the settings that the source and the overrides contain, as {section: {key: value}}. No defaults
+    are added and no values are checked. Without a source, it is a preset, as in `load_config`."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
@@ -83,16 +86,18 @@ def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dic
 
 
 def apply(sections: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Puts overrides of the form `section.key=value` into the nested dict of a config."""
+    """Writes each override `section.key=value` into `sections`, which is {section: {key: value}} and is
+    changed in place. Raises if an override has another form or names an unknown section."""
     for override in overrides:
         _set(sections, override)
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Raises if an override `section.key=value` is wrong whatever the rest of the config says.
+    """Raises if an override `section.key=value` would be wrong with any config: its setting does not exist,
+    or its value is not allowed.
 
-    If no override sets method.name, settings of all methods are allowed, since the config may name their
-    method.
+    If no override sets method.name, the settings of all built-in methods are allowed, because the method is
+    not known yet.
     """
     sections: dict[str, Any] = {}
     apply(sections, overrides)
@@ -110,7 +115,8 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> None:
-    """Raises for mistakes that can be found without torch, because importing torch takes seconds."""
+    """Raises for mistakes in a config that can be found without importing torch, which takes seconds. A user
+    who mistyped a setting then sees the error at once."""
     overrides = list(overrides)
     sections = read(source, overrides)
     name = sections.get("method", {}).get("name", methods.DEFAULT)
@@ -128,7 +134,7 @@ def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> Non
 
 
 def _check_keys(sections: dict[str, Any]) -> None:
-    """Raises for a section that does not exist."""
+    """Raises if a section does not exist, or is a single value instead of a section with keys."""
     for section, values in sections.items():
         if section not in NAMES:
             close = closest(section, NAMES)
@@ -142,7 +148,8 @@ def _check_keys(sections: dict[str, Any]) -> None:
 
 
 def _check_method(name: str, values: dict[str, Any]) -> None:
-    """Raises for a mistake in the settings of a built-in method, before torch is imported."""
+    """Raises for a mistake in the settings `values` of the built-in method `name`. Needs no import of torch.
+    Methods from outside the package are not checked here."""
     kind = methods.settings_of(name)
     if kind is not None:
         _section("method", kind, values)
@@ -151,10 +158,11 @@ def _check_method(name: str, values: dict[str, Any]) -> None:
 def from_dict(
     sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """Returns a checked config from these settings. Missing ones come from the method's defaults, then from
-    `settings.py`.
+    """Returns a checked config from settings given as {section: {key: value}}. Missing settings get the
+    method's defaults, or else those in `settings.py`.
 
-    A `resolved` config has every setting already, so the method's defaults are not applied to it.
+    A `resolved` config, such as that of a run folder, already has every setting. The method's defaults are
+    then not applied.
     """
     config = unchecked(sections, resolved=resolved, method=method)
     check(config)
@@ -164,7 +172,8 @@ def from_dict(
 def unchecked(
     sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """Returns a config whose settings are checked one by one, but not in combination."""
+    """Returns a config in which each setting was checked alone, but not whether the settings can be combined.
+    The arguments are those of `from_dict`."""
     _check_keys(sections)
     method_settings = dict(sections.get("method", {}))
     name = method_settings.pop("name", methods.DEFAULT)
@@ -189,7 +198,7 @@ def unchecked(
 
 
 def as_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns a config as a dict of plain values for each section."""
+    """Returns a config as {section: {key: value}} with plain Python values."""
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in NAMES}
     sections["method"] = {"name": config.method.name, **sections["method"]}
     return sections
@@ -205,12 +214,13 @@ def to_toml(config: Config) -> str:
 
 
 def presets() -> list[str]:
-    """Returns the names of the ready-made configs."""
+    """Returns the names of the presets, the configs that come with the package."""
     return sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
 
 def _read(source: str | Path) -> dict[str, Any]:
-    """Returns the sections of a preset, a TOML file, or a folder with ssfl.toml or images."""
+    """Returns the settings of a preset, of a TOML file, or of a folder that holds ssfl.toml or images, as
+    {section: {key: value}}."""
     path = Path(source)
     if path.suffix != ".toml":
         path = CONFIGS / f"{source}.toml"
@@ -240,7 +250,8 @@ def _read(source: str | Path) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """Returns the config for a folder of images: the preset `own` with data.path set to the folder."""
+    """Returns the settings for a folder of images: those of the preset `own`, with data.path set to the
+    folder. Raises if it is a run folder or has no sub-folders."""
     if (folder / "config.toml").is_file():
         command = f"ssfl resume {quote(str(folder))}"
         raise ConfigError(
@@ -274,8 +285,8 @@ def is_image_folder(source: str | Path | None) -> bool:
 
 
 def _set(sections: dict[str, Any], override: str) -> None:
-    """Puts one override `section.key=value` into the nested dict. The value is read as TOML if possible, else
-    as a plain word."""
+    """Writes one override `section.key=value` into `sections`, which is changed in place. If the value is the
+    import path of code outside the package, that code is trusted from now on, because the user typed it."""
     key, equals, text = override.partition("=")
     section, dot, name = (part.strip() for part in key.partition("."))
     if not equals or not dot:
@@ -305,8 +316,8 @@ def _set(sections: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Returns the value that a text of the command line means: TOML, a number such as .4 (not valid TOML), or
-    a plain word."""
+    """Returns the value that a text on the command line stands for: a TOML value, a number such as .4 (which
+    TOML does not allow), or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -325,8 +336,8 @@ def _check_section(section: str, values: Any) -> None:
 
 
 def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
-    """Returns a section as an object of its dataclass. Every value is checked against its field's type and
-    limits."""
+    """Returns a section as an object of its dataclass `kind`. Raises if a value does not fit the type or
+    limits of its field, if a key is unknown, or if a setting without default is missing."""
     limits, typed = limits_of(kind), {}
     try:
         hints = typing.get_type_hints(kind)
@@ -350,8 +361,8 @@ def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
 
 
 def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
-    """Returns the error for a setting that does not exist. It suggests the setting's new name, or a similar
-    one."""
+    """Returns the error for a setting that does not exist. Its message suggests the setting's new name if it
+    was renamed, or else a setting with a similar name."""
     section, _, field = key.partition(".")
     if key in RENAMED:
         new_key, message = RENAMED[key], f"{key} was renamed: use {RENAMED[key]}"
@@ -367,7 +378,7 @@ def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
 
 
 def _homes(field: str) -> list[str]:
-    """Returns the sections that have a field of this name."""
+    """Returns the names of the sections that have a setting `field`, such as "split" for "users"."""
     return [section for section, kind in SECTIONS.items() if field in limits_of(kind)]
 
 
@@ -382,7 +393,7 @@ def _allows(section: str, field: str, value: Any) -> bool:
 
 
 def _word(value: Any) -> str:
-    """Returns a value in the form in which it is typed after `--set section.key=`."""
+    """Returns a value as a user would type it after `--set section.key=`."""
     return value if isinstance(value, str) else _toml(value)
 
 

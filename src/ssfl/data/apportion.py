@@ -1,5 +1,5 @@
-"""Integer arithmetic for splits: chooses the main classes of each user, and rounds shares to numbers of
-images."""
+"""Arithmetic in whole numbers for splits: chooses the main classes of each user, and rounds shares to numbers
+of images."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +9,12 @@ from ssfl.errors import ConfigError
 
 
 def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
-    """Chooses the main classes of the users, given the number of images of each class. Returns sets of main
-    classes, and the number of users that share each set.
+    """Chooses the main classes of each user for the paper's split with skew R. `sizes` is the number of
+    images of each class. Returns a list of sets of main classes, and the number of users that have each set.
 
-    The users' numbers of images are then as equal as the classes allow. With at least as many users as
-    classes, each set is a single class. Otherwise each set belongs to one user and has one or more classes.
+    The choice makes the users' numbers of images as equal as the classes allow. With at least as many users
+    as classes, each set is a single class, which several users may have. Otherwise each set has one or more
+    classes and belongs to one user.
     """
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
@@ -40,8 +41,9 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Moves a class to a user with fewer images, or swaps two classes, as long as that makes the users'
-    numbers of images more equal. `mains` are the classes of each user; they are changed in place."""
+    """Makes the users' numbers of images more equal, as long as that is possible: moves a class to a user
+    with fewer images, or swaps two classes. `mains` lists the main classes of each user and is changed in
+    place."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]
@@ -66,11 +68,12 @@ def _even_out(mains: list[list[int]], sizes: Index) -> None:
 
 
 def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Returns a matrix of whole numbers in which every entry is rounded up or down, and all row and column
-    sums stay the same. The sums must be whole numbers.
+    """Returns a matrix of whole numbers: each entry of `amounts` is rounded up or down such that all row sums
+    and column sums stay the same. The sums must be whole numbers. Splits need this so that every image has
+    exactly one owner.
 
-    Such a rounding exists because network flows have integral solutions. A maximum flow finds it: rows send
-    their remainders to columns along the entries that may be rounded up.
+    Such a rounding exists because network flows have integral solutions. It is found as a maximum flow: rows
+    send their remainders to columns along the entries that may be rounded up.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import maximum_flow
@@ -94,8 +97,11 @@ def round_to_sums(amounts: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
-    """Returns counts [users, classes] close to shares · sizes, rounded by largest remainders. `shares`
-    [users, classes] are the parts of each class that users get. Each column sums to the size of its class."""
+    """Returns the number of images of each class that each user gets, [users, classes]. `shares` [users,
+    classes] is the part of each class that a user should get, and `sizes` the number of images of each class.
+
+    Counts are shares · sizes, rounded by largest remainders. Each column sums to the size of its class.
+    """
     wanted = shares * sizes
     counts = np.floor(wanted).astype(np.int64)
     for label, missing in enumerate((sizes - counts.sum(0)).tolist()):

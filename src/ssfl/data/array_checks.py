@@ -1,5 +1,5 @@
-"""Checks and conversions of the arguments of `ssfl.Data`. In these functions `what` is the name of the
-argument, for error messages."""
+"""Checks and converts the arguments of `ssfl.Data`. In these functions, `what` is the name of the argument,
+for error messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,8 @@ _LABEL_KEYS = ("label", "labels", "fine_label")
 
 @contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Turns a DataError inside the `with` block into a ConfigError about the argument `what`."""
+    """Turns a DataError that is raised inside the `with` block into a ConfigError about the argument
+    `what`."""
     try:
         yield
     except DataError as error:
@@ -30,7 +31,8 @@ def as_config_error(what: str) -> Iterator[None]:
 
 
 def _array(values: Any, what: str) -> NDArray[Any]:
-    """Returns the value of an argument as a numpy array. `what` is the name of the argument."""
+    """Returns an array, tensor or list as a numpy array; raises if that is not possible. `what` is the name
+    of the argument, for the error message."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
@@ -46,7 +48,8 @@ def _array(values: Any, what: str) -> NDArray[Any]:
 
 
 def image_tensor(values: Array, what: str) -> Tensor:
-    """Returns images [N, H, W] or [N, H, W, C] as a uint8 tensor [N, C, H, W], which is a copy."""
+    """Returns images given as an array [N, H, W] or [N, H, W, C] as a uint8 tensor [N, C, H, W]. It is a
+    copy, so later changes of the argument have no effect."""
     array = _array(values, what)
     if not array.size:
         raise ConfigError(f"{what}: holds no images", key=what, value=0)
@@ -55,8 +58,8 @@ def image_tensor(values: Array, what: str) -> Tensor:
 
 
 def require_same_shape(parts: Mapping[str, Tensor]) -> None:
-    """Raises unless all images have the same channels, height and width. `parts` has images [N, C, H, W] by
-    argument name."""
+    """Raises unless all images have the same channels, height and width. `parts` maps the name of each
+    argument of `ssfl.Data` to its images [N, C, H, W]."""
     shape = tuple(parts["images"].shape[1:])
     for what, images in parts.items():
         if tuple(images.shape[1:]) != shape:
@@ -82,7 +85,7 @@ def require_same_length(images: Tensor, labels: Index, what: str) -> None:
 
 
 def _labels(values: Array, what: str) -> NDArray[Any]:
-    """Returns labels as int64 or strings, one for each image. The shape N x 1 is accepted too."""
+    """Returns labels as an array [N] of int64 or strings. An argument of shape N x 1 is accepted too."""
     array = _array(values, what)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -98,8 +101,8 @@ def _labels(values: Array, what: str) -> NDArray[Any]:
 def class_numbers(
     labels: Array, test_labels: Array, classes: Sequence[str] | None
 ) -> tuple[Index, Index, tuple[str, ...]]:
-    """Returns the labels and the test labels as class numbers from 0 on, and the names of the classes. Labels
-    may be numbers or names."""
+    """Returns the labels and the test labels as class numbers, starting at 0, and the names of the classes.
+    Labels may be numbers or names. Without `classes`, the names come from the labels."""
     train = _labels(labels, "labels")
     if classes is not None:
         names = tuple(map(str, classes))
@@ -128,7 +131,8 @@ def class_numbers(
 
 
 def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
-    """Returns labels as class numbers, where -1 means unknown."""
+    """Returns labels (numbers or names) as class numbers: positions in `names`, or -1 for no label. Raises
+    for a label that is not a class."""
     array = _labels(labels, what)
     if array.dtype.kind == "U":
         numbers = {name: number for number, name in enumerate(names)}
@@ -152,7 +156,8 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
 
 
 def image_numbers(values: Array, count: int, what: str) -> Index:
-    """Returns sorted image numbers, given image numbers or a boolean mask over `count` images."""
+    """Returns sorted image numbers, given image numbers in any order or a boolean mask over all `count`
+    images."""
     array = _array(values, what)
     if array.dtype == bool:
         array = np.flatnonzero(array)
@@ -173,7 +178,8 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
 
 
 def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
-    """Returns the image numbers of each user, given lists of image numbers or masks over `count` images."""
+    """Returns which images each user owns. For each user, `users` has image numbers or a boolean mask over
+    all `count` images."""
     keyed = users.items() if isinstance(users, Mapping) else enumerate(users)
     arrays = []
     for user, numbers in keyed:
@@ -188,8 +194,8 @@ def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Han
 def require_one_owner(
     server: Index | None, users: Hands | None, validation: Index | None, names: Sequence[str]
 ) -> None:
-    """Raises if an image belongs to two owners. Owners are the server, the users (with `names`) and the
-    validation set."""
+    """Raises if an image belongs to two owners. Owners are the server, each user, and the validation set.
+    `names` are the names of the users, for the message."""
     nobody = np.zeros(0, np.int64)
     first_two = [nobody if numbers is None else numbers for numbers in (server, validation)]
     hands = Hands.of([*first_two, *(users or [])])
@@ -209,8 +215,8 @@ def require_one_owner(
 
 
 def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tuple[float, ...] | None:
-    """Returns the numbers as a tuple, one for each channel; None stays None. Raises if there are too few or
-    too many."""
+    """Returns the mean or standard deviation of each channel as a tuple; None if `values` is None. Raises
+    unless there is one finite number for each channel."""
     if values is None:
         return None
     numbers = tuple(float(number) for number in np.atleast_1d(_array(values, what)).tolist())
@@ -226,7 +232,7 @@ def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tup
 
 
 def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns every image [N, H, W, C] and label of a map-style data set."""
+    """Returns all images [N, H, W, C] and labels [N] of a map-style data set. A missing label is -1."""
     try:
         count = len(dataset)
     except TypeError:
@@ -254,7 +260,8 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _item(item: Any, what: str) -> tuple[Any, Any]:
-    """Returns the image and the label of one item of a data set."""
+    """Returns the image and the label of one item of a data set, which is a pair or a dict. The label of a
+    dict without one is None."""
     if isinstance(item, Mapping):
         for key in _IMAGE_KEYS:
             if key in item:
@@ -272,7 +279,7 @@ def _item(item: Any, what: str) -> tuple[Any, Any]:
 
 
 def _pixels(image: Any, what: str) -> NDArray[Any]:
-    """Returns an image as an array [H, W, C]. It may be a PIL image, an array [H, W] or [H, W, C], or a
+    """Returns an image as an array [H, W, C]. The argument is a PIL image, an array [H, W] or [H, W, C], or a
     tensor [C, H, W]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):
         if image.mode.startswith(("I", "F")):
@@ -298,7 +305,7 @@ def _pixels(image: Any, what: str) -> NDArray[Any]:
 
 
 def class_names(dataset: Any) -> list[str] | None:
-    """Returns the names of the classes, or None if the data set does not have them."""
+    """Returns the class names of a data set of torch or Hugging Face, or None if it does not list them."""
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):
         for key in _LABEL_KEYS:

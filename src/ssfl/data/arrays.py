@@ -1,4 +1,5 @@
-"""`ssfl.Data`: images from Python, with their owners, test images and augmentations."""
+"""`ssfl.Data`: a data set made in Python from arrays, with the owners of images and user-defined
+augmentations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,18 +42,19 @@ class Data:
     """Your own images in memory, and who owns them.
 
     `images` and `test_images` are numpy or torch arrays [N, H, W] or [N, H, W, C], where C is 1 or 3. They
-    are uint8, or floats from 0 to 1. `labels` are whole numbers from 0 on, or names; -1 marks an image
-    without a label. `unlabelled` has further images without labels, which are numbered after `images`.
+    are uint8, or floats from 0 to 1. `labels` are class numbers, starting at 0, or class names; -1 marks an
+    image without a label. `unlabelled` has further images without labels, which are numbered after `images`.
 
-    `server` is an array of image numbers. `users` is a list of such arrays, or a dict of them by user name.
-    No two owners may share an image. If you leave out one of the two, the settings in [split] choose it. With
-    `users`, images without an owner are not used. `validation` is an array of image numbers, or a pair
-    (images, labels). `mean` and `std` of each channel are measured unless you pass them.
+    `server` is an array of image numbers: the server's labelled images. `users` is a list of such arrays, or
+    a dict of them by user name. No two owners may share an image. If you leave out one of the two, the
+    settings in [split] choose its images. With `users`, images without an owner are not used. `validation` is
+    an array of image numbers, or a pair (images, labels). `mean` and `std` of each channel are measured
+    unless you pass them.
 
-    `weak` and `strong` are functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8 images of the same
-    shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:, 0])` lies in [0, 1),
-    and `ssfl.augment.below(draws[:, 1], n)` is a whole number below n. `flip` says whether the package's own
-    augmentations may mirror an image.
+    `weak` and `strong` are augmentations: functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8
+    images of the same shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:,
+    0])` lies in [0, 1), and `ssfl.augment.below(draws[:, 1], n)` is a whole number below n. `flip` says
+    whether the package's own augmentations may mirror an image.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any, *, unlabelled: Any = None, **options: Any) -> "Data":
-        """Returns the data of map-style data sets of torch or Hugging Face. There, `len(train)` is the number
-        of items, and `train[i]` is a pair (image, label) or a dict with "image" (or "img") and "label".
+        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face: `len(train)` is the
+        number of items, and `train[i]` is a pair (image, label) or a dict with "image" (or "img") and
+        "label".
 
         Images may be PIL images, numpy arrays [H, W] or [H, W, C], or tensors [C, H, W]. Each item is read
         only once, so a random transform of the data set would be the same in every epoch: pass it as `weak`
@@ -140,7 +143,8 @@ class Data:
         return cls(images, labels, test_images, test_labels, **options)
 
     def resized(self, size: int | None) -> Dataset:
-        """Returns the images for a run, resized to `size` x `size` if it is not None."""
+        """Returns the data set for a run. If `size` is not None, its images are resized to `size` x `size`
+        pixels, and a measured mean and standard deviation are measured again."""
         if size is None:
             return self.dataset
         images, test = (formats.resized(i, size) for i in (self.dataset.images, self.dataset.test_images))
@@ -155,13 +159,15 @@ class Data:
 
 
 def unlabelled(images: Any, what: str) -> Tensor:
-    """Returns images as uint8 [N, C, H, W], given an array or an `ssfl.Data`, whose labels are ignored."""
+    """Returns images as a uint8 tensor [N, C, H, W]. `images` is an array, or an `ssfl.Data`, of which labels
+    are ignored. `what` is the name of the argument, for error messages."""
     return images.dataset.images if isinstance(images, Data) else image_tensor(images, what)
 
 
 def check_views(data: Dataset, images: Tensor) -> None:
-    """Raises if a user-defined augmentation of `data` breaks a rule. Views must have the right shape and
-    type, and must depend on nothing but the image and its draws. The rules are tested on `images`."""
+    """Raises if a user-defined augmentation of `data` breaks a rule. It must return uint8 images of the same
+    shape, must not change its input, and must depend on nothing but each image and its draws. The rules are
+    tested on `images`."""
     for name, view in (("weak", data.weak), ("strong", data.strong)):
         if view in (augment.WEAK, augment.STRONG):
             continue
@@ -202,7 +208,8 @@ def check_views(data: Dataset, images: Tensor) -> None:
 
 
 def _view(function: Augment | None) -> augment.View | None:
-    """Returns a user-defined augmentation as a `View`, like the package's own ones. None stays None."""
+    """Returns a user-defined augmentation as a `View`, the form in which the package's own augmentations are
+    used; None if there is none."""
     if function is None:
         return None
 

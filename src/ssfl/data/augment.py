@@ -1,10 +1,12 @@
-"""Weak and strong views of a whole batch of images, each image with its own random draws.
+"""Weak and strong views of a batch of images (flip and shift; random operations and Cutout). Each image has
+its own random draws.
 
-Everything runs on the device of the images. The same draws give the same bytes on every device, compiled or
-in a CUDA graph: no compiler can change how this arithmetic rounds, and no tensor's shape depends on the
-pixels. The fourteen operations of the strong views match Pillow byte for byte, as it rounds on x86-64. On
-Arm, Pillow's own results of blending with the factor 0.86 are sometimes one grey level darker. Lookup tables
-are made on first use and then kept, so run a view once before you compile or capture it.
+Everything runs on the device of the images. The same draws give the same bytes on every device, also if the
+code is compiled or runs in a CUDA graph. For this, the arithmetic leaves a compiler no freedom in rounding,
+and no tensor's shape depends on the pixels. The fourteen operations of strong views match Pillow byte for
+byte, as it rounds on x86-64. On Arm, Pillow's own results of blending with the factor 0.86 are sometimes one
+grey level darker. Lookup tables are made at first use and then kept, so run a view once before you compile or
+capture it.
 """
 
 import math
@@ -46,11 +48,11 @@ _STAGES = tuple(
     0 if name == "Identity" else 1 if name.startswith(_MOVES) else 2 if name in _COLOURS else 3
     for name in OPERATIONS
 )
-"""For each of `OPERATIONS`, the stage (1 to 3) of `apply_stage` that computes it. Identity has 0, since it
-needs none."""
+"""For each of `OPERATIONS`, the stage of `apply_stage` that computes it: 1, 2 or 3. The operation Identity
+has 0, because it needs no stage."""
 LARGE = 64 * 64
-"""Images with at least this many pixels are large: on a CPU, each goes only through the stages that it
-needs."""
+"""Images with at least this many pixels are called large. On a CPU, a large image goes only through the
+stages of its own operations, which saves time."""
 AT_ONCE = 16
 """How many large images are processed together on a CPU."""
 _CUTOUT_FILL = 127
@@ -58,8 +60,8 @@ _FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
 
 
 class _Tables(NamedTuple):
-    """The lookup tables of the operations, on one device. Magnitudes are 1 to 9, so the tables' entry 0 is
-    not used."""
+    """Lookup tables of the operations, on one device. Tables with a magnitude as index have ten entries for
+    it, but only 1 to 9 are used."""
 
     moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
     sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
@@ -75,24 +77,28 @@ class View(NamedTuple):
     """A kind of augmentation: the function that makes the views, and how many random numbers it needs."""
 
     make: Callable[[Tensor, Tensor, bool], Tensor]
-    """(uint8 images [N, C, H, W], draws [N, m], whether to flip) -> uint8 images of the same shape."""
+    """A function (uint8 images [N, C, H, W], draws [N, m], whether images may be mirrored) -> views, uint8
+    images of the same shape. The draws are random 64-bit numbers."""
     draws: int
-    """m, how many random numbers of 64 bits it needs for each image."""
+    """m: how many random 64-bit numbers the function `make` needs for each image."""
 
     def of(self, images: Tensor, generator: torch.Generator | None, flip: bool) -> Tensor:
-        """Returns views of images, with draws from `generator`."""
+        """Returns one view of each of the uint8 images [N, C, H, W]. Random numbers come from `generator`
+        (None: torch's global one). With `flip`, views may be mirrored."""
         return self.make(images, _draw(images, generator, self.draws), flip)
 
 
 def weak(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
-    """Returns weak views (flip and shift) of uint8 images [N, C, H, W], with draws from `generator`."""
+    """Returns a weak view (random flip and shift) of each of the uint8 images [N, C, H, W], as uint8. Random
+    numbers come from `generator` (None: torch's global one). With flip=False, images are not mirrored."""
     _check(images)
     return WEAK.of(images, generator, flip)
 
 
 def strong(images: Tensor, generator: torch.Generator | None, flip: bool = True) -> Tensor:
-    """Returns strong views (flip, shift, two random operations, Cutout) of uint8 images [N, C, H, W], with
-    draws from `generator`."""
+    """Returns a strong view (random flip, shift, two random operations, Cutout) of each of the uint8 images
+    [N, C, H, W], as uint8. Random numbers come from `generator` (None: torch's global one). With flip=False,
+    images are not mirrored."""
     _check(images)
     return STRONG.of(images, generator, flip)
 
@@ -103,7 +109,8 @@ def normalise(
     std: Sequence[float] | Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns uint8 images [N, C, H, W] as (x / 255 - mean) / std per channel, rounded only once, to `dtype`.
+    """Returns uint8 images [N, C, H, W] as inputs of a network: (x / 255 - mean) / std for each channel. It
+    is computed in at least float32, and rounded to `dtype` only at the end.
 
     Inside a CUDA graph, pass mean and std as tensors on the device of the images.
     """
@@ -119,8 +126,9 @@ def normalise(
 
 
 def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns images flipped with probability 1/2 (if `flip`), then shifted by at most 1/8 of their size,
-    with reflected edges. The randomness comes from `draws` [N, 3]."""
+    """Returns a weak view of each of the uint8 images [N, C, H, W]: mirrored with probability 1/2 (only if
+    `flip`), then shifted by at most 1/8 of the side, with reflected edges. `draws` [N, 3] are the random
+    numbers."""
     flips, shift_y, shift_x = draws.unsqueeze(-1).unbind(1)
     height, width = images.shape[-2:]
     y = _shifted(shift_y, height)
@@ -131,8 +139,8 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns weak views after two random operations (each applied with probability 1/2) and Cutout. The
-    randomness comes from `draws` [N, 13]."""
+    """Returns a strong view of each of the uint8 images [N, C, H, W]: a weak view, then two random
+    operations, each applied with probability 1/2, then Cutout. `draws` [N, 13] are the random numbers."""
     large = images.shape[-2] * images.shape[-1] >= LARGE
     if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
         return _large_strong_views(images, draws, flip)
@@ -146,10 +154,10 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _large_strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns the same bytes as `strong_views`, but faster for large images on a CPU.
+    """Returns the same bytes as `strong_views`, but faster, for large images on a CPU.
 
-    Images are processed in batches that fit the CPU's cache, and each goes only through the stage of its own
-    operation.
+    Images are processed in small batches that fit into the CPU's cache, and each image goes only through the
+    stages of its own operations.
     """
     views_of_all = torch.empty_like(images)
     for first in range(0, len(images), AT_ONCE):
@@ -173,11 +181,13 @@ STRONG = View(strong_views, STRONG_DRAWS)
 
 
 def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Returns images after the operations `OPERATIONS[op]`. The number `op`, the magnitude from 1 to 9 and
-    the sign (`negative`) are tensors [N] and may differ from image to image.
+    """Returns uint8 images [N, C, H, W] after one operation each. For every image, `op` [N] is the
+    operation's number in `OPERATIONS`, `magnitude` [N] its strength from 1 to 9, and `negative` [N] whether
+    its direction is reversed.
 
-    Every image goes through all three stages, and stages of other operations return it unchanged. This costs
-    more arithmetic than necessary, but keeps every shape fixed.
+    Every image goes through all three stages of `apply_stage`; only that of its own operation changes it.
+    This costs more arithmetic than necessary, but no tensor's shape depends on the draws, as compiled code
+    requires.
     """
     for stage in (1, 2, 3):
         images = apply_stage(stage, images, op, magnitude, negative)
@@ -185,9 +195,10 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
 
 
 def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Returns images after one stage (1 to 3) of their operations: the first moves pixels, the second maps
-    grey levels to new ones, the third blends each image with another version of it. Images whose operation
-    belongs to another stage stay unchanged."""
+    """Returns uint8 images [N, C, H, W] after one of three stages. Stage 1 moves pixels (Rotate, Shear,
+    Translate), stage 2 maps grey levels to new ones (AutoContrast, Equalize, Posterize, Solarize), and stage
+    3 blends an image with another version of it (Brightness, Color, Contrast, Sharpness). Images whose
+    operation belongs to another stage stay unchanged."""
     tables = _tables_for(images)
     if stage == 1:
         moves = tables.moves[op, magnitude, negative.long()]
@@ -216,7 +227,8 @@ def _draw(images: Tensor, generator: torch.Generator | None, count: int) -> Tens
 
 
 def _take(images: Tensor, source: Tensor) -> Tensor:
-    """Returns images made of the pixels at the positions `source` [N, H * W]; position H * W is black."""
+    """Returns images whose pixels are taken from other positions of the same image. `source` [N, H · W] is
+    the position from which each pixel comes; the position H · W means black."""
     n, channels, height, width = images.shape
     index = source.unsqueeze(1).expand(n, channels, height * width)
     pixels = torch.nn.functional.pad(images.flatten(2), (0, 1))
@@ -224,16 +236,18 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Returns for each pixel position along one side the position from which its value comes, [N, size],
-    after a random shift by at most an eighth of the size. Positions beyond the edges are reflected."""
+    """Returns the pixel positions [N, size] along one side of N images after a random shift by at most an
+    eighth of the side: entry i is the position from which pixel i takes its value. Positions beyond the edges
+    are reflected."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()
 
 
 def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
-    """Returns images with a grey square of side H // 2 around a random centre. Parts beyond the edges are cut
-    off."""
+    """Returns images in which a square around a random centre is grey. Its side is half the height of the
+    image; what lies beyond the edges is cut off. `draw_y` and `draw_x` [N] are the random numbers of the
+    centre."""
     height, width = images.shape[-2:]
     side = height // 2
     inside = []
@@ -246,8 +260,8 @@ def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
 
 
 def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) -> Tensor:
-    """Returns images after AutoContrast, Equalize, Posterize or Solarize, which map old levels to new ones,
-    per image and channel."""
+    """Returns images after AutoContrast, Equalize, Posterize or Solarize. Each of these replaces every grey
+    level of a channel by another. Images with other operations stay unchanged."""
     index = images.flatten(2).long()
     # Not of uint8, whose minimum comes out wrong when compiled for CPUs (pytorch issue 191499).
     short = images.to(torch.int16).flatten(2)
@@ -269,10 +283,11 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
 
 
 def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes Pillow's Equalize. Returns the number of pixels per new level [N, C, 1], where 0 means that
-    the channel stays unchanged, and the new level for each old one [N, C, 256].
+    """Computes Pillow's operation Equalize. Returns the new level of each old level, [N, C, 256], as the
+    second result. The first is the number of pixels per new level [N, C, 1]; where it is 0, the channel must
+    stay unchanged.
 
-    `index` has the levels of all pixels [N, C, H · W], and `high` the highest level [N, C, 1].
+    `index` [N, C, H · W] has the levels of all pixels, and `high` [N, C, 1] the highest level.
     """
     n, channels, count = index.shape
     ones = torch.ones((), dtype=torch.int32, device=index.device).expand(index.shape)
@@ -285,11 +300,12 @@ def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _enhance(images: Tensor, weights: Tensor) -> Tensor:
-    """Returns images after Brightness, Color, Contrast or Sharpness, which blend an image with black, with
-    its grey version, with its mean grey or with its smoothed version.
+    """Returns images after Brightness, Color, Contrast or Sharpness. These blend an image with black, its
+    grey version, its mean grey level, or its smoothed version, respectively.
 
-    All four are weighted sums in fixed-point arithmetic. `weights` [N, 4] are those of the image, its grey
-    version, its mean grey and its smoothed version; the weights of what an operation does not use are zero.
+    All four are weighted sums in fixed-point arithmetic. `weights` [N, 4] are the weights of the image, its
+    grey version, its mean grey level and its smoothed version. Weights that an operation does not use are
+    zero.
     """
     for_image, for_grey, for_mean, for_smooth = weights.view(-1, 4, 1, 1, 1).unbind(1)
     wide = images.to(torch.int32)
@@ -303,7 +319,7 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
 
 
 def _lightness(images: Tensor) -> Tensor:
-    """Returns int32 images [N, C, H, W] in grey [N, 1, H, W], converted as Pillow does."""
+    """Returns int32 images [N, C, H, W] converted to grey, [N, 1, H, W], with the same rounding as Pillow."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)
@@ -311,8 +327,8 @@ def _lightness(images: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Returns images after Pillow's SMOOTH filter, in int32: a 3x3 kernel of ones with 5 in the middle,
-    divided by 13. Border pixels stay as they are."""
+    """Returns images as int32 after Pillow's filter SMOOTH: a 3x3 kernel of ones with 5 in the middle,
+    divided by 13. Pixels at the border stay unchanged."""
     short = images.to(torch.int16)  # holds every sum below
     rows = short[..., :-2, :] + short[..., 1:-1, :] + short[..., 2:, :]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
@@ -336,9 +352,9 @@ def _tables_for(images: Tensor) -> _Tables:
 
 
 def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns two tables for operations that move pixels (rotation, shear, translation). The first has the
-    number of an affine map for each operation, magnitude and sign. The second has, for each such map, the
-    source of every pixel; H · W means that it lies outside the image."""
+    """Returns two lookup tables for the operations that move pixels (rotation, shear, translation). The
+    first, [operation, magnitude, sign], has the number of an affine map. The second, [map, H · W], has the
+    position from which that map takes each pixel; H · W means a position outside the image."""
     maps = [
         _fixed_affine(name, sign * v, height, width)
         for name in OPERATIONS
@@ -356,8 +372,8 @@ def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
-    """Returns the six numbers of Pillow's affine map from a pixel to its source, in 16.16 fixed point, for
-    the operation `name` with the signed magnitude v."""
+    """Returns the six coefficients of the affine map from a pixel to the position where its value comes from,
+    as Pillow computes it, in units of 1/65536. `name` is the operation and `v` its magnitude, with sign."""
     a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
     if name == "Rotate":
         angle = -math.radians(3 * v % 360.0)
@@ -379,8 +395,8 @@ def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]
 
 
 def _level_table() -> Tensor:
-    """Returns the new grey level for each operation, magnitude and old level. Only Posterize and Solarize
-    change levels; the other operations keep them."""
+    """Returns a lookup table [operation, magnitude, old level] of new grey levels. Only Posterize and
+    Solarize change levels; the other operations keep them."""
     levels = torch.arange(256, dtype=torch.uint8)
     table = levels.repeat(len(OPERATIONS), 10, 1)
     for v in range(1, 10):
@@ -392,11 +408,11 @@ def _level_table() -> Tensor:
 
 
 def _stretch_table() -> Tensor:
-    """Returns the products level * (255 / range) for AutoContrast, as float64 [range, level]. The range is
-    the difference of the highest and the lowest level of a channel.
+    """Returns a lookup table for AutoContrast, float64 [range, level]: level · (255 / range). The range is
+    the difference between the highest and the lowest level of a channel.
 
-    Pillow's int(level * scale - low * scale) is sometimes one below the exact quotient. So the products must
-    be rounded exactly as Pillow rounds them.
+    Pillow computes int(level * scale - low * scale), which is sometimes one below the exact quotient. The
+    products here are rounded exactly as Pillow rounds them, to give the same result.
     """
     levels = torch.arange(256, dtype=torch.float64)
     # Not 255.0 / levels: torch multiplies by the reciprocal then, which rounds twice.
@@ -405,13 +421,14 @@ def _stretch_table() -> Tensor:
 
 
 def _weight_table() -> Tensor:
-    """Returns integer weights for blends that give the same levels as Pillow's float32 blend with the factor
-    0.05 + 0.09 v, where v is the magnitude.
+    """Returns a lookup table [operation, magnitude, 4] of the integer weights that `_enhance` uses. With
+    them, every pair of levels gives the same result as Pillow's float32 blend with the factor 0.05 + 0.09 v,
+    where v is the magnitude.
 
-    This holds for every pair of levels. Both weights are rounded up, so that exact whole results stay whole.
-    The error from this is far below 1/100, the smallest distance of any other result from the next level.
-    With the factor 0.59 (v = 6), Pillow's float32 results are slightly too low for some pairs of levels whose
-    exact result is whole, and are rounded down. For this factor the weights are changed so that the same
+    Both weights of a blend are rounded up, so that results that are whole numbers stay whole. The error from
+    this is far below 1/100, the smallest distance of any other result from the next whole number. The factor
+    0.59 (v = 6) is an exception: for some pairs of levels whose exact result is whole, Pillow's float32
+    result is slightly too low and is rounded down. The weights for this factor are changed so that the same
     pairs are rounded down.
     """
     one = 1 << _FRACTION

@@ -1,4 +1,5 @@
-"""A data set in memory, the checks that every data set must pass, and its normalisation constants."""
+"""The class `Dataset` (images with labels and owners, in memory), the checks that every data set must pass,
+and the mean and standard deviation for normalisation."""
 
 from dataclasses import dataclass
 
@@ -10,14 +11,17 @@ from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError
 
 WHITE = 65_535
-"""The largest 16-bit value, which becomes white (255) unless a smaller one is chosen."""
+"""The largest value of a 16-bit pixel. When a 16-bit image is converted to 8 bits, this value becomes white
+(255), unless a smaller value is chosen to become white."""
 UNLABELLED = ("unlabelled", "unlabeled")
-"""Both accepted spellings, in names of folders and after "x_" in .npz files."""
+"""The two accepted spellings of "unlabelled", in names of folders and, after "x_", in names of arrays in .npz
+files."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images with their labels and owners; pixels stay uint8 until a batch needs them."""
+    """A data set: its images, labels, classes, normalisation and owners. Pixels are stored as uint8, and
+    converted to floats batch by batch."""
 
     name: str
     images: Tensor  # uint8 [N, C, H, W]: the training images, then those that come without labels
@@ -43,19 +47,20 @@ class Dataset:
 
     @property
     def labelled(self) -> int:
-        """How many of the images come with a label."""
+        """How many of the training images have a label."""
         return int((self.labels >= 0).sum())
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
+        """The shape of one image: channels, height and width."""
         _, channels, height, width = self.images.shape
         return channels, height, width
 
 
 def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
-    """Returns the data set; raises if it cannot be used. `where` names its source in error messages. Without
-    `tested`, test images may be missing."""
+    """Returns the data set unchanged; raises DataError if it cannot be used, for example because a class has
+    no images. `where` names the source of the data in the message. With `tested` = False, test images may be
+    missing."""
     if not data.labelled:
         raise DataError(f"{where}: has no labelled training images; add some of each class")
     if tested and not len(data.test_labels):
@@ -84,10 +89,10 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the mean and the standard deviation of x / 255 in each channel. Sums are exact, so the results
-    do not depend on the order of the images.
+    """Returns the mean and the standard deviation of each channel, for normalisation. Pixel values are
+    divided by 255 first. Sums are exact, so the result does not depend on the order of the images.
 
-    A constant channel gets the standard deviation 1, to avoid a division by zero.
+    The standard deviation of a constant channel is set to 1, to avoid a division by zero.
     """
     total = torch.zeros(images.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)

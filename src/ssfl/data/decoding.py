@@ -1,9 +1,9 @@
-"""Decodes image files into one array, once and on all cores, in a memory-mapped cache file that commands
-share.
+"""Decodes image files into one array of pixels. This is done once and on all CPU cores. The result is kept in
+a cache folder, so that later commands need not decode the files again.
 
-An entry of the cache is a file of pixels and an `index.json`. Its key is a fingerprint of the files (paths,
-sizes, modification times) and of the wanted size, channels and scale. Pixels are read from the cache file
-when a batch needs them, so there may be more images than fit into memory.
+A cache entry is a file of pixels and an `index.json`. Its name is a hash of the image files (paths, sizes,
+modification times) and of the wanted size, channels and scale. The pixel file is memory-mapped: pixels are
+read when a batch needs them, so the images may be larger than the memory.
 """
 
 import errno
@@ -33,32 +33,35 @@ from ssfl.errors import DataError
 
 FORMAT = 1
 SPOKEN = 2.0
-"""If decoding takes longer than this many seconds, a message says where the result is cached."""
+"""If decoding takes at least this many seconds, a message tells the user in which folder the result is
+cached."""
 MAP_NORESERVE = 0x4000
-"""The flag of mmap on Linux that reserves no swap space. Python has a name for it only since 3.13."""
+"""A flag of mmap on Linux: reserve no swap space, so that a file may be larger than the memory. Python
+defines its name only since version 3.13."""
 NAMED = 20
-"""The largest number of broken files that an error message names."""
+"""A message about broken files names at most this many of them."""
 Read = TypeVar("Read")
 Size = tuple[int, int]
 Broken = dict[int, str]
-"""The reason for each file that cannot be read, by the file's position in the list of files."""
+"""Which files cannot be read: maps a file's position in the list of files to the reason."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The decoded images of a list of files."""
+    """The decoded images of a list of files, and facts about the files."""
 
     images: Tensor
-    """uint8 [N, C, H, W], without the broken ones."""
+    """uint8 [N, C, H, W]: the images of the files that can be read, in the order of the files."""
     broken: Broken
     white: int
-    """The pixel value that became 255, for files with more than 8 bits per channel."""
+    """For files with more than 8 bits per channel: the pixel value that was converted to 255 (white)."""
     deep: int
     """The number of files with more than 8 bits per channel."""
     grey: int
-    """The number of images without colours, however they are stored."""
+    """The number of images that show no colours. They may be stored as RGB all the same."""
     cut: int
-    """The number of images with values above `white`, which became 255 too."""
+    """The number of images with pixel values above `white`. These pixels became 255 too, so brighter details
+    are lost."""
 
 
 def decoded(
@@ -67,12 +70,12 @@ def decoded(
     channels: int | None = None,
     white: int | None = None,
 ) -> Decoded:
-    """Returns all files as images of one size (height, width). Without `size`, all files must have the same
-    size.
+    """Returns the images of all files, resized to `size` (height, width). Without `size`, all files must
+    already have the same size. Files that cannot be read are left out, and listed in the result.
 
-    The images are grey if all files are grey, unless `channels` says otherwise. Files of more than 8 bits are
-    all scaled in the same way: `white` becomes 255. The default for `white` follows from the largest value of
-    all files.
+    Without `channels`, the images are grey if all files are grey, otherwise RGB. In files with more than 8
+    bits per channel, values are scaled so that `white` becomes 255. Without `white`, it is chosen from the
+    largest value in all files.
     """
     wanted = (size, channels, white)
     try:
@@ -102,8 +105,8 @@ def decoded(
 
 
 def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the bytes of a file as a memory-mapped array, which may be larger than the memory. Changes to
-    it stay in this process."""
+    """Returns the bytes of a file as a memory-mapped uint8 array of this shape, which may be larger than the
+    memory. Writing to the array does not change the file."""
     if not math.prod(shape):
         return np.empty(shape, np.uint8)
     with file.open("rb") as opened:
@@ -118,8 +121,9 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
-    """Returns a checksum of the files' paths, sizes and modification times, and of `wanted`, the form in
-    which the images are wanted."""
+    """Returns a hash that names the cache entry of these files. It changes if a path, size or modification
+    time of a file changes, or if the images are wanted in another form (`wanted`: size, channels and
+    scale)."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())
@@ -136,10 +140,10 @@ def fingerprint(files: Sequence[Path], wanted: Any) -> str:
 def each(
     files: Sequence[Path], read: Callable[[Path], Read], label: str
 ) -> Iterator[tuple[int, Read | DataError]]:
-    """Calls `read` for each file. Yields, in any order, the position of the file and the result, or the
-    DataError that was raised. `label` is the text of the progress bar.
+    """Calls `read` for each file, in threads on all cores. Yields the position of a file, and the result or
+    the DataError that `read` raised. The order is that of `files`. `label` is the text of the progress bar.
 
-    It uses threads on all cores, because Pillow's decoders release the interpreter lock.
+    Threads are enough, because Pillow's decoders release Python's global interpreter lock.
     """
 
     def one(number: int) -> tuple[int, Read | DataError]:
@@ -157,8 +161,8 @@ def each(
 
 
 def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
-    """Returns the headers of the files that can be read, by position in `files`, and the reasons for the
-    other files."""
+    """Returns two dicts by position in `files`: the headers of the files that can be read, and the reasons
+    why the others cannot be read."""
     good: dict[int, pictures.Header] = {}
     broken: Broken = {}
     for number, result in each(files, pictures.header, "reading image headers"):
@@ -170,8 +174,8 @@ def headers(files: Sequence[Path]) -> tuple[dict[int, pictures.Header], Broken]:
 
 
 def describe_broken(broken: Broken, count: int) -> str:
-    """Returns one line about the files that cannot be read, for a message. `count` is the number of all
-    files."""
+    """Returns one line of text about files that cannot be read, with the names of the first ones. `count` is
+    the number of all files, including those that can be read."""
     reasons = [broken[number] for number in sorted(broken)]
     rest = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
     return f"{len(reasons):,} of {count:,} images cannot be read: {'; '.join(reasons[:NAMED])}{rest}"
@@ -183,8 +187,8 @@ Room = Callable[[tuple[int, ...]], np.ndarray]
 def _write(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, place: Path
 ) -> None:
-    """Decodes the files and writes the pixels and their index into `place`, the folder of a new cache
-    entry."""
+    """Decodes the files into a new cache entry: writes the pixels and `index.json` into the folder
+    `place`."""
     pixels = place / "pixels"
 
     def room(shape: tuple[int, ...]) -> np.ndarray:
@@ -215,8 +219,9 @@ def _in_memory(
 def _decode(
     files: Sequence[Path], size: Size | None, channels: int | None, white: int | None, room: Room
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns the images of all files that can be read as one array, and facts about them for `index.json`.
-    `room` is a function that returns an empty array of a given shape, in memory or in a file."""
+    """Returns the images of all files that can be read, as one array [N, C, H, W], and facts about them for
+    `index.json`. `room` is a function that returns an empty array of a given shape, in memory or in a
+    file."""
     began = time.monotonic()
     good, broken = headers(files)
     if channels is None:
@@ -259,8 +264,8 @@ def _decode(
 
 
 def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Size:
-    """Returns the common height and width of the images; raises if they differ. `good` has the headers by
-    position in `files`."""
+    """Returns the height and width that all images have; raises if they differ. `good` maps positions in
+    `files` to headers."""
     if not good:
         return 1, 1
     first = min(good)

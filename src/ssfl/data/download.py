@@ -1,4 +1,4 @@
-"""The official files of the public datasets: their addresses and checksums, and their download."""
+"""The official files of public data sets: their addresses, their checksums, and how they are downloaded."""
 
 import hashlib
 import os
@@ -17,25 +17,26 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Remote:
-    """One file on the web, with its size and checksums."""
+    """One file on the web, with its address, size and checksums."""
 
     file: str
     url: str
     md5: str
     size: int  # bytes
     sha256: str = ""
-    """The SHA-256 that TensorFlow Datasets publishes (url_checksums), for addresses without HTTPS."""
+    """The SHA-256 of the file, as published by TensorFlow Datasets (url_checksums). Files without an HTTPS
+    address have one, because MD5 is not safe against manipulation."""
 
     @property
     def checksum(self) -> str:
-        """The kind and the value of the checksum that a download must match: SHA-256 if there is one, else
-        MD5."""
+        """The checksum that a download must match, as the text "sha256 VALUE", or "md5 VALUE" if no SHA-256
+        is known."""
         return f"sha256 {self.sha256}" if self.sha256 else f"md5 {self.md5}"
 
 
 @dataclass(frozen=True)
 class Official:
-    """A public dataset: its files on the web and, if they are archives, the files inside."""
+    """A public data set: its files on the web and, if these are archives, which files inside are needed."""
 
     remotes: tuple[Remote, ...]
     folder: str = ""  # the folder that the archive unpacks to
@@ -109,8 +110,9 @@ OFFICIAL: dict[str, Official] = {
 
 
 def obtain(name: str, root: Path, download: bool) -> list[Path]:
-    """Returns the files or the folder of a public dataset, found in `root` or `root`/`name`. Missing files
-    are downloaded if that is allowed."""
+    """Returns where the files of a public data set are: a folder with the unpacked files, or the official
+    files. They are searched in `root` and in `root`/`name`. Missing files are downloaded if `download` is
+    true; otherwise raises DataError."""
     official = OFFICIAL[name]
     folders = (root, root / name)
     for folder in folders:
@@ -124,8 +126,8 @@ def obtain(name: str, root: Path, download: bool) -> list[Path]:
 
 
 def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> Path:
-    """Returns the path of an official file in one of the folders; downloads it if it is missing and that is
-    allowed."""
+    """Returns the path of an official file in one of the folders. A missing file is downloaded into the last
+    folder if `download` is true; otherwise raises DataError."""
     for folder in folders:
         with reading(folder / remote.file):
             if (folder / remote.file).exists():
@@ -141,7 +143,8 @@ def _obtain_file(remote: Remote, folders: tuple[Path, ...], download: bool) -> P
 
 
 def fetch(remote: Remote, target: Path) -> None:
-    """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
+    """Downloads a file to `target`; raises DataError if that fails or the checksum is wrong. The download
+    goes to a temporary file first, so that `target` is never incomplete."""
     by_hand = f"download it yourself ({remote.checksum}) and put {target.name} into {target.parent}"
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -165,7 +168,8 @@ def fetch(remote: Remote, target: Path) -> None:
 
 
 def _stream(remote: Remote, part: Path) -> str:
-    """Downloads to the file `part` with a progress bar on stderr, and returns the checksum of its content."""
+    """Downloads a file to the path `part`, with a progress bar on stderr. Returns the checksum of what was
+    received, in the form of `Remote.checksum`."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,8 +1,8 @@
-"""Folds for cross-validation: which labelled images are held out together.
+"""Folds for cross-validation: divides the labelled images into parts, each of which is held out once.
 
-Images of one patient must not be both in the training set and in the held-out fold, because the accuracy on
-that fold would be too high. Sub-folders of a class, or numbers in file names, show which images belong
-together.
+Images of one patient must not be both in the training set and in the held-out fold, because the measured
+accuracy would be too high. Sub-folders of a class, or numbers in file names, show which images belong to one
+patient.
 """
 
 import re
@@ -22,10 +22,10 @@ _NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\
 
 
 def subject(name: str) -> str | None:
-    """Returns the subject (such as a patient) that a file name suggests, or None. It is the beginning of the
-    name, up to the first number of three or more digits, or up to a word such as patient7.
+    """Returns which subject (such as a patient) a file name suggests, or None. It is the beginning of the
+    name up to the first word with at least three digits, or up to a word such as patient7.
 
-    For "16745_4_2.png" it is 16745. Dates are ignored.
+    For "16745_4_2.png" it is "16745". Dates are skipped.
     """
     words = re.split(r"([-_. ()]+)", Path(name).stem)
     for place in range(0, len(words), 2):
@@ -38,8 +38,12 @@ def subject(name: str) -> str | None:
 
 
 def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
-    """Returns a group number for each labelled file, equal for files that belong to the same subject; None if
-    neither sub-folders nor file names show groups. Each file comes with the folder of its class."""
+    """Returns a group number for each labelled file, so that files of the same subject (such as a patient)
+    have the same number. Each item of `files` is a file and the folder of its class. The sub-folder of a file
+    shows its subject, or else its name does.
+
+    Returns None if no two files belong together, or if one group would have more than half of all files.
+    """
     names = []
     for file, home in files:
         inner = file.relative_to(home).parts
@@ -52,8 +56,8 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
-    """Returns the fold of each image, 0 to folds - 1. Classes are spread evenly over the folds, and images of
-    one group are all in the same fold."""
+    """Returns the fold of each image, [N], from 0 to folds - 1. Each class is spread evenly over the folds.
+    Images with the same number in `groups` [N] get the same fold."""
     groups_of_images = np.arange(len(labels)) if groups is None else groups
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups_of_images.tolist()):

@@ -1,4 +1,5 @@
-"""Low-level readers of the official files of data sets. Their errors are one line that names the file."""
+"""Reads the official files of public data sets, and resizes images. Every error is one line that names the
+file."""
 
 import gzip
 import struct
@@ -23,8 +24,7 @@ _BATCH = 2_000  # images that are handled at once where a copy is needed
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turns any error of a reader inside the `with` block into a DataError of one line that names the file
-    `where`."""
+    """Turns any error inside the `with` block into a DataError of one line that names the file `where`."""
     try:
         yield
     except DataError:
@@ -50,7 +50,7 @@ def reading(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Member:
-    """A file that was opened in a folder or an archive."""
+    """A file that was opened for reading, either in a folder or inside an archive."""
 
     name: str  # without its folder and without ".gz"
     where: str  # how messages name it
@@ -58,7 +58,7 @@ class Member:
     stream: IO[bytes]
 
     def take(self, count: int) -> bytes:
-        """Returns the next `count` bytes."""
+        """Returns the next `count` bytes of the file; raises if fewer are left."""
         with reading(self.where):
             data = self.stream.read(count)
         if len(data) < count:
@@ -66,14 +66,15 @@ class Member:
         return data
 
     def take_all(self) -> bytes:
-        """Returns the whole content, unpacked if it is gzipped."""
+        """Returns the whole content of the file. Gzipped content is unpacked."""
         data = self.take(self.size)
         with reading(self.where):
             return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
 
 
 def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
-    """Yields the files of a folder, a tar or a zip archive whose names are `wanted`. Each may be gzipped."""
+    """Yields the files in a folder, a tar.gz archive or a zip archive whose names are in `wanted`. A file may
+    also be gzipped, with a name that ends in .gz."""
     with reading(source):
         if source.is_dir():
             for name in wanted:
@@ -102,8 +103,8 @@ def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
 
 
 def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
-    """Returns images and labels of a CIFAR-10 binary file. Each record is a label, followed by 32x32 pixels
-    of each channel."""
+    """Returns the images, uint8 [N, 3, 32, 32], and labels [N] of a CIFAR-10 binary file. In the file, each
+    image is a byte with the label, followed by the pixels of each channel."""
     record = 1 + 3 * 32 * 32
     count = _records(member, record)
     records = np.frombuffer(member.take(member.size), np.uint8).reshape(count, record)
@@ -112,7 +113,8 @@ def read_cifar(member: Member) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(member: Member, axes: int) -> np.ndarray:
-    """Returns the array of an idx file of bytes, the format of MNIST: a magic number, the shape, the data."""
+    """Returns the uint8 array with `axes` dimensions in an idx file, the format of MNIST: a magic number, the
+    shape, the data."""
     data = member.take_all()
     head = 4 + 4 * axes
     if data[:4] != bytes((0, 0, 8, axes)) or len(data) < head:
@@ -128,7 +130,7 @@ def read_idx(member: Member, axes: int) -> np.ndarray:
 
 
 def read_emnist_images(member: Member) -> Tensor:
-    """Returns EMNIST images upright; in the file they are transposed."""
+    """Returns EMNIST images as uint8 [N, 1, 28, 28], upright. In the file they are transposed."""
     images = read_idx(member, 3)
     return torch.from_numpy(images.transpose(0, 2, 1).copy()).unsqueeze(1)
 
@@ -138,8 +140,8 @@ def read_emnist_labels(member: Member, classes: int) -> Tensor:
 
 
 def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
-    """Returns images and labels of SVHN, a MATLAB file. X has the shape 32x32x3xN, and in y the label 10
-    means the digit 0."""
+    """Returns the images, uint8 [N, 3, 32, 32], and labels [N] of a MATLAB file of SVHN. In the file, X has
+    the shape 32x32x3xN, and in y the label 10 means the digit 0."""
     from scipy.io import loadmat
 
     with reading(path):
@@ -160,9 +162,10 @@ def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
-    """Returns the images of an STL-10 binary file: 96x96 pixels of each channel, stored column by column.
+    """Returns the images of an STL-10 binary file as batches, uint8 [n, 3, H, W] each. In the file, they have
+    96x96 pixels per channel, stored column by column.
 
-    They are read and resized in batches, since the unlabelled images alone take 2.8 GB.
+    They are read and resized batch by batch, because the unlabelled images alone take 2.8 GB.
     """
     record = 3 * 96 * 96
     count = _records(member, record)
@@ -175,13 +178,14 @@ def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
 
 
 def read_stl_labels(member: Member) -> Tensor:
-    """Returns the labels of an STL-10 binary file, where classes are counted from 1."""
+    """Returns the labels [N] of an STL-10 binary file, from 0 to 9. In the file, they are 1 to 10."""
     labels = np.frombuffer(member.take(member.size), np.uint8).astype(np.int64) - 1
     return _labels_below(labels, 10, member.where)
 
 
 def read_names(member: Member, count: int) -> tuple[str, ...]:
-    """Returns the names of the classes from a file with one name per line."""
+    """Returns the class names in a file with one name per line; raises unless there are `count` different
+    ones."""
     with reading(member.where):
         text = member.take(member.size).decode()
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
@@ -194,8 +198,8 @@ def read_names(member: Member, count: int) -> tuple[str, ...]:
 
 
 def _records(member: Member, record: int) -> int:
-    """Returns how many records of `record` bytes each a file has; raises if there is not a whole number of
-    them."""
+    """Returns the number of records in a file, each `record` bytes long. Raises if the file is empty or its
+    size is not a multiple of `record`."""
     if member.size == 0 or member.size % record:
         raise DataError(
             f"{member.where}: {member.size} bytes are not a multiple of the record size {record}; "
@@ -215,12 +219,13 @@ def _labels_below(labels: np.ndarray, classes: int, where: object) -> Tensor:
 
 
 def batches(images: Tensor, count: int) -> Iterator[Tensor]:
-    """Yields slices of `count` images, so that an operation never copies all images at once."""
+    """Yields batches of `count` images, so that a caller need not convert or copy all images at once."""
     return (images[start : start + count] for start in range(0, len(images), count))
 
 
 def resized(images: Tensor, size: int | None) -> Tensor:
-    """Returns images [N, C, H, W] resized to size x size: bilinear with antialiasing, as in Pillow."""
+    """Returns images [N, C, H, W] resized to size x size pixels, with bilinear interpolation and antialiasing
+    as in Pillow. They are unchanged if `size` is None."""
     if size is None or images.shape[2:] == (size, size):
         return images
     return join(
@@ -234,8 +239,8 @@ def resized(images: Tensor, size: int | None) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Returns all parts as one tensor. The list of parts is emptied, so that each part is freed once it is
-    copied."""
+    """Returns the concatenation of all parts, uint8 [N, ...]. The list `parts` is emptied meanwhile, so that
+    the memory of each part is freed as soon as the part is copied."""
     if len(parts) == 1:
         return parts.pop()
     whole = torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=torch.uint8)

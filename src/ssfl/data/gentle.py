@@ -1,10 +1,10 @@
-"""Gentle views, for pretrained networks and large pictures: small random changes of rotation, zoom, aspect,
-position, gamma, contrast and brightness.
+"""Gentle views, for pretrained networks and large pictures: small random changes of rotation, zoom, aspect
+ratio, position, gamma, contrast and brightness.
 
-The standard views are made for images of 32 pixels. Their shifts by an eighth, and Cutout over a quarter,
-remove the details that tell similar pictures apart. As in `augment.py`, every image has its own draws, the
-arithmetic is in whole numbers, and no shape depends on the pixels: the same draws give the same bytes on
-every device.
+The standard views (`augment.py`) are made for images of 32 pixels. They shift an image by up to an eighth of
+its side, and Cutout hides a quarter of it. That removes the details by which similar pictures differ. As in
+`augment.py`, every image has its own random draws, and all arithmetic is in whole numbers. So the same draws
+give the same bytes on every device.
 """
 
 import math
@@ -16,11 +16,11 @@ from ssfl.core.draws import below, bits, key
 from ssfl.data.augment import STRONG, WEAK, View
 
 GENTLE_DRAWS: int = 9
-"""How many random draws a gentle view needs: flip, angle, zoom, stretch, shift in y, shift in x, gamma,
-contrast, brightness."""
+"""How many random numbers a gentle view needs, one for each of: flip, angle, zoom, stretch, shift in y, shift
+in x, gamma, contrast, brightness."""
 STEPS = 41
-"""Each draw chooses one of this many evenly spaced values between its limits. The middle value changes
-nothing."""
+"""The number of values from which each random change is chosen, evenly spaced between its limits. The middle
+value changes nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
 """The largest changes in either direction: the angle in degrees, zoom and stretch as natural logarithms of
 factors, and the shift as a fraction of the image's side."""
@@ -28,15 +28,18 @@ GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
 """The largest changes in either direction: gamma as a natural logarithm, contrast as a relative change (0.3:
 a factor from 0.7 to 1.3), and brightness in grey levels (of 255)."""
 AT_ONCE = 1 << 22
-"""On a CPU, images are processed in batches of at most this many pixel values, but at least one image."""
+"""On a CPU, images are processed in batches of at most this many pixel values, or of one image if it has
+more."""
 NARROW = 4096
-"""Images with sides longer than this need coordinates of 64 bits."""
+"""Up to this side length in pixels, coordinates are computed in 32 bits, which is faster; above it, in 64
+bits."""
 _ONE = 1 << 16
 _TABLES: dict[torch.device, tuple[Tensor, ...]] = {}
 
 
 def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns gentle views of uint8 images [N, C, H, W], one for each row of draws [N, 9]."""
+    """Returns one gentle view, uint8, of each of N uint8 images [N, C, H, W]. `draws` [N, 9] are the random
+    numbers of each image. With `flip`, views may be mirrored."""
     batch = max(1, AT_ONCE // math.prod(images.shape[1:]))
     # an exported program must not depend on the number of images
     if images.device.type != "cpu" or torch.compiler.is_compiling() or len(images) <= batch:
@@ -47,15 +50,15 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 GENTLE = View(gentle_views, GENTLE_DRAWS)
 KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
-"""The pair of weak and strong views for each value of the setting data.views."""
+"""The weak and the strong view that each value of the setting data.views stands for."""
 
 
 def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
-    """Returns the gentle view number `number` (1, 2, ...) of uint8 images [N, C, H, W], for test-time
-    augmentation. All images are changed in the same way.
+    """Returns a gentle view of uint8 images [N, C, H, W] for test-time augmentation. The views are numbered
+    1, 2, ... and are fixed: view `number` changes all images in the same way.
 
-    Views 1 and 2 are opposite, and so are 3 and 4, and so on: if one turns an image to the left, the other
-    turns it as far to the right. So an even number of views favours no direction.
+    Views 1 and 2 are opposites, as are 3 and 4, and so on: if one rotates an image to the left, the other
+    rotates it as far to the right. So an even number of views favours no direction.
     """
     pair, opposite = divmod(number - 1, 2)
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
@@ -64,13 +67,15 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
 
 
 def kind_of(weak: View, strong: View) -> str | None:
-    """Returns the name of a pair of weak and strong views; None if the pair is not the package's own."""
+    """Returns the value of data.views ("standard" or "gentle") that stands for this pair of weak and strong
+    views; None if the views are defined by the user."""
     return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
 
 
 def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns images after rotation, zoom, stretch and shift, with bilinear interpolation and reflected
-    edges."""
+    """Returns N images [N, C, H, W] as int32 after random rotation, zoom, stretch, shift and, with `flip`,
+    mirroring. Pixels are interpolated bilinearly, and edges are reflected. `draws` [N, 9] are the random
+    numbers."""
     count, channels, height, width = images.shape
     cosines, sines, zooms, stretches, *_ = _tables(images.device)
     chosen = below(draws, STEPS)
@@ -113,14 +118,15 @@ def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
-    """Returns the coordinates `place`, reflected at both edges, so that they lie inside an image of this
-    size."""
+    """Returns the coordinates `place` after reflecting those outside an image side of `size` pixels at its
+    edges, so that all are from 0 to size - 1."""
     return (size - 1 - (size - 1 - place.abs()).abs()).clamp(0, size - 1)
 
 
 def _toned(images: Tensor, draws: Tensor) -> Tensor:
-    """Returns images [N, C, H, W] of int32 grey levels as uint8, after random changes of gamma, of contrast
-    around the mean, and of brightness."""
+    """Returns int32 images [N, C, H, W] with grey levels from 0 to 255 as uint8, after random changes of
+    gamma, contrast and brightness. Contrast changes around the image's mean. `draws` [N, 9] are the random
+    numbers."""
     *_, gammas, contrasts = _tables(images.device)
     chosen = below(draws, STEPS)
     levels = images.flatten(1).long()
@@ -133,15 +139,15 @@ def _toned(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def prepare(device: torch.device) -> None:
-    """Makes the lookup tables of the views on a device. Call it before `torch.export` records a program that
-    uses views, since the tables must not be made while it records."""
+    """Makes the lookup tables that gentle views need on a device. Call it before `torch.export` records a
+    program with gentle views, because the tables cannot be made during the recording."""
     _tables(device)
 
 
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns lookup tables on a device, each with one entry for every value that a draw can choose
-    (`STEPS`). They are cosines, sines, zooms, stretches, the new grey levels for each gamma, and contrasts.
-    All but the grey levels are in units of 1/65536."""
+    """Returns the lookup tables on a device: cosines, sines, zooms, stretches, the new grey levels for each
+    gamma, and contrasts. Each table has `STEPS` entries, one for each value that a random change can have.
+    All but the grey levels are whole numbers in units of 1/65536."""
     if device not in _TABLES:
         parts = [2 * step / (STEPS - 1) - 1 for step in range(STEPS)]
         angles = [math.radians(ANGLE * part) for part in parts]

@@ -1,4 +1,5 @@
-"""The images of many owners, stored as two arrays so that a split with a hundred thousand users is fast."""
+"""Stores which images each of many owners has. Two arrays hold all of it, so that a split with a hundred
+thousand users is fast."""
 
 import operator
 from collections.abc import Sequence
@@ -15,21 +16,21 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Hands(Sequence[Index]):
-    """Which images each owner has: a list of arrays of image numbers, stored one after another in `flat`.
+    """Which images each owner has. It can be used like a list: `hands[k]` is the array of image numbers of
+    owner k.
 
-    As in a card game, the images of one owner are its hand.
+    The name is from card games, where a hand is the cards of one player.
     """
 
     flat: Index
     """The image numbers of all owners, one owner after another."""
     edges: Index
-    """[owners + 1]: the position in `flat` at which each owner's images start, and the end of the last
-    owner's."""
+    """[owners + 1]: the images of owner k are at the positions edges[k] to edges[k + 1] of `flat`."""
 
     @classmethod
     def of(cls, lists: Sequence[ArrayLike]) -> "Hands":
-        """Returns the images of several owners as a `Hands`. Each owner has an array of image numbers, or a
-        mask over all images. A `Hands` is returned unchanged."""
+        """Returns a `Hands`, given for each owner an array of image numbers or a boolean mask over all
+        images. A `Hands` is returned unchanged."""
         if isinstance(lists, Hands):
             return lists
         arrays = [np.asarray(owned) for owned in lists]
@@ -55,20 +56,21 @@ class Hands(Sequence[Index]):
 
     @property
     def sizes(self) -> Index:
-        """The number of images of each owner."""
+        """[owners]: the number of images of each owner."""
         return np.diff(self.edges)
 
     @property
     def owners(self) -> Index:
-        """The owner of each entry of `flat`."""
+        """For each entry of `flat`, the number of the owner of that image."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     def renamed(self, names: Index) -> "Hands":
-        """Returns the same hands in which every image number i is replaced by names[i]."""
+        """Returns a `Hands` in which every image number i is replaced by names[i]. It is used after a split
+        of some of the images, to return to the numbers in the whole data set."""
         return Hands(names[self.flat], self.edges)
 
     def where(self, mask: NDArray[np.bool_]) -> "Hands":
-        """Returns each owner's images for which `mask` [images] is true, in the same order."""
+        """Returns a `Hands` with only those images of each owner for which `mask` [images] is true."""
         chosen = mask[self.flat]
         return Hands(self.flat[chosen], np.concatenate([[0], chosen.cumsum()])[self.edges])
 
@@ -78,11 +80,10 @@ def _edges(sizes: Index) -> Index:
 
 
 def gather(images: Index, owners: Index, count: int) -> Hands:
-    """Returns which images each of `count` owners has, given the image numbers and the owner of each image.
-    The images of every owner are sorted.
+    """Returns which images each of `count` owners has. `images` are image numbers, and `owners` has the owner
+    of each. The images of every owner are sorted.
 
-    Each pair of owner and image is sorted as one whole number, which is many times faster than sorting by two
-    keys.
+    For speed, each pair of owner and image is turned into one whole number before sorting.
     """
     span = int(images.max(initial=0)) + 1
     pairs = np.sort(owners * span + images)
@@ -90,16 +91,17 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 
 
 def dealt(count: int, users: int) -> Index:
-    """Returns the owner of each of `count` images, dealt to the users in turn like cards. If the images are
-    ordered by class, every class is divided evenly."""
+    """Returns the owner [count] of each of `count` images, if they are dealt to the users in turn, like
+    cards: image i belongs to user i mod users. If the images are ordered by class, every class is divided
+    evenly."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)
     return np.arange(count) % users
 
 
 def handed_out(pools: list[Index], counts: NDArray[np.int64]) -> Hands:
-    """Returns the images of each user. `pools` are the images of each class, and `counts` [users, classes]
-    says how many of them each user takes; every column sums to the size of its pool."""
+    """Returns which images each user has. `pools` are the image numbers of each class, and `counts` [users,
+    classes] is how many of them each user takes. Every column of `counts` sums to the size of its pool."""
     users = np.arange(len(counts))
     owners = np.concatenate([np.repeat(users, column) for column in counts.T])
     return gather(np.concatenate(pools), owners, len(counts))

@@ -1,4 +1,5 @@
-"""The content of split.json: who has how many images of which class, and a fingerprint of the data."""
+"""Describes a split for the file split.json: who has how many images of which class, and a fingerprint (hash)
+of the data."""
 
 import hashlib
 from typing import Any
@@ -12,14 +13,16 @@ from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 
 LISTED = 5000
-"""split.json lists at most this many users one by one. More would be slow to write and to read."""
+"""split.json lists at most this many users one by one, because a longer file would be slow to write and to
+read."""
 PROBED = 4
-"""A user-defined augmentation enters the fingerprint by its views of this many images."""
+"""A user-defined augmentation is part of the fingerprint of the data. It is represented by its views of this
+many images."""
 
 
 def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> dict[str, Any]:
-    """Returns the content of split.json. It lists users one by one up to `LISTED`; totals and quartiles are
-    over all users."""
+    """Returns the content of split.json. It lists the first `LISTED` users one by one. Totals and quartiles
+    are over all users."""
     labels = dataset.labels.numpy()
     sizes = Hands.of(parts.users).sizes
     counts = split.class_counts(labels, parts.users)
@@ -50,11 +53,10 @@ def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> d
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Returns a checksum of everything that a run takes from its data, to tell whether two runs used the same
-    data.
+    """Returns a hash of all data that a run uses. Two runs with the same fingerprint used the same data.
 
     It covers images, labels, normalisation, owners and validation images. User-defined augmentations are
-    covered by their views of the first images.
+    represented by their views of the first images.
     """
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):

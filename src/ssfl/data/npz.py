@@ -1,4 +1,4 @@
-"""Your own images in an .npz file."""
+"""Loads your own images from an .npz file."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ BATCH = 2_000  # images that are converted at once
 
 
 def load_npz(path: Path, size: int | None) -> Dataset:
-    """Returns the images of an .npz file with x_train, y_train, x_test, y_test and, optionally, x_unlabelled
-    and classes.
+    """Returns the data set in an .npz file, which has the arrays x_train, y_train, x_test, y_test and,
+    optionally, x_unlabelled and classes. `size` resizes all images to size x size pixels.
 
-    Images have the shape N x H x W, or N x H x W x C with 1 or 3 channels. Labels are any whole numbers or
-    strings; their sorted values become the classes, and `classes` can name them. By default, colour images
-    may be mirrored, and grey ones may not, because they often show writing.
+    Images have the shape N x H x W, or N x H x W x C with 1 or 3 channels. Labels are whole numbers or
+    strings; each different value is a class, in sorted order, and the array classes can name them. By
+    default, augmentation may mirror colour images but not grey ones, which often show writing.
     """
     needed = ("x_train", "y_train", "x_test", "y_test")
     extra = tuple(f"x_{spelling}" for spelling in UNLABELLED)
@@ -81,8 +81,8 @@ def _shape(images: Tensor) -> str:
 def _encoded(
     y_train: np.ndarray, y_test: np.ndarray, names: list[str] | None, path: Path
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Returns labels as class numbers from 0 on, and the class names. Classes are in sorted order, or in the
-    order of `names` if the labels are strings."""
+    """Returns y_train and y_test as class numbers, starting at 0, and the names of the classes. Classes are
+    in sorted order, or in the order of `names` if the labels are strings."""
     if y_train.dtype.kind != y_test.dtype.kind:
         raise DataError(f"{path}: y_train and y_test must both be numbers or both be strings")
     values = np.unique(y_train)
@@ -109,7 +109,8 @@ def _encoded(
 
 
 def npz_array(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    """Returns an array of an .npz file; raises if it is missing, empty, or holds Python objects."""
+    """Returns the array `name` of an .npz file; raises if it cannot be read, is empty, or holds Python
+    objects."""
     with reading(f"{path} ({name})"):
         try:
             array = content[name]
@@ -131,8 +132,8 @@ def npz_images(content: np.lib.npyio.NpzFile, path: Path, name: str) -> Tensor:
 
 
 def as_images(array: np.ndarray, where: str) -> Tensor:
-    """Returns pixels [N, H, W] or [N, H, W, C] as uint8 [N, C, H, W]. `where` names their source in error
-    messages."""
+    """Returns images given as an array [N, H, W] or [N, H, W, C] as a uint8 tensor [N, C, H, W]. `where`
+    names their source in error messages."""
     if array.ndim == 3:
         array = array[..., None]
     if array.ndim != 4 or array.shape[3] not in (1, 3):
@@ -143,7 +144,8 @@ def as_images(array: np.ndarray, where: str) -> Tensor:
 
 
 def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarray:
-    """Returns labels as int64 or strings, one for each image. The shape N x 1 is accepted too."""
+    """Returns the array `name` of an .npz file as labels [N]: int64 or strings. An array N x 1 is accepted
+    too."""
     array = npz_array(content, path, name)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -159,8 +161,8 @@ def npz_labels(content: np.lib.npyio.NpzFile, path: Path, name: str) -> np.ndarr
 
 
 def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
-    """Returns pixels as uint8. They may be whole numbers from 0 to 255, floats from 0 to 1, or booleans.
-    `where` names their source in error messages."""
+    """Returns pixels of any accepted type as uint8: whole numbers from 0 to 255, floats from 0 to 1
+    (multiplied by 255), or booleans. `where` names their source in error messages."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     kinds: dict[str, tuple[int, int]] = {"b": (1, 255), "i": (255, 1), "u": (255, 1), "f": (1, 255)}

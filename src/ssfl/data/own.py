@@ -1,4 +1,4 @@
-"""Your own images in a folder, with a sub-folder for each class."""
+"""Loads your own images from a folder that has a sub-folder for each class."""
 
 import hashlib
 import warnings
@@ -20,7 +20,8 @@ LOOSE = "loose files"  # the user with the images beside the sub-folders of "unl
 
 @dataclass(frozen=True)
 class Files:
-    """The image files of a folder: labelled, unlabelled and test images."""
+    """The image files of a folder, sorted into labelled training images, unlabelled images and test
+    images."""
 
     train: dict[str, list[Path]]  # class: its labelled images
     unlabelled: list[Path]
@@ -30,8 +31,9 @@ class Files:
 
     @property
     def users(self) -> dict[str, list[int]]:
-        """The users' images by user name, as positions in `unlabelled`. Each sub-folder is a user, and loose
-        files beside the sub-folders belong to one more. Empty if there are no sub-folders."""
+        """Maps each user's name to its images, as positions in `unlabelled`. Each sub-folder of "unlabelled"
+        is a user. If there are also files beside the sub-folders, they belong to one more user. The dict is
+        empty without sub-folders."""
         names = sorted(set(self.homes) - {""})
         places: dict[str, list[int]] = {name: [] for name in [*names, *([LOOSE] if "" in self.homes else [])]}
         for place, home in enumerate(self.homes if names else []):
@@ -40,7 +42,8 @@ class Files:
 
     @property
     def everything(self) -> list[Path]:
-        """All files in the order in which they are loaded: training, unlabelled and test images."""
+        """All files in the order in which they are loaded: labelled training images, unlabelled images, test
+        images."""
         train, test = ([f for files in part.values() for f in files] for part in (self.train, self.test))
         return train + self.unlabelled + test
 
@@ -50,11 +53,11 @@ class Files:
 
 
 def sort_files(folder: Path, test_fraction: float) -> Files:
-    """Returns the files of a folder that has a sub-folder for each class. Loose images, and those in
-    "unlabelled", have no label. Each sub-folder of "unlabelled" is a user.
+    """Returns the image files of a folder, sorted by their use. Each sub-folder is a class. Images outside
+    sub-folders, and those in "unlabelled", have no label. Each sub-folder of "unlabelled" is a user.
 
-    If there are folders "train" and "test", the class folders are inside these. Without "test", the part
-    `test_fraction` of each class is held out for testing.
+    If there are sub-folders "train" and "test", the folders of the classes are inside these. Without "test",
+    the part `test_fraction` of each class is held out for testing.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -113,9 +116,11 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
-    """Returns the images of a folder as `sort_files` sorts them. The images are grey if all files are.
+    """Returns the images of a folder as a data set. `sort_files` says how the folder must look. The images
+    are grey if all files are grey, otherwise RGB.
 
-    Files that cannot be read are left out with a warning; with `broken` = "stop" they cause one error.
+    `size` resizes them to size x size pixels. Files that cannot be read are left out with a warning, or, with
+    `broken` = "stop", cause an error that names them.
     """
     files = sort_files(folder, test_fraction)
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
@@ -142,8 +147,9 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
 
 
 def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
-    """Returns the files without the broken ones, which one warning names. The policy "stop" raises an error
-    instead. The policy "silent" gives no warning, for callers that read the files again later."""
+    """Returns the files without the broken ones. The policy "skip" gives one warning that names the broken
+    files, and "stop" raises an error instead. "silent" gives no warning, for callers that read the files
+    again later."""
     if not broken:
         return files
     everything = files.everything
@@ -182,15 +188,15 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
 
 
 def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
-    """Returns each labelled training image with the folder of its class."""
+    """Returns for each labelled training image its file and the folder of its class."""
     inner = [(file, name) for name, files in train.items() for file in files]
     split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
     return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
 
 
 def owners(files: Files) -> dict[str, Any]:
-    """Returns the keyword arguments of `Dataset` that describe its users; empty if there are no sub-folders
-    of users."""
+    """Returns the keyword arguments of `Dataset` that say which images each user owns; empty if the folder
+    has no sub-folders of users."""
     users = files.users
     if not users:
         return {}
@@ -200,8 +206,8 @@ def owners(files: Files) -> dict[str, Any]:
 
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
-    """Returns the images of a class that are held out for testing, at least one. A hash of the file names
-    chooses them, so they are the same in every run."""
+    """Returns the images of one class that are held out for testing: the part `fraction`, but at least one.
+    They are chosen by a hash of the file names, so they are the same in every run."""
     if not fraction:
         return []
     if len(files) < 2:

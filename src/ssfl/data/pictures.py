@@ -1,4 +1,4 @@
-"""Readers of image files and of folders with image files. Their errors are one line that names the file."""
+"""Reads image files and lists the image files of a folder. Every error is one line that names the file."""
 
 import os
 import warnings
@@ -27,15 +27,15 @@ _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 
 
 def list_folders(folder: Path) -> list[Path]:
-    """Returns the sub-folders of a folder, sorted, without hidden ones."""
+    """Returns the sub-folders of a folder, sorted by name. Hidden ones are left out."""
     with reading(folder):
         inner = (entry for entry in folder.iterdir() if entry.is_dir())
         return sorted(entry for entry in inner if not entry.name.startswith("."))
 
 
 def list_images(folder: Path, nested: bool = True) -> list[Path]:
-    """Returns the image files in a folder and, if `nested`, in its sub-folders: sorted, without hidden
-    ones."""
+    """Returns the image files in a folder, sorted by path. With `nested`, those in its sub-folders are
+    included. Hidden files and folders are left out. If there is no such folder, the list is empty."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -55,7 +55,8 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
 
 
 def _opened(path: Path) -> "Image.Image":
-    """Returns an opened image file; raises if it is not a regular file, since a FIFO would block forever."""
+    """Returns the image file, opened with Pillow. Raises if the path is not a regular file, because reading
+    from a named pipe (FIFO) would wait forever."""
     from PIL import Image
 
     require_plain(path)
@@ -64,18 +65,19 @@ def _opened(path: Path) -> "Image.Image":
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses Pillow's warnings, since a damaged file already gets a line of its own. Use this in the main
-    thread only, because all threads share the warning filters."""
+    """Suppresses Pillow's warnings inside the `with` block, since ssfl reports each damaged file itself. Use
+    this in the main thread only, because all threads share the warning filters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Header(NamedTuple):
-    """What the header of an image file says, read without decoding the pixels."""
+    """What the header of an image file says. Reading it is fast, because the pixels are not decoded."""
 
     width: int
-    """In pixels, after the rotation that the file asks for (EXIF). The same holds for `height`."""
+    """The width in pixels of the upright image, after the rotation that the file's EXIF data ask for. The
+    same holds for `height`."""
     height: int
     grey: bool
     """Whether the file stores grey levels only, without colour channels."""
@@ -84,8 +86,8 @@ class Header(NamedTuple):
 
 
 def header(path: Path) -> Header:
-    """Returns what the header of an image file says: the width and height of the upright image, and how it is
-    stored."""
+    """Returns what the header of an image file says: the width and height of the upright image, whether it is
+    grey, and whether it has more than 8 bits per channel."""
     with reading(path), _opened(path) as image:
         width, height = image.size
         turned = image.getexif().get(274, 1) >= 5  # its EXIF orientation swaps the sides
@@ -101,19 +103,20 @@ def largest(path: Path) -> int:
 
 
 def white_of(largest: int) -> int:
-    """Returns the pixel value that should become white: the largest number with as many bits as `largest`.
-    For scans of 12 bits, which are often saved in 16-bit files, it is 4095."""
+    """Returns the pixel value that is converted to white, given the largest value in all files: the largest
+    number with the same number of bits. For scans of 12 bits, which are often saved in 16-bit files, it is
+    4095."""
     return (1 << max(largest.bit_length(), 8)) - 1 if largest else WHITE
 
 
 def _deep(image: "Image.Image") -> np.ndarray:
-    """Returns the pixel values of an image with more than 8 bits per channel."""
+    """Returns the pixel values of an image with more than 8 bits per channel, from 0 to 65535."""
     return np.asarray(image).astype(np.int64).clip(0, WHITE)
 
 
 def grey_pixels(pixels: np.ndarray) -> bool:
-    """Returns whether an image [C, H, W] shows no colours, however it is stored. Scans are often saved as
-    RGB. Compression noise and a small coloured mark are ignored."""
+    """Returns whether an image [C, H, W] shows no colours. Scans, for example, are often saved as RGB
+    although they are grey. Compression noise and small coloured marks are ignored."""
     if len(pixels) == 1:
         return True
     apart = pixels.max(0).astype(np.int16) - pixels.min(0)
@@ -121,10 +124,11 @@ def grey_pixels(pixels: np.ndarray) -> bool:
 
 
 def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white: int = WHITE) -> np.ndarray:
-    """Returns an image file as uint8 [channels, height, width], upright, and resized if `size` is not None.
+    """Returns an image file as uint8 [channels, height, width], rotated upright, and resized to `size`
+    (height, width) if it is not None.
 
     Transparent pixels become white. In files with more than 8 bits per channel, values are scaled so that
-    `white` becomes 255. Larger values become 255 too.
+    `white` becomes 255. Values above `white` become 255 too.
     """
     from PIL import Image, ImageOps
 

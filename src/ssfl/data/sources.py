@@ -1,4 +1,5 @@
-"""Where images come from: bundled digits, public datasets, an .npz file or a folder of images."""
+"""Loads data sets from their sources: the digits of scikit-learn, public data sets, an .npz file or a folder
+of images."""
 
 import difflib
 import importlib.util
@@ -39,12 +40,12 @@ def load(
     test_fraction: float = 0.2,
     broken: str = "skip",
 ) -> Dataset:
-    """Returns a dataset: a known one by its name (official files under `root`), an .npz file or a folder of
-    images.
+    """Returns a data set. It is either a known one, by `name`, whose official files are in `root`; or your
+    own, by `path`, an .npz file or a folder of images.
 
-    `size` resizes all images to size x size. `test_fraction` is used only for folders without test images of
-    their own; with 0, no images are held out. `broken` ("skip" or "stop") says what to do about files of a
-    folder that cannot be read.
+    `size` resizes all images to size x size pixels. `test_fraction` is the part that is held out for testing
+    from folders without test images; with 0, no images are held out. `broken` ("skip" or "stop") says what to
+    do about files of a folder that cannot be read.
     """
     if (name is None) == (path is None):
         raise DataError(
@@ -92,7 +93,8 @@ def load(
 
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns the image files that the paths name. A folder stands for all images in it."""
+    """Returns the image files at these paths. A folder is replaced by all image files in it. Raises if a
+    folder has none."""
     files: list[Path] = []
     for path in map(Path, paths):
         inside = pictures.list_images(path) if path.is_dir() else [path]
@@ -105,7 +107,8 @@ def image_files(paths: Iterable[str | Path]) -> list[Path]:
 def read_image_files(
     paths: Iterable[str | Path], channels: int, height: int, width: int, white: int = WHITE
 ) -> Tensor:
-    """Returns image files as uint8 [N, channels, height, width]: grey or RGB, resized if needed."""
+    """Returns image files as uint8 [N, channels, height, width]. They are converted to grey or RGB, and
+    resized if needed. In files with more than 8 bits per channel, `white` becomes 255."""
     images = [pictures.decode(Path(path), channels, (height, width), white) for path in paths]
     if not images:
         return torch.empty((0, channels, height, width), dtype=torch.uint8)
@@ -118,7 +121,7 @@ def read_image_files(
 def _load_digits(root: Path, download: bool, size: int | None) -> Dataset:
     """Returns the 1,797 handwritten digits of 8x8 pixels that come with scikit-learn.
 
-    The test images are 36 of each class, evenly spaced over its images, and always the same.
+    The test images are always the same: 36 of each class, evenly spaced over the images of the class.
     """
     numbers = _digits_table()
     pixels = np.rint(numbers[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
@@ -136,7 +139,8 @@ def _load_digits(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _digits_table() -> np.ndarray:
-    """Returns scikit-learn's table of digits: 64 grey levels and the label in each row.
+    """Returns scikit-learn's table of digits [1797, 65]: each row has 64 grey levels from 0 to 16 and the
+    label.
 
     The file is read directly, because importing scikit-learn takes nearly as long as importing torch.
     """
@@ -152,7 +156,7 @@ def _digits_table() -> np.ndarray:
 
 
 def _load_cifar10(root: Path, download: bool, size: int | None) -> Dataset:
-    """Returns CIFAR-10 (Krizhevsky 2009), from its binary version."""
+    """Returns the data set CIFAR-10 (Krizhevsky 2009), read from its binary version."""
     classes = CIFAR_CLASSES
     read: dict[str, tuple[Tensor, Tensor]] = {}
     [source] = obtain("cifar10", root, download)
@@ -178,7 +182,8 @@ def _load_cifar10(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_svhn(root: Path, download: bool, size: int | None) -> Dataset:
-    """Returns Street View House Numbers (Netzer et al. 2011): the cropped digits, without the "extra" set."""
+    """Returns the data set SVHN, Street View House Numbers (Netzer et al. 2011): the cropped digits, without
+    the "extra" set."""
     train, test = obtain("svhn", root, download)
     images, labels = formats.read_svhn(train)
     test_images, test_labels = formats.read_svhn(test)
@@ -190,7 +195,8 @@ def _load_svhn(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_emnist(root: Path, download: bool, size: int | None) -> Dataset:
-    """Returns EMNIST balanced (Cohen et al. 2017): 47 classes of handwritten digits and letters."""
+    """Returns the data set EMNIST balanced (Cohen et al. 2017): 47 classes of handwritten digits and
+    letters."""
     read: dict[str, Tensor] = {}
     [source] = obtain("emnist", root, download)
     for member in formats.members(source, _wanted("emnist")):
@@ -207,7 +213,8 @@ def _load_emnist(root: Path, download: bool, size: int | None) -> Dataset:
 
 
 def _load_stl10(root: Path, download: bool, size: int | None) -> Dataset:
-    """Returns STL-10 (Coates et al. 2011): 5,000 labelled images, then 100,000 without labels."""
+    """Returns the data set STL-10 (Coates et al. 2011): 5,000 labelled training images, followed by 100,000
+    images without labels, and test images."""
     classes = STL_CLASSES
     images: dict[str, list[Tensor]] = {}
     labels: dict[str, Tensor] = {}

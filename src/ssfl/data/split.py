@@ -1,8 +1,8 @@
-"""Splits of images among a server and users: the split with skew R of the paper (Zhang et al. 2020), and
-other schemes.
+"""Divides images among a server and users: the paper's split with skew R (Zhang et al. 2020), and other
+schemes.
 
-Functions take and return arrays of image numbers. Every image has exactly one owner, which depends only on
-the seed.
+An image is identified by its number, which is its position in the data set. Every image has exactly one
+owner, who depends only on the arguments and the seed.
 """
 
 import math
@@ -21,24 +21,24 @@ from ssfl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parts:
-    """Who owns which images of a data set, as arrays of image numbers."""
+    """A split: which images of a data set the server and each user own, as arrays of image numbers."""
 
     server: Index
-    """Labelled images of the server (D_s)."""
+    """The labelled images of the server (D_s)."""
     users: Sequence[Index]
-    """Unlabelled images of each user (D_k): `users[k]` is an array."""
+    """The unlabelled images of the users (D_k): `users[k]` is the array of user k."""
     labelled: Sequence[Index] | None = None
-    """Labelled images of each user, in addition to `users`; None if users have no labels."""
+    """The labelled images of each user, which are not in `users`; None if users have no labels."""
 
 
 def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Returns the split with skew R (`skew`) of the paper (Zhang et al. 2020, Appendix A.2), generalised to
-    any number of users and classes.
+    """Returns the paper's split with skew R = `skew` (Zhang et al. 2020, Appendix A.2), for any number of
+    users and classes. The server first gets `server_labels` images, equally many of each class.
 
-    A user whose main classes are the set J gets R · n_i · [i in J] + (1 - R) · n_i · (sum of q_j over J)
-    images of class i. Users with the same main class share this number equally. Here n_i is the number of
-    images of class i, and q_j is the share of class j in all images. Counts are rounded so that every image
-    has one owner, and every count is within one of its exact value.
+    Let J be the set of main classes of a user, n_i the number of images of class i, and q_j the share of
+    class j in all images. The user gets R · n_i · [i in J] + (1 - R) · n_i · (sum of q_j over J) images of
+    class i. Users with the same main class share this number equally. Counts are rounded so that every image
+    has one owner; each is within one of its exact value.
     """
     if not 0 <= skew <= 1:
         raise ConfigError(
@@ -65,8 +65,8 @@ def skewed(labels: ArrayLike, users: int, skew: float, server_labels: int = 0, s
 
 
 def iid(labels: ArrayLike, users: int, server_labels: int = 0, seed: int = 2019) -> Parts:
-    """Returns an even split: the users' numbers of images differ by at most one, in each class and in
-    total."""
+    """Returns an even split: the users' numbers of images differ by at most one, in each class and in total.
+    The server first gets `server_labels` images, equally many of each class."""
     server, pools = _take_server(labels, server_labels, seed)
     images = np.concatenate(pools)
     return Parts(server, gather(images, dealt(len(images), users), users))
@@ -80,15 +80,16 @@ def dirichlet(
     seed: int = 2019,
     capped: bool = False,
 ) -> Parts:
-    """Returns a split in which each class is divided by proportions from Dirichlet(alpha). A small alpha
-    means a large skew.
+    """Returns a split in which each class is divided among users in proportions drawn from Dirichlet(alpha).
+    With a small alpha, users' class mixtures differ much. The server first gets `server_labels` images,
+    equally many of each class.
 
-    With `capped`, users that already have their fair share of the images get none of the following classes,
-    as in SemiFL's code. The users' numbers of images then differ less.
+    Classes are divided one after another. With `capped`, a user that already has its fair share of all images
+    gets none of the remaining classes, as in SemiFL's code. The users' numbers of images then differ less.
 
-    The proportions are drawn again, up to a hundred times, while a user has fewer than ten images (or than
-    half its fair share, if that is less). After that they are drawn again, up to a hundred times, while a
-    user has none. Drawing stops early if more than a thousand users have too few images, or more than fifty
+    The proportions are drawn again, up to a hundred times, while a user has fewer than ten images (or fewer
+    than half its fair share, if that is less). After that they are drawn again, up to a hundred times, while
+    a user has none. Drawing stops early if more than a thousand users have too few images, or more than fifty
     have none, because another draw would not help.
     """
     if not alpha > 0:
@@ -118,8 +119,9 @@ def dirichlet(
 
 
 def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the numbers of images [users, classes] for Dirichlet proportions `shares` [users, classes] of
-    classes with these sizes. A user gets no further class once it has its fair share of all images."""
+    """Returns the numbers of images [users, classes] for a Dirichlet split in which no user gets a further
+    class once it has its fair share of all images. `shares` [users, classes] are the drawn proportions, and
+    `sizes` the number of images of each class."""
     fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
     columns = []
     for number, size in enumerate(sizes):
@@ -134,7 +136,8 @@ def shards(
     labels: ArrayLike, users: int, classes_per_user: int, server_labels: int = 0, seed: int = 2019
 ) -> Parts:
     """Returns a split in which every user has exactly `classes_per_user` classes. The images of a class are
-    divided evenly among the users that have it."""
+    divided evenly among the users that have it. The server first gets `server_labels` images, equally many of
+    each class."""
     server, pools = _take_server(labels, server_labels, seed)
     classes = len(pools)
     if not 1 <= classes_per_user <= classes:
@@ -156,11 +159,12 @@ def shards(
 
 
 def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float64]:
-    """Returns a matrix [users, classes] that is 1 if the user has the class, else 0. Each user in turn takes
-    the `each` classes that the fewest users have; ties are broken at random.
+    """Returns a matrix [users, classes] that is 1 if the user has the class, else 0. One user after another
+    takes the `each` classes that the fewest users have so far; ties are broken at random.
 
     After classes / gcd(classes, each) users, all classes have been taken equally often, and the choice starts
-    anew. For speed, the first users of all such periods choose at once, then the second ones, and so on.
+    anew. These users form a period. For speed, the first users of all periods choose at once, then the second
+    ones, and so on.
     """
     turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
@@ -185,11 +189,11 @@ def mixture(
     server_labels: int = 0,
     seed: int = 2019,
 ) -> Parts:
-    """Returns a split by given mixtures, which are rows of class weights. With m mixtures, user u gets
-    mixture u mod m.
+    """Returns a split in which the class mixture of each user is given. `mixtures` are m rows of class
+    weights; user u has row u mod m. The server first gets `server_labels` images, equally many of each class.
 
-    Each class is divided in proportion to its weights in the users' mixtures, so every image is used. Users
-    get exactly their mixture if every class has the same total weight and size.
+    Each class is divided in proportion to its weights in the users' rows, so every image is used. Users get
+    exactly their mixture only if every class has the same total weight and the same number of images.
     """
     server, pools = _take_server(labels, server_labels, seed)
     table = np.asarray(mixtures, float)
@@ -216,17 +220,18 @@ def mixture(
 
 
 def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
-    """Returns the skew R of Definition 2 of the paper (Zhang et al. 2020): the total variation distance
-    between the class distributions of two users, averaged over all pairs of users."""
+    """Returns the skew R of a split (Definition 2 of Zhang et al. 2020): the total variation distance between
+    the class distributions of two users, averaged over all pairs of users. `users` has the image numbers of
+    each user."""
     return skew_of(class_counts(labels, users))
 
 
 def skew_of(counts: NDArray[np.int64]) -> float:
-    """Returns the skew R of the paper's Definition 2 from class counts [users, classes]. Users without known
-    labels are left out.
+    """Returns the skew R (Definition 2 of Zhang et al. 2020) from the number of images of each class that
+    each user has, `counts` [users, classes]. Users without known labels are left out.
 
-    It sorts the shares of each class, in O(d · K · log K) for d classes and K users, instead of visiting all
-    pairs of users.
+    The shares of each class are sorted, which takes O(d · K · log K) for d classes and K users. Visiting all
+    pairs of users would take O(d · K²).
     """
     known = counts[counts.sum(1) > 0]
     count = len(known)
@@ -239,8 +244,8 @@ def skew_of(counts: NDArray[np.int64]) -> float:
 
 
 def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.int64]:
-    """Returns how many images of each class each owner has, [owners, classes]. Images of unknown label are
-    not counted."""
+    """Returns how many images of each class each owner has, [owners, classes]. Images without a label (-1)
+    are not counted."""
     known = _labels(labels)
     classes = int(known.max(initial=0)) + 1
     hands = Hands.of(owners)
@@ -250,8 +255,8 @@ def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.i
 
 
 def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
-    """Returns a stratified part of the labelled images, for validation, and all other images. Both are
-    sorted."""
+    """Returns the numbers of the validation images, which are the same `fraction` of every class, and the
+    numbers of all other images. Both are sorted."""
     known = _labels(labels)
     held = np.zeros(len(known), bool)
     for pool in _pools(known, seed) if fraction else []:
@@ -260,8 +265,8 @@ def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Inde
 
 
 def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
-    """Returns the same split, except that `count` of the users' images, equally many of each class, now count
-    as labelled."""
+    """Returns the split after `count` of the users' images, equally many of each class, became labelled
+    images of their owners."""
     known, users = _labels(labels), Hands.of(parts.users)
     owned = np.sort(users.flat)
     chosen, _ = _take_server(known[owned], count, seed + 1, "split.user_labels")
@@ -271,7 +276,7 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
 
 
 def share(parts: Parts) -> Parts:
-    """Returns the same split, except that every user also has the server's images."""
+    """Returns the split after every user got a copy of the server's images, in addition to its own."""
     users = Hands.of(parts.users)
     count = len(users)
     images = np.concatenate([users.flat, np.tile(parts.server, count)])
@@ -280,8 +285,8 @@ def share(parts: Parts) -> Parts:
 
 
 def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
-    """Returns the same split, except that `images`, which have no labels, are divided evenly among the users,
-    in addition to their own."""
+    """Returns the split after `images`, which have no labels, were divided evenly and at random among the
+    users, in addition to their own."""
     users = Hands.of(parts.users)
     shuffled = _shuffled(images, seed, 0)
     owners = np.concatenate([users.owners, dealt(len(shuffled), len(users))])
@@ -291,8 +296,9 @@ def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
 def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
-    """Returns `count` images, equally many of each class, and the remaining images of each class in random
-    order. `key` is the setting that asks for `count`, for error messages."""
+    """Takes `count` images for the server, equally many of each class. Returns their numbers, and for each
+    class the remaining images in random order. `key` is the setting that asks for `count`, for error
+    messages."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)
@@ -319,7 +325,8 @@ def _labels(labels: ArrayLike) -> NDArray[np.int64]:
 
 
 def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
-    """Returns the images of each class in random order. Images without a label are left out."""
+    """Returns for each class the numbers of its images, in random order. Images without a label are left
+    out."""
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
         raise ConfigError("nothing to split: no image has a label")
@@ -330,8 +337,8 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
 
 
 def _shuffled(images: Index, seed: int, part: int) -> Index:
-    """Returns the image numbers in random order. They are sorted by a hash of each number; `seed` and `part`
-    (a number for what is shuffled, such as a class) are its key. No two hashes are equal, so the order is
-    unique."""
+    """Returns the image numbers in a random order that depends only on `seed`, `part` and the numbers
+    themselves. `part` is a number for the list that is shuffled, such as a class. The numbers are sorted by a
+    keyed hash; no two hashes are equal, so the order is unique."""
     base = torch.tensor(draws.key(seed, "split", part))
     return images[np.argsort(draws.fold(base, torch.from_numpy(images)).numpy())]

@@ -7,39 +7,41 @@ from ssfl.core import draws
 from ssfl.core.rows import Layout
 
 ASCENT = 0.29
-"""An attacker of the kind "ascent" reverses its update and sets its norm to this share of the model's
+"""The attack "ascent" reverses the attacker's update and changes its norm to this share of the model's
 norm."""
 
 
 def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
-    """Returns the numbers of the users that are attackers: a `share` of all users, chosen at random and the
-    same in every round."""
+    """Returns the numbers of the users that are attackers: a `share` of all `users`, chosen at random. They
+    are the same in every round."""
     count = round(share * users)
     keys = draws.fold(torch.tensor(draws.key(seed, "attack")), torch.arange(users))
     return frozenset(keys.argsort()[:count].tolist())
 
 
 def kind_in(attack: str, round: int) -> str | None:
-    """Returns the kind of attack in this round, or None if attackers behave honestly in it."""
+    """Returns the attack to simulate in this round, or None if attackers behave honestly in it. The attack
+    "alternating" is "sign" in every second round."""
     if attack == "alternating":
         return "sign" if round % 2 else None
     return attack
 
 
 def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
-    """Returns what an attacker sends instead of the model `row` that it trained; `sent` is the model that it
-    received. The manipulated update is multiplied by `scale`.
+    """Returns the model [P + Q] that an attacker sends instead of the model `row` that it trained from
+    `sent`. The manipulated update is multiplied by `scale`. `kind` is one of these attacks:
 
-    "sign": the update in the opposite direction. "ascent": the same, but its norm is 0.29 of the model's
+    "sign": the update in the opposite direction. "ascent": the same, but with a norm of 0.29 of the model's
     norm, however small the true update is. "noise": random noise as large as the weights is added. "shift":
-    the last layer is shifted by one, so that the model takes every class for the next one. "slow": in every
-    round a step towards such a model, as long as the true update.
+    the outputs of the last layer are shifted by one, so that the model predicts the next class instead of the
+    right one. "slow": in every round a step towards such a model, as long as the true update.
     """
     return sent + scale * (_manipulated(kind, sent, row, layout, key) - sent)
 
 
 def _manipulated(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> Tensor:
-    """Returns the model that an attack of this kind makes of a trained one, before its update is scaled."""
+    """Returns the model [P + Q] that an attack of this kind makes of the trained model `row`. `corrupt` then
+    scales the update."""
     if kind == "sign":
         return sent - (row - sent)
     if kind == "ascent":

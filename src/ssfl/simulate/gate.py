@@ -1,5 +1,6 @@
-"""The gate (federation.gate) checks models before they are averaged. It refuses broken ones, shortens updates
-that are too long, and lowers the weight of users whose updates repeatedly work against the server's labels.
+"""The gate (federation.gate) checks the models that users return before they are averaged. It refuses broken
+models, shortens updates that are too long, and gives less weight to users whose updates repeatedly work
+against the server's labels.
 
 The length of an update is its norm. The usual length in a round is the median over the users.
 """
@@ -10,51 +11,59 @@ import torch
 from torch import Tensor
 
 REACH = 1.0
-"""An update longer than this multiple of the usual length (the median norm of the users' updates) is
-shortened to it. Honest lengths differ little, even if the users' classes are skewed."""
+"""An update longer than this multiple of the usual length is shortened to it. The usual length is the median
+norm of the users' updates. The limit can be low because honest lengths differ little, even if users have
+different classes."""
 GROWTH = 2.0
-"""The usual length (the median norm of the users' updates) can be at most this multiple of the largest one in
-the remembered rounds."""
+"""Limits how fast the usual length (the median norm of the users' updates) may grow: to this multiple of the
+largest one in the remembered rounds."""
 ROUNDS = 10
-"""For how many past rounds the usual length (the median norm of the users' updates) is remembered."""
+"""The number of past rounds whose usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
-"""An update is refused if its norm is larger than this multiple of the usual length (the median over users),
-and also larger than `SHARE` allows."""
+"""An update is refused if its norm is above this multiple of the usual length (the median over users) and
+also above `SHARE` times the norm of the model."""
 SHARE = 0.3
 """An update whose norm is below this share of the model's norm is never refused for its length, only
-shortened. In early rounds, a single user may be confident and learn while the others hardly move."""
+shortened. In early rounds, one honest user may already learn while the updates of the others are almost
+zero."""
 STRIKES = 3
 """A user whose models were refused this many times is excluded for the rest of the run."""
 DOUBT = 0.2
-"""A user gets no weight if its trust is this far below zero, or below the median trust if that is negative.
-Trust is the cosine between its updates and the server's descent direction, averaged over rounds. On digits,
-the trust of honest users stays above -0.22, also with a Dirichlet split of 0.1. Users that reverse their
-updates fall to between -0.2 and -0.46."""
+"""A user gets no weight if its trust is this far below zero, or this far below the median trust if the median
+is negative. Trust is the cosine between a user's updates and the direction in which the server's loss falls,
+averaged over rounds.
+
+On digits, the trust of honest users stays above -0.22, even with a Dirichlet split of 0.1. The trust of users
+that reverse their updates falls to between -0.2 and -0.46.
+"""
 NAMED = 0.25
-"""The events of a round list the users whose weight is below this. Weights are from 0 to 1."""
+"""A round's event lists the users whose weight in the average is below this. Weights are from 0 to 1."""
 KEEPS = 0.8
-"""The share of a user's trust that is kept from one round to the next; the rest comes from the new update."""
+"""The share of a user's trust that is kept from one round to the next. The rest comes from the user's new
+update."""
 VIEWS = 256
-"""About how many strong views of labelled images are used to compute the direction in which the server's loss
-falls."""
+"""The approximate number of strong views of labelled images from which the direction is computed in which the
+server's loss falls."""
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate decides about the models of a round."""
+    """What the gate decided about the n models of a round."""
 
     reasons: list[str]
-    """Why each model is refused; "" if it is accepted."""
+    """For each of the n models, why it is refused; "" if it is accepted."""
     rows: Tensor
-    """[n, P + Q]: the models of the n users, in which updates that are too long are shortened."""
+    """[n, P + Q]: the models (P weights and Q running statistics each) after updates that were too long have
+    been shortened."""
     usual: Tensor
-    """The usual length of an update in this round: the median norm over the accepted users, limited by
-    earlier rounds."""
+    """The usual length of an update in this round: the median norm over the accepted users. It is limited to
+    twice the largest usual length of the remembered rounds."""
     times: list[float]
-    """Each update's norm as a multiple of the usual length (the median over users), before it was
-    shortened."""
+    """For each of the n models, the norm of its update before shortening, as a multiple of the usual length
+    (the median over users)."""
     weights: Tensor
-    """[n]: the weight in the average, from 0 to 1, of each model that is not refused."""
+    """[n]: the weight of each model in the average, from 0 to 1. Refused models have weight 1 here, but the
+    caller leaves them out of the average."""
 
 
 def judge(
@@ -64,17 +73,17 @@ def judge(
     before: Tensor | None = None,
     trust: Tensor | None = None,
 ) -> GateResult:
-    """Returns which of the models `rows` [n, P + Q] are refused or shortened, and their weights. `sent` are
-    the models that the n users received.
+    """Decides which of the n models `rows` [n, P + Q] are refused, which updates are shortened, and the
+    weight of each model in the average. `sent` [n, P + Q] are the models that the n users received.
 
-    `strikes` counts how often each user was refused. `before` holds the usual lengths of earlier rounds (the
-    larger of the users' and the server's), 0 if unknown. `trust` [n] comes from `trusted`.
+    `strikes` [n] counts how often each user was refused before. `before` holds the usual lengths of earlier
+    rounds (the larger of the users' and the server's), or 0 where unknown. `trust` [n] comes from `trusted`.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
-    median length of the users' updates. It is also limited by earlier rounds, since most users of one round
-    may be attackers by chance. The median includes users that are not trusted, so that a user that gains
-    trust by a trick cannot escape the limit. The accuracy of a single model on the server's labels is not
-    used. In the middle of training, honest users with few classes return models no better than chance,
+    median length of the users' updates. The median itself is limited by earlier rounds, since most users of
+    one round may be attackers by chance. The median includes users that are not trusted, so that a user that
+    gains trust by a trick cannot escape the limit. The accuracy of a single model on the server's labels is
+    not used. In the middle of training, honest users with few classes return models no better than chance,
     although their average is good.
     """
     reasons = ["excluded after three refusals" if count >= STRIKES else "" for count in strikes.tolist()]
@@ -104,27 +113,30 @@ def judge(
 
 
 def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:
-    """Returns the users' trust [n] after one more round, from their updates [n, P]:
+    """Returns the trust [n] in n users after one more round, from their previous `trust` [n] and their
+    `updates` [n, P]:
 
         trust = 0.8 · trust + 0.2 · cos(update, direction)
 
-    The direction is the one in which the loss on strong views of the server's labelled images falls fastest.
-    The rule follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the server's own
-    update, with two changes. First, strong views replace plain images: the server memorises its few labelled
-    images, so that their gradient becomes uninformative. Second, the cosine is averaged over rounds, starting
-    from 0: the honest update of a skewed user may oppose the direction in a single round.
+    `direction` [P] is the one in which the loss on strong views of the server's labelled images falls
+    fastest. The rule follows FLTrust (Cao et al. 2021), which weights updates by their cosine with the
+    server's own update, with two changes. First, strong views replace plain images: the server memorises its
+    few labelled images, so that their gradient becomes uninformative. Second, the cosine is averaged over
+    rounds, starting from 0: in a single round, the update of an honest user with few classes may oppose the
+    direction.
     """
     cosines = torch.nn.functional.cosine_similarity(updates, direction[None], dim=1)
     return KEEPS * trust + (1 - KEEPS) * torch.where(cosines.isfinite(), cosines, 0.0)
 
 
 def weighted(trust: Tensor) -> Tensor:
-    """Returns the users' weights [n] in the average, given their trust (see `trusted`):
+    """Returns the weights [n] of n users in the average, from 0 to 1, given their trust [n] (see `trusted`):
 
         weight = clamp(1 + (trust - min(0, median trust)) / 0.2, 0, 1)
 
-    Users whose updates oppose the direction in which the server's loss falls get less weight, unless most
-    users' updates oppose it. In that case the direction is uninformative for this method or these images.
+    Users whose updates oppose the direction in which the server's loss falls get less weight. If most users'
+    updates oppose it, the direction is uninformative for this method or these images; so trust is compared
+    with the median.
     """
     if not len(trust):
         return trust
@@ -133,8 +145,8 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the usual length of an update: the median of the `lengths`, limited by the usual lengths of
-    earlier rounds (`before`)."""
+    """Returns the usual length of an update in a round: the median of the `lengths`, but at most twice the
+    largest usual length of earlier rounds (`before`)."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):
         usual = torch.minimum(usual, GROWTH * before.max().to(usual))
@@ -142,7 +154,8 @@ def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:
-    """Returns the usual lengths of the last rounds for the gate to remember. This round's is the larger of
-    the users' (`usual`) and the server's; it replaces the oldest in `before`."""
+    """Returns the usual lengths of the last rounds, for the gate to use in the next rounds. The oldest entry
+    of `before` is dropped. The new entry is the larger of the users' usual length (`usual`) and the length of
+    the server's update (`server`)."""
     longest = torch.maximum(usual.to(before), torch.as_tensor(server).to(before))
     return torch.cat([before[1:], longest.reshape(1)])

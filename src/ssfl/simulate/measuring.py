@@ -1,4 +1,5 @@
-"""Makes the events of a round: who took part, their metrics, and gradient diversity."""
+"""Makes the events of a round: one with the participants and their metrics, and one with the gradient
+diversity."""
 
 import math
 from collections.abc import Collection
@@ -22,8 +23,9 @@ from ssfl.simulate.rounds import Log, Round
 
 
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
-    """Returns the event of a round: who took part, their metrics, and the bytes that were sent. `size` is the
-    number of bytes of one model."""
+    """Returns the event of a round: who took part, the metrics of users and server, and the bytes that were
+    sent. `size` is the size of one model in bytes, and `round` counts from 1. Raises if a loss or update is
+    not finite."""
     cohort, log = fed.cohort, fed.log
     event: Event = {
         "event": "round",
@@ -67,7 +69,8 @@ def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
 
 
 def require_finite(config: Config, round: int, whose: str, numbers: list[float]) -> None:
-    """Raises if training diverged, that is if one of these numbers is not finite."""
+    """Raises DivergedError if one of these numbers is not finite. `whose` says in the message whose loss or
+    update they are."""
     if all(math.isfinite(number) for number in numbers):
         return
     federation, rate = config.federation, config.train.lr
@@ -87,13 +90,15 @@ def require_finite(config: Config, round: int, whose: str, numbers: list[float])
 def diversity_event(
     engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
-    """Returns the event with the gradient diversity (Definition 1 of Zhang et al. 2020) and its variants.
-    Each trainer's gradient is taken at the weights that it received."""
+    """Returns the event with the gradient diversity of a round (Definition 1 of Zhang et al. 2020) and its
+    variants. The gradient of each user, and of the server, is taken at the weights that this trainer
+    received."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
     def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
-        """Returns the gradient of each of these trainers over all its images, at the models `rows`."""
+        """Returns the gradients [n, P] of n trainers, each over all images of that trainer and at its model
+        in `rows` [n, P + Q]."""
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
@@ -132,8 +137,9 @@ def _in_parts(
     sizes: Tensor,
     weights: int,
 ) -> Tensor:
-    """Returns each trainer's gradient over all its images. They are computed for `at_once` trainers at a
-    time. With torchrun, each process computes a share of them."""
+    """Returns the gradients [n, P] of n trainers, each over all images of that trainer. To limit memory, only
+    `at_once` trainers are computed at a time. With torchrun, each process computes some of the trainers, and
+    all get the whole result."""
     count = len(rows)
     share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []
@@ -160,7 +166,8 @@ def _in_parts(
 def _of_users(
     metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
 ) -> dict[str, Any]:
-    """Returns the users' part of a round's event. Means are over the users that the gate did not refuse."""
+    """Returns the fields of a round's event that are about users: the loss, mask rate and update norm of each
+    user, and the means over all users that the gate did not refuse."""
 
     def total(values: list[float]) -> float:
         return sum(value for place, value in enumerate(values) if place not in refused)

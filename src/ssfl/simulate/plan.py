@@ -1,5 +1,5 @@
-"""The plan of all rounds: who takes part, and which images they train on. It follows from the config and the
-split."""
+"""The plan of all rounds of a run: who takes part in each round, and which images they train on. It follows
+from the config and the split alone."""
 
 import builtins
 from collections.abc import Callable, Sequence
@@ -22,8 +22,9 @@ Positions = Callable[[int, Tensor, Tensor, int | Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Owners:
-    """The images of all owners (users or the server), as indices into the pool. One tensor has them all, one
-    owner after another."""
+    """Which images each owner (a user, or the server) has, as indices into the pool of all images. One tensor
+    holds the indices of all owners, one owner after another, so that batches of many owners are looked up at
+    once."""
 
     images: Tensor
     starts: Tensor
@@ -35,15 +36,16 @@ class Owners:
         return cls(*(torch.from_numpy(a).to(device) for a in (hands.flat, hands.edges[:-1], hands.sizes)))
 
     def at(self, owners: Tensor, places: Tensor) -> Tensor:
-        """Returns the images, as indices into the pool, at the given places [n, m] in the lists of these n
-        owners."""
+        """Returns indices into the pool of all images [n, m], for n `owners` and m images each. `places` [n,
+        m] says which of an owner's images is meant: 0 is its first."""
         index = self.starts[owners][:, None] + places
         return self.images[index.clamp(max=len(self.images) - 1)]  # the last owner may have no image
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of all rounds of a run: who takes part, and which images they train on."""
+    """The plan of all rounds of a run: who takes part, which images they train on, and with which learning
+    rates."""
 
     config: Config
     """The resolved config."""
@@ -52,12 +54,12 @@ class Plan:
     server: Owners
     """The server's labelled images. The server is their only owner."""
     positions: Positions
-    """The engine's implementation of `positions` (see `engines/work.py`), which says which image a trainer
-    sees when."""
+    """A function of the engine that returns, for each trainer, the order in which it goes through its images.
+    See `positions` in `engines/work.py`."""
     device: torch.device
     judges: Tensor | None = None
-    """The server's labelled images on which it does not train but evaluates models
-    (train.server_held_out)."""
+    """The server's labelled images on which it does not train, as indices into the pool of all images
+    (train.server_held_out). Models are evaluated on them. None if there are none."""
 
     @property
     def participants(self) -> int:
@@ -69,8 +71,8 @@ class Plan:
 
     @property
     def own_streams(self) -> bool:
-        """Whether every user keeps a model of its own between rounds, instead of starting from that of its
-        group."""
+        """Whether every user keeps a model of its own from round to round, instead of starting from the model
+        of its group."""
         return self.config.method.start == "user"
 
     @property
@@ -79,22 +81,25 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the server's model are trained at a time."""
+        """How many copies of the server's model are trained in a round: 1, or one for each group if the
+        method has `server_replicas`."""
         return self.streams if getattr(self.config.method, "server_replicas", False) else 1
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The views that users' steps need."""
+        """The kinds of views ("weak", "strong") that the method uses in users' training steps."""
         return tuple(view for view in ("weak", "strong") if view in self.config.method.uses())
 
     def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
-        """Returns a round's cohort, and what the users and the server train on."""
+        """Returns a round's cohort, the users' work and the server's work. Work is which images to train on,
+        with which learning rates and random keys. The server's is None if it has no labelled images."""
         cohort = self.cohort(round)
         server_work = self.server_work(round) if len(self.server.images) else None
         return cohort, self.users_work(round, cohort), server_work
 
     def cohort(self, round: int) -> Cohort:
-        """Returns the users that take part in a round, with their groups."""
+        """Returns the users that take part in a round, with their groups. The cohort is empty in rounds in
+        which only the server trains."""
         federation, rounds = self.config.federation, self.config.federation.rounds or 0
         if not self.config.method.trains_users or round < head_start(federation.head_start, rounds):
             return Cohort((), (), ((),) * self.streams, (), ())
@@ -110,7 +115,8 @@ class Plan:
         )
 
     def steps_before(self, round: int) -> int:
-        """Returns how many steps every trainer has taken in all rounds before this one."""
+        """Returns how many training steps each trainer has taken before this round. The learning rate
+        schedule depends on this number."""
         federation = self.config.federation
         steps = round * federation.period
         if not federation.extra_step:
@@ -119,14 +125,14 @@ class Plan:
         return steps + -(-round // epoch)
 
     def batch_size(self, role: str) -> int:
-        """Returns the batch size of a "user" or of the "server"."""
+        """Returns the number of images in a training step, for the role "user" or "server"."""
         train = self.config.train
         return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
 
     @cached_property
     def local_steps(self) -> Tensor | None:
-        """[K]: how many steps each of the K users takes in a round; None if all users take the same
-        number."""
+        """[K]: how many training steps each of the K users takes in a round, with federation.local_epochs.
+        None without this setting: all users then take the same number."""
         epochs = self.config.federation.local_epochs
         if epochs is None:
             return None
@@ -134,17 +140,18 @@ class Plan:
 
     @cached_property
     def most_steps(self) -> int:
-        """The most steps that any user takes in a round; 0 if all take the same number."""
+        """The largest number of training steps that any user takes in a round, with federation.local_epochs;
+        0 without this setting."""
         return 0 if self.local_steps is None else int(self.local_steps.max())
 
     def own_steps(self, role: str) -> int | None:
-        """Returns the number of steps in a round for the "user" or the "server", if federation.local_epochs
-        or train.server_steps sets one; else None. With such a number, the learning rate is constant within a
-        round."""
+        """Returns the number of steps in a round for the role "user" or "server", if a setting of its own
+        fixes it: federation.local_epochs or train.server_steps. Otherwise returns None, and federation.period
+        applies. With such a setting, the learning rate is constant within a round."""
         return (self.most_steps or None) if role == "user" else self.config.train.server_steps
 
     def rates(self, round: int, role: str = "user") -> tuple[float, ...]:
-        """Returns the learning rate of each step of a round, for the "user" or the "server"."""
+        """Returns the learning rate of each training step of a round, for the role "user" or "server"."""
         train = self.config.train
         rate = partial(
             learning_rate,
@@ -161,7 +168,9 @@ class Plan:
         return tuple(rate(step) for step in range(first, self.steps_before(round + 1)))
 
     def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, members: Tensor) -> Work:
-        """Returns the work of these trainers in a round: their batches, learning rates and random keys."""
+        """Returns what n trainers do in a round: the batches, learning rates and random keys of their steps.
+        `trainers` [n] are the numbers that the random keys depend on. `members` [n] are their positions in
+        `owners`."""
         seed, size, user = self.config.run.seed, self.batch_size(role), role == "user"
         rates, own_steps = self.rates(round, role), self.own_steps(role)
         taken = self.local_steps[members] if user and self.local_steps is not None else None

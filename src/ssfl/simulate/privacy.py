@@ -1,10 +1,10 @@
-"""Differential privacy for whole users: each user clips its update and adds Gaussian noise itself.
+"""Differential privacy for whole users: each user clips its update and adds Gaussian noise before sending it.
 
-Neighbouring federations differ in one user, whose images are replaced by any others. What that user sends in
-a round then differs by at most twice the clipping norm. Two upper bounds ε follow, at the same δ.
-`epsilon_sent` bounds what all updates of one user reveal to the server. `epsilon_model` bounds what the
-averaged models reveal to a reader who sees no single update, is no user, and knows neither the seed nor who
-took part. docs/security.md says what that means and what it does not cover.
+Two federations are neighbours if they differ only in the images of one user. What that user sends in a round
+then differs by at most twice the clipping norm. From this, two upper bounds ε are computed for the same δ.
+`epsilon_sent` bounds what all updates of one user together reveal to the server. `epsilon_model` bounds what
+the averaged models reveal to somebody who only sees these models: no single update, not the seed, and not who
+took part. docs/security.md says what the bounds mean and what they do not cover.
 """
 
 import math
@@ -26,10 +26,12 @@ EPSILONS = ("epsilon_sent", "epsilon_model")
 
 
 def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tensor) -> Tensor:
-    """Returns what users send instead of their models [n, P + Q]. Each update is clipped to the norm `clip`,
-    and normal draws [n, P + Q] times `noise` times `clip` are added, also to the running statistics.
+    """Returns the models [n, P + Q] that n users send under differential privacy, instead of the models
+    `rows` that they trained from `sent`.
 
-    An update that is not finite is replaced by zero, so that nothing but noise is sent.
+    Each update is clipped to the norm `clip`. Then `noise` · `clip` · `normal` is added to every number, also
+    to the running statistics; `normal` [n, P + Q] are standard normal draws. An update that is not finite is
+    replaced by zero, so that only noise is sent.
     """
     updates = rows.double() - sent
     lengths = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
@@ -38,13 +40,15 @@ def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tens
 
 
 def secret(count: int) -> Tensor:
-    """Returns normal draws from the operating system's randomness. Nobody may know the noise of a real site,
-    and all other draws depend on a seed that the server knows."""
+    """Returns `count` standard normal draws made from the operating system's randomness. Real sites use them
+    as noise, because the server must not be able to compute it. All other random draws of a run follow from a
+    seed that the server knows."""
     return draws.normal(torch.frombuffer(bytearray(os.urandom(16 * count)), dtype=torch.int64))
 
 
 def planned(config: Config) -> Event:
-    """Returns the privacy event for a whole run without dropouts. The config must be resolved."""
+    """Returns the privacy event (both ε and their parameters) for a whole run, before it starts and as if no
+    user dropped out. The config must be resolved."""
     federation = config.federation
     participants, groups = federation.participants or 1, federation.groups or 1
     least = participants // groups
@@ -57,7 +61,8 @@ def planned(config: Config) -> Event:
 
 
 def spent(config: Config, history: Iterable[Event]) -> Event:
-    """Returns the privacy event for the rounds so far, computed from their events."""
+    """Returns the privacy event (both ε and their parameters) for the rounds that were played so far.
+    `history` are the run's events."""
     parts: Counter[int] = Counter()
     least: Counter[int] = Counter()
     round = 0
@@ -71,7 +76,7 @@ def spent(config: Config, history: Iterable[Event]) -> Event:
 
 
 def describe(event: Event) -> str:
-    """Returns a privacy event as one line of text."""
+    """Returns a privacy event as one line of text for the user."""
     over = f"over {event['rounds']} rounds" if event["round"] == 0 else f"after {event['round']} rounds"
     sent, model = (f"{event[name]:.4g}" for name in EPSILONS)
     return (
@@ -82,8 +87,12 @@ def describe(event: Event) -> str:
 
 
 def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any]:
-    """Returns the two bounds ε, `epsilon_sent` and `epsilon_model`, for a user that took part in `parts`
-    rounds. `least` maps the size of a round's smallest group to the number of such rounds."""
+    """Returns the two bounds `epsilon_sent` and `epsilon_model` with their parameters, as fields of a privacy
+    event.
+
+    `parts` is the largest number of rounds in which any one user took part. `least` maps a size to the number
+    of rounds whose smallest group had that size: the average of a small group contains less noise.
+    """
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
     # a mean of n users contains n draws of noise; for other averages we count only the one of each model
@@ -104,12 +113,12 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
 def epsilon(
     releases: Iterable[tuple[float, int]], delta: float, drawn: tuple[int, int] | None = None
 ) -> float:
-    """Returns ε at δ for a series of releases. Each entry is a noise, as a multiple of the clipping norm, and
-    the number of releases with it.
+    """Returns the ε of differential privacy at δ for a series of noisy releases. `releases` are pairs of the
+    noise, as a multiple of the clipping norm, and the number of releases with this noise.
 
-    With `drawn` (C, K), C of K users were drawn for each release, without replacement and in secret. Google's
-    dp-accounting does the Rényi accounting; the effect of sampling follows Wang, Balle and Kasiviswanathan
-    (2019).
+    With `drawn` = (C, K), each release used C of K users, drawn at random and in secret, which lowers ε.
+    Google's dp-accounting does the Rényi accounting. The effect of sampling follows Wang, Balle and
+    Kasiviswanathan (2019).
     """
     dp = library()
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)

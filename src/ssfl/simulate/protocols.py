@@ -1,5 +1,5 @@
-"""Interfaces that a round uses: the simulation (or the server of a real federation), its workers, and other
-processes."""
+"""Interfaces that `Round` uses, so that rounds run alike in simulations and in real federations: the
+experiment, the workers that train, and the processes of torchrun."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -18,7 +18,8 @@ from ssfl.simulate.scoring import ModelScore
 
 
 class Experiment(Protocol):
-    """What a round needs from its simulation, or from the server of a real federation."""
+    """What a round needs to know about the run: its config, data and plan, and how to evaluate models.
+    Simulations and the server of a real federation implement it."""
 
     @property
     def config(self) -> Config: ...
@@ -45,33 +46,37 @@ class Experiment(Protocol):
 
 
 Extra = Callable[[Sequence[int]], Named]
-"""A function that maps n users to the tensors that they are sent besides a model, [n, ...] each."""
+"""A function that takes n user numbers and returns the tensors, [n, ...] each and by name, that these users
+are sent in addition to a model."""
 
 
 class Workers(Protocol):
-    """Trains a round's users and the server, in this process or elsewhere."""
+    """Trains a round's users and the server, either on this machine or at real sites."""
 
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends the models `start`, one per group, and the `extra` tensors to the users. Returns the cohort
-        without users that dropped out. While real sites train, it calls `meanwhile`, which trains the
-        server's model."""
+        """Sends each user the model of its group in `start`, and the `extra` tensors. Returns the cohort
+        without users that dropped out. With real sites, calls `meanwhile` while the sites train; it trains
+        the server's model."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Returns the results of some of the cohort's users (`part`), trained from the models and tensors
-        that they were sent."""
+        """Returns the training results of some of the cohort's users. `part` is the slice of the cohort,
+        `rows` [n, P + Q] the model that each of its n users starts from, and `tensors` what else the users
+        were sent."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns these models after training on the server's labelled images."""
+        """Returns the models `rows` [m, P + Q] after training on the server's labelled images."""
 
 
 class Ranks(Protocol):
-    """The processes of torchrun that share the users of a round, see `engines/dist.py`."""
+    """The processes of torchrun, among which the users of a round are divided. See `engines/dist.py`."""
 
     def share(self, count: int) -> slice:
-        """Returns which of a round's `count` users this process trains, as a slice of their positions."""
+        """Returns which of a round's `count` users this process trains, as a slice of their positions in the
+        cohort."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Returns the sum of all processes' `streams` (the partial sums of the groups' models), and each
-        tensor of `each` with the rows of all users, in order."""
+        """Exchanges results among the processes; every process gets the same. Returns a list: first the sum
+        over processes of `streams` (sums of the models of each group), then each tensor of `each` with the
+        rows of all `count` users, in order."""

@@ -1,7 +1,8 @@
-"""One round as a method sees it: `Round` implements `federation.Fed` for simulated users and for real sites.
+"""One round as a method sees it: `Round` implements the interface `federation.Fed`, both for simulated users
+and for real sites.
 
-It sends models, trains them, checks and averages the updates that come back, and logs what the round's events
-need. `Workers` (see `protocols.py`) decides where and how users train.
+A round sends models, trains them, checks and averages the updates that come back, and logs what the round's
+events need. The `Workers` of `protocols.py` do the training, on this machine or at real sites.
 """
 
 import math
@@ -21,16 +22,16 @@ from ssfl.simulate.gate import LENGTH, NAMED, judge, trusted
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
 USUAL = "usual"
-"""The key in `State.memory` for the usual norms of updates (medians over users) in the last rounds, see
-`gate.py`."""
+"""The key in `State.memory` of the usual norms of updates in the last rounds. The usual norm of a round is
+the median over users, see `gate.py`."""
 TRUST = "trust"
-"""The key in `State.memory` for the users' trust: how well their updates agreed with the server's labels in
-the last rounds, see `gate.py`."""
+"""The key in `State.memory` of the trust in each user, [K]: how well its updates agreed with the server's
+labels in the last rounds, see `gate.py`."""
 
 
 @dataclass(frozen=True)
 class TrainedUpdates:
-    """The metrics and updates of n trainers."""
+    """The metrics and updates of n trainers (users, or copies of the server's model) in a round."""
 
     metrics: Named
     """The metrics of the n trainers by name, [n] each: loss, mask rate and others."""
@@ -43,7 +44,7 @@ class TrainedUpdates:
 
 @dataclass
 class Log:
-    """Records what happened in a round, for its events."""
+    """Collects what happened in a round. The round's events are made from it."""
 
     users: TrainedUpdates | None = None
     """The metrics and updates of the round's users; None if no user returned a model."""
@@ -55,29 +56,32 @@ class Log:
     """[P + Q]: the model that the server ended with (P weights and Q running statistics); None if it did not
     train."""
     server_steps: int = 0
-    """How many models the server trained in this round. Each copy (replica) counts."""
+    """How many models the server trained in this round: 1, or more if it trains a copy for each group. (The
+    number counts models, not training steps.)"""
     refused: dict[int, str] = field(default_factory=dict)
-    """Why the gate refused a model, by the position of its user in the cohort."""
+    """The users whose models the gate refused. Maps a user's position in the cohort to the reason."""
     cut: dict[int, float] = field(default_factory=dict)
-    """Updates that were far too long and were shortened: their norm as a multiple of the usual norm (the
-    median over users), by the position of their user in the cohort."""
+    """The users whose updates were far too long, so that the gate shortened them. Maps a user's position in
+    the cohort to the update's norm, as a multiple of the usual norm (the median over users)."""
     usual: Tensor | None = None
-    """The usual norm of an update in this round (the median over users); None without a gate."""
+    """The usual norm of an update in this round (the median over users); None if the gate is off."""
     trust: Tensor | None = None
-    """[n]: the trust in each of the cohort's users after this round (see `gate.py`); None without a gate or
-    without labels at the server."""
+    """[n]: the trust in each of the cohort's n users after this round (see `gate.py`); None if the gate is
+    off or the server has no labels."""
     against: dict[int, float] = field(default_factory=dict)
-    """The weights of users that the gate hardly trusts, by their positions in the cohort."""
+    """The users to which the gate gives little weight, because their updates work against the server's
+    labels. Maps a user's position in the cohort to its weight, from 0 to 1."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further metrics that the method recorded."""
+    """Further metrics of the round, by name, which the method recorded with `Round.record`."""
     sent_bytes: int = 0
-    """Bytes that users were sent besides models."""
+    """The number of bytes that the server sent to users in addition to the models."""
     reported_bytes: int = 0
-    """Bytes that users reported besides models."""
+    """The number of bytes that users sent to the server in addition to their models."""
 
 
 class Round:
-    """Implements `Fed`, the interface that a method's `round` uses, for one round."""
+    """What a method's function `round` works with: it trains users and the server, and averages their models.
+    Implements the interface `federation.Fed` for a single round."""
 
     def __init__(self, sim: Experiment, state: State, cohort: Cohort, workers: Workers, keep: bool) -> None:
         self.sim, self.state, self.cohort, self.workers = sim, state, cohort, workers
@@ -91,7 +95,7 @@ class Round:
 
     @property
     def server_counts(self) -> Tensor:
-        """[classes]: how many labelled images of each class the server has."""
+        """[classes]: the number of the server's labelled training images in each class."""
         return self.sim.server_counts
 
     @property
@@ -100,42 +104,47 @@ class Round:
         return self.sim.has_server
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key from which random numbers for a purpose are drawn (see `core/draws.py`), for this
-        round or for the whole run."""
+        """Returns the key from which a method draws its random numbers (see `core/draws.py`). Different
+        purposes have independent keys. With `by_round`, the key is new in each round; otherwise it is the
+        same in the whole run."""
         seed = self.sim.config.run.seed
         return torch.tensor(draws.key(seed, purpose, *([self.state.round] if by_round else [])))
 
     def record(self, **metrics: float) -> None:
-        """Adds metrics to the round's event."""
+        """Adds metrics, by name, to the event of this round."""
         self.log.metrics |= metrics
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
-        """Returns the probabilities [m, B, classes] that each of m models predicts for B uint8 images."""
+        """Returns the class probabilities [m, N, classes] that each of the m models `rows` [m, P + Q]
+        predicts for N uint8 images."""
         if not len(rows):
             return rows.new_zeros(0, len(images), self.classes)
         return torch.stack([self.sim.predicted(row, images) for row in rows])
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's balanced accuracy minus chance, on about `most` of the server's labelled
-        images."""
+        """Returns how much better than guessing the model `row` [P + Q] is, on about `most` of the server's
+        labelled images: its balanced accuracy minus one divided by the number of classes."""
         per_class = self.sim.server_score(row, most).per_class
         accuracies = [accuracy for accuracy in per_class if accuracy is not None]
         return sum(accuracies) / len(accuracies) - 1 / len(accuracies)
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's mean confidence on about `most` of the server's labelled images."""
+        """Returns the mean confidence (the probability of the most likely class) of the model `row` [P + Q],
+        on about `most` of the server's labelled images."""
         images, _ = self.sim.server_images(most)
         return float(self.sim.predicted(row, images).amax(-1).mean())
 
     # --- training -------------------------------------------------------------------------------------------
 
     def train_server(self, row: Tensor) -> Trained:
-        """Returns a model after training on the server's labelled images."""
+        """Trains the model `row` [P + Q] on the server's labelled images. Returns the trained model and its
+        momentum."""
         return self._train_server(row[None])[1]
 
     def _train_server(self, sent: Tensor) -> tuple[Tensor, Trained]:
-        """Trains the models in `sent` on the server's labelled images. Returns all of them, and the result
-        for the first. There is one model, or several copies (replicas) if each group has one of its own."""
+        """Trains the m models `sent` [m, P + Q] on the server's labelled images. Returns all m trained
+        models, and the first of them with the momentum of all. Usually m = 1; some methods train a copy of
+        the server's model for each group."""
         if not self.has_server:
             raise MethodError(
                 "the round trains the server, which has no labelled images: check fed.has_server first",
@@ -160,8 +169,13 @@ class Round:
         replicas: int = 1,
         send: Extra | None = None,
     ) -> Users:
-        """Sends each participant the model of its group, trains it there, and averages the updates that come
-        back."""
+        """Trains the round's participants and returns the average of each group.
+
+        `start` [S, P + Q] are the models of the S groups, or of all users if each keeps its own. Each
+        participant receives its model, and the tensors that `send` returns for it, and trains. If `server` [P
+        + Q] is not None, the server trains this model meanwhile (`replicas` copies of it), and the result
+        enters each average with `server_weight`.
+        """
         if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
                 f"the round needs {NEEDS['sends']}: add 'sends' to what needs() returns", key="sends"
@@ -185,9 +199,12 @@ class Round:
         server_weight: float | None,
         send: Extra | None,
     ) -> "CohortResult | None":
-        """Trains the cohort, a part at a time, and returns the result. The models of each part are added to
-        their groups' sums at once, so that only one part is in memory, unless all models are needed
-        together."""
+        """Trains the cohort and returns the result; None if the cohort is empty.
+
+        Users are trained in parts of run.users_at_once. After each part, its models are added to the sums of
+        their groups and dropped, to save memory. All models are kept only if something needs them together,
+        such as a median.
+        """
         count, ranks = len(cohort.users), self.sim.ranks
         if not count:
             return None
@@ -238,8 +255,9 @@ class Round:
         server_results: list[tuple[Tensor, Trained]],
         server_weight: float | None,
     ) -> Users:
-        """Returns the users' result with the average of each group, over the models that came back and the
-        server's model with its weight."""
+        """Returns the result of the round's users with the averaged model of each group. The average is over
+        the users' models that the gate accepted and, if the server trained too, the server's model with
+        `server_weight`."""
         cohort = self.cohort
         matrix, momentum = (None, ()) if returned is None else (returned.matrix, returned.momentum)
         counted, groups = list(range(len(cohort.users))), cohort.groups
@@ -275,8 +293,9 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Returns the models after the gate (federation.gate), their weights, and the positions of the users
-        that count: the gate accepted their models, and their weight is above 0."""
+        """Applies the gate (federation.gate) to the models `rows` that users returned. Returns the models, of
+        which the gate may have shortened updates; their weights; and the positions of the users to average.
+        Users that were refused, or have weight 0, are left out of these positions."""
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
@@ -297,8 +316,8 @@ class Round:
         return rows, weight, counted
 
     def _trust(self, users: list[int], updates: Tensor) -> Tensor | None:
-        """Returns the trust of the cohort's users after this round (see `gate.py`); None if the server has no
-        labels."""
+        """Returns the trust [n] in the cohort's n users after this round, computed from their `updates` (see
+        `gate.py`); None if the server has no labels."""
         before = self.state.memory.get(TRUST)
         direction = None if before is None else self.sim.descent(self.state.average, self.state.round)
         if before is None or direction is None:
@@ -306,8 +325,9 @@ class Round:
         return trusted(before[users], updates[:, : self.layout.weights], direction)
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
-        """Returns the mean or the robust average of the models in a group, or of all models if the group is
-        empty."""
+        """Returns the average [P + Q] of the models in a group, by the rule of federation.combine: mean,
+        trimmed mean or median. `group` are positions in `rows`; for an empty group, all models are
+        averaged."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -321,8 +341,9 @@ class Round:
         return loss if math.isfinite(loss) else math.inf
 
     def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
-        """Returns the momentum that trainers start with. It is kept from the last round, at the rows `slots`
-        of the state's momentum, or it is zero."""
+        """Returns the momentum [n, P] with which n trainers start the round. Each trainer continues with the
+        row of the state's momentum that `slots` names. If `slots` is None or no momentum is kept, it is
+        zero."""
         if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
@@ -335,8 +356,9 @@ class Round:
     def _exchanged(
         self, ranks: Ranks, sums: Tensor, own: TrainedUpdates, momentum: Tensor, count: int
     ) -> tuple[Tensor, TrainedUpdates, Tensor]:
-        """Exchanges results with the other processes of torchrun. Returns the sums, the metrics and the
-        momentum of all users, given those of this process."""
+        """Exchanges results with the other processes of torchrun. The arguments are the results of this
+        process' users. Returns those of all users together: the sums of each group's models, the metrics, and
+        the momentum."""
         each = [torch.stack([*own.metrics.values(), own.norms], dim=1).to(sums.dtype)]
         if len(self.state.momentum):
             each.append(momentum)
@@ -352,43 +374,46 @@ class Round:
 
 @dataclass(frozen=True)
 class CohortResult:
-    """The result of a cohort's training."""
+    """The result of training a cohort, before the averages are computed."""
 
     sums: Tensor
-    """[S, P + Q]: for each of the S groups, the weighted sum of its users' models, to which the server's part
-    is added later."""
+    """[S, P + Q]: for each of S groups, the weighted sum of its users' models. The server's model, with its
+    weight, is added later."""
     matrix: Tensor | None
-    """[S, 1 + C]: the weights with which the server and C users enter the averages of S groups, see
-    `core/averaging.py`. None if users keep models of their own."""
+    """[S, 1 + C]: the weights of the server (first column) and of the C users in the averages of the S
+    groups, see `core/averaging.py`. None if users keep models of their own, so that nothing is averaged."""
     momentum: Momentum
     held: list[tuple[Tensor, Returned]]
-    """For each part of the cohort, the models that were sent and the results. It is empty unless all models
-    are needed together."""
+    """For each part of the cohort, the models that were sent and the results. The list is empty unless all
+    models must be kept until they are averaged (`holds_models`)."""
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
-    """Returns the models, the weights and the reports of all parts of a cohort together."""
+    """Returns the models [n, P + Q], the weights [n] or None, and the reports of all n users of a cohort,
+    joined from the results of its parts."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report
 
 
 def _only(momentum: Momentum, places: list[int]) -> Momentum:
-    """Returns the momentum at these places only, so that users that do not count have no influence on the
-    next round."""
+    """Returns the momentum of the users at these positions only. Users that were left out of the average then
+    have no influence on the next round."""
     return tuple((slots[places], values[places]) for slots, values in momentum)
 
 
 def _regrouped(groups: Sequence[Sequence[int]], counted: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups without the users that do not count. `counted` are the positions of those that
-    count, and the returned positions are positions in `counted`."""
+    """Returns the members of each group, without users that were left out of the average. `groups` has
+    positions in the cohort, and `counted` the positions of the users that remain. The result has positions in
+    `counted`."""
     position = {place: number for number, place in enumerate(counted)}
     return tuple(tuple(position[place] for place in group if place in position) for group in groups)
 
 
 def _together(parts: list[TrainedUpdates], names: Sequence[str], like: Tensor, keep: bool) -> TrainedUpdates:
-    """Returns the metrics and updates of all parts of a cohort together; for no parts, those of an empty
-    cohort."""
+    """Returns the metrics and updates of all users of a cohort, joined from its parts. Without parts, the
+    result is that of an empty cohort, with the metrics `names` and tensors of the type and device of
+    `like`."""
     if not parts:
         nobody = like.new_zeros(0)
         return TrainedUpdates(dict.fromkeys(names, nobody), nobody, like[:0] if keep else None)

@@ -1,4 +1,5 @@
-"""Evaluates a network on labelled images."""
+"""Evaluates networks: accuracy, loss and logits on images, and the gradient of the loss on labelled
+images."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +14,21 @@ from ssfl.engines.work import VALUES, Pool
 
 BATCH = 1000
 STEP = 64
-"""How many images are used at once when a gradient is computed."""
+"""The batch size when `descent` computes a gradient, which needs more memory than an evaluation."""
 
 
 class ModelScore(NamedTuple):
-    """A network's accuracy and loss on some images."""
+    """A network's accuracy and loss on labelled images."""
 
     accuracy: float
     loss: float
     per_class: list[float | None]
-    """The accuracy on each class; None if the class has no image."""
+    """The accuracy on each class; None for a class without images."""
 
 
 def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> ModelScore:
-    """Returns the accuracy and loss of a network on uint8 images on the pool's device. It waits for the
-    device only once."""
+    """Returns the accuracy and the mean cross-entropy loss of a network on N uint8 images [N, C, H, W], which
+    are on the pool's device. `labels` [N] are on the CPU."""
     outputs = logits(model, pool, images)
     loss = nn.functional.cross_entropy(outputs, labels)
     correct = outputs.argmax(1) == labels
@@ -38,8 +39,8 @@ def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes:
 
 
 def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
-    """Returns the network's logits [B, classes], on the CPU, for uint8 images on the pool's device. They
-    are averaged over each image and its test views (data.test_views)."""
+    """Returns the network's logits [N, classes], on the CPU, for N uint8 images on the pool's device. The
+    logits are averaged over each image and its test views (data.test_views)."""
     model.eval()
     with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
         batch = BATCH
@@ -50,8 +51,8 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
 
 
 def averaged(model: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Tensor:
-    """Returns the mean of a network's logits over several inputs for the same images, such as their test
-    views."""
+    """Returns the mean of the network's logits [N, classes] over several versions of the same N images, such
+    as their test views. `inputs` yields one batch [N, C, H, W] for each version."""
     total, count = model(next(inputs)), 1
     for one in inputs:
         total, count = total + model(one), count + 1
@@ -59,14 +60,15 @@ def averaged(model: Callable[[Tensor], Tensor], inputs: Iterator[Tensor]) -> Ten
 
 
 def at_once(shape: Sequence[int]) -> int:
-    """Returns how many images of this shape [C, H, W] are evaluated at once: fewer if they are large, so that
-    they do not fill the memory."""
+    """Returns how many images of this shape [C, H, W] are evaluated at once: 1000, or fewer if the images are
+    large, to limit memory."""
     return max(1, min(BATCH, VALUES // math.prod(shape)))
 
 
 @contextmanager
 def _tensor_cores(allowed: bool) -> Iterator[None]:
-    """Allows TF32, which rounds inputs to ten bits, if training rounds to eight bits (bfloat16) anyway."""
+    """Allows TF32 arithmetic on GPUs inside the `with` block, if `allowed`. TF32 keeps ten bits of each
+    number. Callers allow it if training keeps only eight (bfloat16) anyway."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     if allowed:
@@ -80,11 +82,11 @@ def _tensor_cores(allowed: bool) -> Iterator[None]:
 def descent(
     model: nn.Module, layout: Layout, pool: Pool, row: Tensor, places: Tensor, keys: Tensor
 ) -> Tensor:
-    """Returns the direction [P] in which the loss on strong views of labelled images falls fastest.
+    """Returns the direction [P] in weight space in which the loss on labelled images falls fastest.
 
-    This is the negative gradient at the model `row` [P + Q], summed over one view of each image in `places`
-    of the pool. Each view is drawn with its key in `keys`. Weak views are used if the pool has no strong
-    ones.
+    This is the negative gradient at the model `row` [P + Q], summed over one strong view of each image.
+    `places` are the positions of the images in the pool, and `keys` the random keys of their views. Weak
+    views are used if the pool has no strong ones.
     """
     kind = "strong" if pool.features is None or len(pool.features.views) > 1 else "weak"
     tensors = {name: tensor.detach().clone() for name, tensor in layout.unflatten(row).items()}

@@ -1,5 +1,6 @@
-"""What simulated users send back: their models or, for attackers, manipulated models. With the section
-[privacy] of the config, updates are clipped and noise is added."""
+"""Computes what simulated users send back to the server. Honest users send the model that they trained;
+attackers send a manipulated one. With the section [privacy] of the config, every update is clipped and noise
+is added."""
 
 from collections.abc import Sequence
 
@@ -20,8 +21,12 @@ def sent_back(
     sent: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Returns the models [n, P + Q] that the server receives from n users. The users were sent the models
-    `sent` and trained them to `rows`."""
+    """Returns the models [n, P + Q] that the server receives from n users. (A model is one row of P weights
+    and Q running statistics.)
+
+    `sent` [n, P + Q] are the models that the users received, and `rows` [n, P + Q] are those models after
+    training. The result differs from `rows` only for attackers and with differential privacy.
+    """
     federation, seed = config.federation, config.run.seed
     clip, noise = config.privacy.clip, config.privacy.noise
     if clip is None and not federation.attackers:

@@ -35,12 +35,14 @@ from ssfl.simulate.rounds import TRUST, USUAL, Round
 from ssfl.simulate.workers import Simulated
 
 SLOW = "slow"
-"""The key in `State.memory` for the slow average (a moving average of the model over rounds)."""
+"""The key in `State.memory` of the slow average, an exponential moving average of the model over rounds
+(federation.slow_average)."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One experiment, ready to run its rounds."""
+    """One experiment, ready to run its rounds: the images and who owns them, the network, the engine that
+    trains it, and the plan of all rounds."""
 
     dataset: Dataset
     parts: split.Parts
@@ -52,13 +54,14 @@ class Simulation:
     plan: Plan
     device: torch.device
     make: external.Factory | None = None
-    """The function that makes the network, if it was passed as a Python object."""
+    """The function that makes the network, if the caller passed one from Python; None if the config names the
+    network."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """Digests that identify a network and a method that are not part of the package, see
-    `assemble.brought`."""
+    """Digests (hashes) of a network and a method from outside the package, if the run uses them. A resumed
+    run is compared with them, see `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
-    """The cohort and work of the next round, by its number, if they were prepared while the device was
-    busy."""
+    """The next round's cohort, the users' work and the server's work, by round number. They are prepared in
+    advance while the GPU is busy; empty if they were not."""
 
     @property
     def config(self) -> Config:
@@ -71,7 +74,8 @@ class Simulation:
 
     @property
     def ranks(self) -> Dist | None:
-        """The processes of torchrun, if users are divided among several."""
+        """The engine "dist", through which the processes of torchrun exchange results; None if one process
+        trains all users."""
         return self.engine if isinstance(self.engine, Dist) else None
 
     @property
@@ -85,7 +89,9 @@ class Simulation:
 
     @property
     def holds_models(self) -> bool:
-        """Whether the models of all of a round's users are held in memory before they are averaged."""
+        """Whether all models that users return in a round are kept in memory until they are averaged. Robust
+        averages and some methods need this. Otherwise each model is added to a sum and then dropped, which
+        needs less memory."""
         federation = self.config.federation
         robust = federation.gate or federation.median_fallback or federation.combine != "mean"
         robust = robust or federation.skip_unlabelled
@@ -93,13 +99,13 @@ class Simulation:
 
     @cached_property
     def server_counts(self) -> Tensor:
-        """[classes]: how many labelled images of each class the server has."""
+        """[classes]: the number of the server's labelled training images in each class."""
         labels = self.pool.labels[self.plan.server.images]
         return torch.bincount(labels, minlength=len(self.dataset.classes)).to(self.pool.wide)
 
     def initial(self) -> State:
-        """Returns the state before round 0. All groups and the server start from the same weights
-        (run.seed)."""
+        """Returns the state before round 0. All groups and the server start from the same weights, which are
+        drawn with run.seed or read from model.weights."""
         network = network_of(self.config, self.dataset, self.make)
         row = row_of(network, self.layout).to(self.device, self.pool.wide)
         slots = {
@@ -123,8 +129,8 @@ class Simulation:
         return replace(state, memory=memory)
 
     def play(self, state: State) -> tuple[State, list[Event]]:
-        """Runs one round, and returns the next state and the round's events. Raises if a number is not
-        finite."""
+        """Runs one round. Returns the next state and the round's events. Raises DivergedError if a loss or an
+        update is not finite."""
         ready = self._ahead.get(state.round)
         cohort, users_work, server_work = self.plan.prepare(state.round) if ready is None else ready
         every = self.config.run.diversity_every
@@ -152,15 +158,16 @@ class Simulation:
         return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
 
     def make_views(self, round: int, phases: Phases) -> None:
-        """Computes what the network's frozen part returns for the views that are new in a round, if it has
-        such a part."""
+        """Prepares the stored features of this round, if the network has a frozen first part: computes the
+        output of that part for views that are new in the round. The time is recorded in `phases`."""
         if self.pool.features is not None:
             with phases.during("features"):
                 self.pool.use(round)
 
     def played(self, state: State, fed: Round) -> State:
-        """Returns the state after the method's round. Settings that exist for all methods, such as the slow
-        average, are applied too."""
+        """Runs the method's round through `fed`, and returns the state after it. Then applies the settings
+        that exist for all methods: the server's running statistics, the slow average, and what the gate
+        remembers."""
         new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
@@ -186,14 +193,15 @@ class Simulation:
         return new
 
     def prepare(self, round: int) -> None:
-        """Prepares the next round on the CPU while a GPU is busy."""
+        """Draws the cohort and the batches of the given round on the CPU while a GPU is still busy, so that
+        the round can start at once. On a CPU it does nothing."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
 
     def evaluate(self, state: State) -> Event:
-        """Returns the evaluation event of the averaged model. It covers the test images if run.test asks for
-        them now, and the validation images if there are any."""
+        """Returns the evaluation event of the averaged model, with its accuracy and loss. Test images are
+        used if run.test asks for them in this round, and validation images if there are any."""
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
@@ -222,9 +230,12 @@ class Simulation:
         return event
 
     def final_row(self, state: State) -> Tensor:
-        """Returns the model to evaluate and save: the averaged model w_avg, or its slow average over rounds.
-        With model.norm_statistics = "recompute", its running statistics are computed on the server's
-        images."""
+        """Returns the model to evaluate and save, as a row [P + Q] of P weights and Q running statistics. It
+        is the averaged model, or its slow average over rounds (federation.slow_average).
+
+        With model.norm_statistics = "recompute", the running statistics are computed anew on the server's
+        images.
+        """
         row = evaluated_row(state)
         if self.config.model.norm_statistics != "recompute":
             return row
@@ -246,8 +257,9 @@ class Simulation:
         return row_of(self.model, self.layout)
 
     def final_tensors(self, state: State) -> dict[str, Tensor]:
-        """Returns the tensors of the averaged model by their names in the plain network. Frozen ones are
-        included if the network is saved whole."""
+        """Returns the tensors of the model to save, by the names that they have in the plain PyTorch network.
+        Frozen tensors are included if the network started from pretrained weights, so that the saved file can
+        be used without other files."""
         trained = self.method.plain(self.layout.unflatten(self.final_row(state)))
         if not is_saved_whole(self.config):
             return trained
@@ -255,24 +267,28 @@ class Simulation:
         return whole.state_dict() | trained
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
-        """Returns the accuracy and loss of a model on these images."""
+        """Returns the accuracy and loss of the model `row` [P + Q] on uint8 images [N, C, H, W] with these
+        labels [N]."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def server_score(self, row: Tensor, most: int | None = None) -> scoring.ModelScore:
-        """Returns a model's accuracy and loss on the images of `server_images`. Rounds do this often, so
-        predictions are not averaged over test views."""
+        """Returns the accuracy and loss of the model `row` [P + Q] on about `most` of the server's labelled
+        images (see `server_images`). It does not average over test views (data.test_views), because rounds
+        call it often."""
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, len(self.dataset.classes))
 
     def classified(self, row: Tensor, images: Tensor) -> Tensor:
-        """Returns the class that a model predicts for each of these uint8 images, on the CPU."""
+        """Returns the class number [N] that the model `row` [P + Q] predicts for each of N uint8 images. The
+        result is on the CPU."""
         write_row(self.model, self.layout, row)
         return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
-        """Returns the probabilities [B, classes] that a model predicts for uint8 images."""
+        """Returns the class probabilities [N, classes] that the model `row` [P + Q] predicts for N uint8
+        images. Unlike `classified`, it uses no test views."""
         write_row(self.model, self.layout, row)
         self.model.eval()
         with torch.no_grad():
@@ -280,8 +296,11 @@ class Simulation:
         return logits.softmax(-1)  # type: ignore[no-any-return]
 
     def server_images(self, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns about `most` images to evaluate models on, some of every class, and their labels. They are
-        the server's labelled images; with train.server_held_out, only those on which it does not train."""
+        """Returns about `most` of the server's labelled images, spread over all classes, and their labels.
+        Methods and the gate evaluate models on them. `most` = None returns all.
+
+        With train.server_held_out, only images that the server does not train on are returned.
+        """
         places, labels = self._server_places(most)
         if self.pool.features is None:
             return self.pool.images[places], labels
@@ -291,7 +310,8 @@ class Simulation:
         return self._server_pixels[most], labels
 
     def _server_places(self, most: int | None) -> tuple[Tensor, Tensor]:
-        """Returns the positions of the images of `server_images` in the pool, and their labels on the CPU."""
+        """Returns the positions in the pool of the images that `server_images` returns, and their labels on
+        the CPU."""
         if most not in self._server_images:
             images = self.plan.server.images if self.plan.judges is None else self.plan.judges
             if most is not None:
@@ -301,9 +321,11 @@ class Simulation:
         return self._server_images[most]
 
     def descent(self, row: Tensor, round: int) -> Tensor | None:
-        """Returns the direction in which the loss on the server's labelled images falls fastest, one number
-        for each of the P weights. Strong views are drawn for this round. Returns None if the server has no
-        labels."""
+        """Returns the direction [P] in weight space in which the server's loss falls fastest at the model
+        `row` [P + Q]; None if the server has no labels. The gate compares users' updates with it.
+
+        The loss is on strong views of the server's labelled images, which are drawn anew for each `round`.
+        """
         if not self.has_server:
             return None
         places = self._server_places(VIEWS)[0]
@@ -314,21 +336,22 @@ class Simulation:
 
     @cached_property
     def _server_images(self) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """A cache: the results of earlier calls of `_server_places`, by their argument `most`."""
+        """A cache of the results of `_server_places`, by its argument `most`."""
         return {}
 
     @cached_property
     def _server_pixels(self) -> dict[int | None, Tensor]:
-        """A cache: the images that `server_images` returned, by its argument `most`. They are kept only if
-        features of the images are kept too, so that an evaluation need not read them again."""
+        """A cache of the images that `server_images` returned, by its argument `most`. It is used only if the
+        network has a frozen part, so that the images' features are found again without reading the images
+        again."""
         return {}
 
     def message_bytes(self) -> int:
-        """Returns the number of bytes that one model has when it is sent."""
+        """Returns the size in bytes of one model when it is sent."""
         return self.layout.length * self.pool.wide.itemsize
 
 
 def evaluated_row(state: State) -> Tensor:
-    """Returns the model that is evaluated and saved: the slow average over rounds if there is one, else the
-    average."""
+    """Returns the model [P + Q] that is evaluated and saved: the slow average over rounds if the run keeps
+    one (federation.slow_average), otherwise the averaged model."""
     return state.memory.get(SLOW, state.average)

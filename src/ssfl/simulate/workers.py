@@ -1,4 +1,4 @@
-"""The workers of a simulation: the engine trains all users and the server on this machine."""
+"""The workers of a simulation: they train all users and the server with an engine on this machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +19,8 @@ from ssfl.simulate.sending import sent_back
 
 @dataclass(frozen=True)
 class Simulated:
-    """Implements `Workers` for one round of a simulation."""
+    """Trains the users and the server of one simulated round. Implements the interface `Workers` of
+    `protocols.py`."""
 
     config: Config
     layout: Layout
@@ -33,13 +34,14 @@ class Simulated:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends nothing, since the users are simulated here, and returns the cohort as it is. Users that drop
-        out were already left out when it was drawn."""
+        """Returns the cohort unchanged. There is nothing to send, because the users are simulated on this
+        machine, and users that drop out were already left out when the cohort was drawn."""
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
-        """Returns the results of some of the cohort's users (`part`), trained from these models, one per
-        row."""
+        """Trains some of the cohort's users and returns what the server receives from them. `part` is the
+        slice of the cohort, `rows` [n, P + Q] the model that each of its n users starts from, and `tensors`
+        what else the users were sent."""
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
@@ -47,7 +49,8 @@ class Simulated:
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns these models after training on the server's labelled images."""
+        """Trains the models `rows` [m, P + Q] on the server's labelled images and returns the result. Usually
+        m = 1; some methods train a copy of the server's model for each group."""
         assert self.server_work is not None
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
