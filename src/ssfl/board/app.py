@@ -1,7 +1,8 @@
-"""The web server of the board: pages, a little JSON, and reports that are made on request.
+"""The web server of the board: it serves the pages, the data of runs as JSON, and reports that are made on
+request.
 
-It listens only on this machine, answers only GET and HEAD, and writes nothing. Requests that name another
-host (DNS rebinding) or come from the page of another site are refused. Pages may run only the board's own
+It listens only on this machine, answers only GET and HEAD, and writes nothing. Requests are refused if they
+name another host (DNS rebinding) or come from the page of another site. Pages may run only the board's own
 scripts.
 """
 
@@ -31,8 +32,8 @@ try:
 except ImportError as error:
     raise SsflError("the board needs a web server: install it with `pip install 'ssfl[board]'`") from error
 
-MOST = 8  # runs shown together: charts have so many colours
-SECONDS = 600  # a report that takes longer is stopped
+MOST = 8  # the largest number of runs in one report: charts have eight colours
+SECONDS = 600  # making a report is stopped after this time
 ASSETS = {
     "/": ("ssfl.board", "board.html", "text/html"),
     "/board.css": ("ssfl.board", "board.css", "text/css"),
@@ -55,7 +56,8 @@ HEADERS = {
 
 
 class ReadOnly:
-    """Refuses requests that would write, that name another host, or that come from pages of another site."""
+    """A layer around the web application. It refuses requests that would write, that name another host, or
+    that come from the page of another site. It also adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -84,7 +86,7 @@ class ReadOnly:
 
 
 def make_app(root: Path) -> Starlette:
-    """Returns the web application for the runs under a folder."""
+    """Returns the web application that shows the runs under the folder `root`."""
     followers, known = Followers(), describe.Finished()
     one_at_a_time = asyncio.Semaphore(1)
 
@@ -98,7 +100,7 @@ def make_app(root: Path) -> Starlette:
             try:
                 with untrusted.opened(root, name) as run:
                     described.append(known.run(run, name))
-            except untrusted.NotThere:  # it has just gone
+            except untrusted.NotThere:  # the run was deleted in the meantime
                 continue
         return JSONResponse({"folder": untrusted.text(root), "runs": described})
 
@@ -132,8 +134,8 @@ def make_app(root: Path) -> Starlette:
 
 
 async def _made(paths: list[str]) -> Response:
-    """Returns the response with a report. It is made in a separate process, so that a malicious run folder
-    cannot stop the board."""
+    """Returns the response with a report on these run folders. The report is made in a separate process, so
+    that a malicious run folder cannot stop the board."""
     command = [sys.executable, "-m", "ssfl.board.reporting", *paths]
     child = await asyncio.create_subprocess_exec(
         *command,
@@ -154,8 +156,8 @@ async def _made(paths: list[str]) -> Response:
 
 
 def _report_policy() -> str:
-    """Returns the Content-Security-Policy of a report: only its own scripts may run, and it cannot reach
-    anything, not even the board."""
+    """Returns the Content-Security-Policy of a report page: only its own scripts may run, and the page cannot
+    send requests, not even to the board."""
     scripts = ("\n" + page.asset(name) for name in ("charts.js", "page.js"))
     hashes = " ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -165,7 +167,7 @@ def _report_policy() -> str:
 
 
 def serve(root: Path, port: int) -> None:
-    """Serves the runs of a folder until Ctrl-C."""
+    """Serves the board for the runs under the folder `root`, on this port, until Ctrl-C."""
     if not root.is_dir():
         raise SsflError(
             f"there is no folder {root}: `ssfl run` creates runs/, or name the folder with your runs",

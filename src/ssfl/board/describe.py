@@ -1,4 +1,4 @@
-"""Describes a run, for the list of runs and beside its curves."""
+"""Describes a run for the board: for its list of runs, and for the page of one run."""
 
 import json
 import os
@@ -13,24 +13,27 @@ from ssfl.core.statistics import wilson
 from ssfl.report.gather import finite
 
 TAIL = 1 << 18
+"""How many bytes at the end of events.jsonl are read for the list of runs."""
 SETTINGS = 300
+"""The largest number of settings that are shown."""
 VERDICT = 2000
-"""The most characters of a verdict that are shown."""
+"""The largest number of characters of a verdict that are shown."""
 SCORES = {
     "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
     "validation_correct": "validation_correct", "validation_count": "validation_count",
 }  # fmt: skip
-"""The scores of a model: for each name on the page, the name in evaluations and in the summary."""
+"""The results of a model: the name of each on the page, and its name in events and in summary.json."""
 LARGEST = {
     "config.toml": untrusted.SMALL, "summary.json": untrusted.SMALL, "split.json": 1 << 26,
     "events.jsonl": 1 << 28,
     "model.safetensors": 1 << 32,
 }  # fmt: skip
-"""The files that a report reads, and their largest sizes."""
+"""The files that a report reads, and their largest allowed sizes in bytes."""
 
 
 def run(handle: int, name: str) -> dict[str, Any]:
-    """Returns what the board's list of runs shows of one run. `handle` is its open folder."""
+    """Returns what the board's list shows about one run: state, method, data, rounds, accuracies with
+    intervals, time left. `handle` is the file descriptor of the run folder."""
     config, summary = untrusted.read_config(handle), untrusted.read_json(handle, "summary.json")
     state, error = untrusted.state(handle)
     data = config.get("data", {})
@@ -54,14 +57,16 @@ def run(handle: int, name: str) -> dict[str, Any]:
 
 
 def _verdict(summary: dict[str, Any]) -> str | None:
-    """Returns the verdict of a run: whether the unlabelled images helped."""
+    """Returns the sentence from summary.json that says whether the unlabelled images helped, without control
+    characters; None if there is none."""
     judged = summary.get("verdict")
     text = judged.get("text") if isinstance(judged, dict) else None
     return "".join(sign for sign in text[:VERDICT] if sign.isprintable()) if isinstance(text, str) else None
 
 
 def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
-    """Returns the 95 % intervals of the accuracies whose counts are known."""
+    """Returns the 95 % intervals of the test and the validation accuracy, from 0 to 1. An interval is None if
+    the counts are unknown."""
     intervals = {}
     for name, correct, count in (
         ("interval", description["correct"], description["count"]),
@@ -73,13 +78,14 @@ def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
 
 
 class Finished:
-    """Caches the descriptions of finished runs for as long as their files do not change."""
+    """Caches the descriptions of finished runs until their files change, so that the list of runs loads
+    quickly."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def run(self, handle: int, name: str) -> dict[str, Any]:
-        """Returns what the function `run` returns, from the cache if possible."""
+        """Returns the same as the function `run`, from the cache if possible."""
         stamp = tuple(_changed(handle, file) for file in ("config.toml", "summary.json"))
         known, description = self._held.get(name, ((), {}))
         if known == stamp:
@@ -91,7 +97,8 @@ class Finished:
 
 
 def _changed(handle: int, file: str) -> int:
-    """Returns when a file was last changed, in nanoseconds; 0 if there is no such file."""
+    """Returns the time of a file's last change in nanoseconds, or 0 if the file does not exist. `handle` is
+    the file descriptor of its folder."""
     try:
         return os.stat(file, dir_fd=handle, follow_symlinks=False).st_mtime_ns
     except OSError:
@@ -99,9 +106,11 @@ def _changed(handle: int, file: str) -> int:
 
 
 def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
-    """Returns the round, the accuracies and the seconds left of an unfinished run, from its last events. The
-    validation accuracy is included, because test images may be used only at the end. The seconds left are
-    estimated as for the terminal."""
+    """Returns the progress of an unfinished run from its last events: round, accuracies and, if it is
+    `running`, the seconds left.
+
+    The seconds left are the run's own estimate minus `age`, the seconds since its last event.
+    """
     progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
     for event in _last_events(handle):
@@ -115,14 +124,14 @@ def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[
             left = finite(event.get("left"))
     if running and left is not None:
         progress["left"] = max(0.0, left - age)
-    elif running and rounds and pace:  # an older version, which does not record it
+    elif running and rounds and pace:  # older versions do not record the time left
         recent = sorted(pace[-20:])
         progress["left"] = max(0, rounds - progress["round"]) * recent[len(recent) // 2]
     return progress
 
 
 def _last_events(handle: int) -> list[dict[str, Any]]:
-    """Returns the events at the end of events.jsonl; damaged lines are skipped."""
+    """Returns the events in the last `TAIL` bytes of events.jsonl. Damaged lines are skipped."""
     file = untrusted.open_plain(handle, "events.jsonl")
     if file is None:
         return []
@@ -142,7 +151,7 @@ def _last_events(handle: int) -> list[dict[str, Any]]:
 
 
 def settings(handle: int) -> dict[str, str]:
-    """Returns the settings of a run by their dotted names."""
+    """Returns the values of a run's settings as text, by their dotted names, such as "train.batch_size"."""
     values = {
         text(f"{section}.{key}"): text(value)
         for section, keys in untrusted.read_config(handle).items()
@@ -152,8 +161,8 @@ def settings(handle: int) -> dict[str, str]:
 
 
 def strange(handle: int) -> str | None:
-    """Returns the name of a file that no run would write, or None if there is none. No report is made of a
-    folder with such a file."""
+    """Returns the name of a file in the run folder that a run would not write, such as a link or a huge file;
+    None if there is none. The board makes no report of such a folder."""
     for file, most in (*LARGEST.items(), ("checkpoints", None)):
         try:
             status = os.stat(file, dir_fd=handle, follow_symlinks=False)
@@ -166,10 +175,11 @@ def strange(handle: int) -> str | None:
 
 
 def _age(handle: int) -> float | None:
-    """Returns how many seconds ago the run wrote its last event."""
+    """Returns how many seconds ago the run wrote its last event, or None if it has written none."""
     changed = _changed(handle, "events.jsonl")
     return max(0.0, time.time() - changed / 1e9) if changed else None
 
 
 def _whole(value: Any) -> int | None:
+    """Returns the value if it is a plausible count (an integer from 0 to 10^9), else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 10**9 else None

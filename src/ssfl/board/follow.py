@@ -1,5 +1,5 @@
-"""Reads the events of a run as curves. Each reading continues where the last one ended, and memory is
-limited."""
+"""Reads the events of a growing run as curves for the board. Each reading continues where the last one ended,
+and the memory is limited."""
 
 import json
 import os
@@ -15,17 +15,20 @@ CURVES = {
     "accuracy": "eval", "validation_accuracy": "eval", "mask_rate": "round", "pseudo_accuracy": "round",
     "loss": "round", "server_loss": "round", "seconds": "round",
 }  # fmt: skip
-"""The curves, each with the kind of event that it comes from. Gradient diversity comes in addition."""
+"""The curves, and the kind of event that each comes from. The curve of gradient diversity is added
+separately."""
 CHUNK, LONGEST, AT_ONCE = 1 << 20, 1 << 23, 1 << 26
-"""The most bytes of a chunk, of a line, and of one reading of a file. The next reading continues from
-there."""
+"""Limits in bytes: of one read, of one line, and of all that is read at one request. The next request
+continues from there."""
 KEPT = 800
+"""The number of points at which a curve drops every second point."""
 FOLLOWED = 32
+"""How many runs are kept in memory."""
 
 
 class Curve:
-    """The points of a curve. If there are too many, only every second point is kept, then every fourth, and
-    so on."""
+    """The points of one curve, in limited memory. When there are too many points, every second one is
+    dropped."""
 
     def __init__(self) -> None:
         self.points: Points = []
@@ -33,6 +36,7 @@ class Curve:
         self.last: tuple[int, float] | None = None
 
     def add(self, at: int, value: float) -> None:
+        """Adds a point: the value in round `at`."""
         self.last = (at, value)
         if self.seen % self.every == 0:
             self.points.append(self.last)
@@ -42,13 +46,13 @@ class Curve:
             self.every *= 2
 
     def shown(self) -> Points:
-        """Returns the kept points, and the newest point even if it was not kept."""
+        """Returns the points to draw. The newest point is always included."""
         newest = [] if self.last is None or self.points[-1:] == [self.last] else [self.last]
         return self.points + newest
 
 
 class Follower:
-    """Reads the events.jsonl of one run as it grows."""
+    """Reads the events.jsonl of one run into curves, while the file grows."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -56,11 +60,13 @@ class Follower:
         self._forget()
 
     def _forget(self) -> None:
+        """Starts again from the beginning of the file, without any curve."""
         self.offset, self.rest, self.damaged, self.round = 0, b"", False, 0
         self.curves: dict[str, Curve] = {}
 
     def look(self, run: int) -> None:
-        """Reads new events. If the file was replaced or truncated, it is read from the start."""
+        """Reads the events that are new since the last call. If the file was replaced or truncated, it is
+        read from the start. `run` is the file descriptor of the run folder."""
         handle = untrusted.open_plain(run, "events.jsonl")
         if handle is None:
             return
@@ -79,7 +85,8 @@ class Follower:
                 self.damaged = self.damaged or len(self.rest) > LONGEST
 
     def _take(self, line: bytes) -> None:
-        """Adds one event to the curves. A damaged line ends the reading, as for all readers of events."""
+        """Adds the values of one event (a line of events.jsonl) to the curves. A damaged line ends the
+        reading: `damaged` becomes true and further lines are ignored."""
         if self.damaged:
             return
         try:
@@ -100,23 +107,27 @@ class Follower:
             self._add("diversity", at, inside(event.get(MEASURE), "definition"))
 
     def _add(self, name: str, at: int, value: Any) -> None:
+        """Adds a point to the curve `name`, if the value is a finite number."""
         number = finite(value)
         if number is not None:
             self.curves.setdefault(name, Curve()).add(at, number)
 
     def shown(self) -> dict[str, Points]:
+        """Returns the points of each curve, by name."""
         with self.lock:
             return {name: curve.shown() for name, curve in self.curves.items()}
 
 
 class Followers:
-    """The followers of the runs that were shown most recently."""
+    """Keeps a `Follower` for each of the runs that were opened most recently, so that a page that is updated
+    does not read all events again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.held: OrderedDict[str, Follower] = OrderedDict()
 
     def of(self, name: str) -> Follower:
+        """Returns the follower of a run, a new one if the run was not opened recently."""
         with self.lock:
             follower = self.held.pop(name, None) or Follower()
             self.held[name] = follower

@@ -1,5 +1,5 @@
-"""Reads run folders safely without trusting them: no link is followed, only regular files are opened, and no
-more is read than a real run would write.
+"""Reads run folders that may be damaged or malicious. No symbolic link is followed, only regular files are
+opened, and their size is limited.
 
 A run is "finished" if its summary exists. Otherwise it is "running" while a process holds the folder's lock,
 "failed" if training ended with an error (failed.json), and "stopped" in all other cases.
@@ -18,18 +18,20 @@ from ssfl.report.gather import finite
 from ssfl.runs import folder as runs
 
 DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
-"""Limits: how many folders deep runs may be, how many folders are searched, and how many runs are listed (the
-newest)."""
+"""Limits of the search for runs: how deep folders may be nested, how many folders are searched, and how many
+runs are listed (the newest)."""
 SMALL = 1 << 20
+"""The largest size of a small file, such as config.toml, in bytes."""
 LETTERS = 200
+"""The largest number of characters of a value that is shown."""
 
 
 class NotThere(Exception):
-    """There is no such run in the folder."""
+    """Raised if there is no run of this name under the folder."""
 
 
 def names(root: Path) -> list[str]:
-    """Returns the paths of the runs in a folder, newest first."""
+    """Returns the paths of all runs under the folder `root`, relative to it, newest first."""
     runs_found: list[tuple[float, str]] = []
     queue = [("", 0)]
     for visited, (place, depth) in enumerate(queue):
@@ -51,8 +53,8 @@ def names(root: Path) -> list[str]:
 
 @contextmanager
 def opened(root: Path, name: str) -> Iterator[int]:
-    """Yields the open folder of a run. Its path is opened one folder at a time, from the root, without
-    following a link."""
+    """Yields a file descriptor of a run's folder. Raises `NotThere` if there is no such run. The path is
+    opened one folder at a time, so that no symbolic link can lead out of `root`."""
     parts = name.split("/")
     if len(parts) > DEPTH or not all(_printable(part) and part not in ("", ".", "..") for part in parts):
         raise NotThere(name)
@@ -74,8 +76,8 @@ def opened(root: Path, name: str) -> Iterator[int]:
 
 
 def open_plain(folder: int, file: str) -> int | None:
-    """Returns a file descriptor of a regular file in a folder, open for reading; None if there is no such
-    file."""
+    """Returns a file descriptor of a regular file, open for reading, or None if there is no such file.
+    `folder` is the file descriptor of its folder."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -87,6 +89,7 @@ def open_plain(folder: int, file: str) -> int | None:
 
 
 def is_plain(folder: int, file: str) -> bool:
+    """Returns whether the folder has a regular file of this name."""
     handle = open_plain(folder, file)
     if handle is not None:
         os.close(handle)
@@ -94,7 +97,7 @@ def is_plain(folder: int, file: str) -> bool:
 
 
 def read(folder: int, file: str, most: int = SMALL) -> bytes:
-    """Returns the content of a regular file; empty if it does not exist or is larger than `most` bytes."""
+    """Returns the content of a regular file, or b"" if it does not exist or is larger than `most` bytes."""
     handle = open_plain(folder, file)
     if handle is None:
         return b""
@@ -104,7 +107,7 @@ def read(folder: int, file: str, most: int = SMALL) -> bytes:
 
 
 def read_json(folder: int, file: str) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if there is none."""
+    """Returns the object in a JSON file, or {} if the file does not exist or has no object."""
     try:
         content = json.loads(read(folder, file))
     except (ValueError, RecursionError):
@@ -113,8 +116,8 @@ def read_json(folder: int, file: str) -> dict[str, Any]:
 
 
 def read_config(folder: int) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a run's config without checking them, because the board also shows runs of
-    other versions."""
+    """Returns the sections of a run's config.toml, or {} if it cannot be read. The settings are not checked,
+    because the board also shows runs of other versions."""
     try:
         sections = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
     except (ValueError, RecursionError):
@@ -123,7 +126,8 @@ def read_config(folder: int) -> dict[str, dict[str, Any]]:
 
 
 def state(folder: int) -> tuple[str, str]:
-    """Returns the state of a run, and its error if it failed."""
+    """Returns the state of a run ("finished", "running", "failed" or "stopped"), and the error text if it
+    failed, else ""."""
     if finite(runs.end_of(read_json(folder, "summary.json"))) is not None:
         return "finished", ""
     if runs.is_locked(folder):
@@ -133,12 +137,12 @@ def state(folder: int) -> tuple[str, str]:
 
 
 def text(value: Any) -> str:
-    """Returns a value as one short line of valid text."""
+    """Returns a value from a run folder as one line of at most `LETTERS` characters, in valid Unicode."""
     line = " ".join(str(value)[: 2 * LETTERS].split())[:LETTERS]
     return line.encode("utf-8", "replace").decode()
 
 
 def _printable(name: str) -> bool:
-    """Returns whether a name can be shown and requested: it must be valid Unicode without invisible
-    characters."""
+    """Returns whether the name of a folder can be shown and requested: it has no invisible characters and no
+    slash."""
     return name.isprintable() and "/" not in name

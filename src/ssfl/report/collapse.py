@@ -1,4 +1,5 @@
-"""Diagnoses a collapse: users are confident in wrong pseudo-labels, and the accuracy falls."""
+"""Finds out whether a run collapsed: its users are confident in wrong pseudo-labels, and the accuracy
+falls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,26 +9,28 @@ from ssfl.report.gather import Points, Run, finite, numbers
 from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
-"""Limits of a collapse: mask rate at least SURE, share of correct pseudo-labels at most WRONG, accuracy at
-least FELL below its best, and n·Δ at most ONE_WAY. Here Δ is the gradient diversity of n updates. n·Δ is 1 if
-all updates are parallel, and n if they are orthogonal; the quickstart has more than 6."""
+"""The signs of a collapse: a mask rate of at least SURE, a share of correct pseudo-labels of at most WRONG,
+an accuracy at least FELL below its best, and n·Δ at most ONE_WAY. Here Δ is the gradient diversity of n
+updates. n·Δ is 1 if all updates are parallel, and n if they are orthogonal."""
 STAYS = 3
-"""The number of rounds in a row for which the signs of a collapse must last."""
+"""The signs of a collapse must last for this many rounds in a row."""
 
 
 @dataclass(frozen=True)
 class Collapse:
-    """The diagnosis of a run: whether it collapsed, and when."""
+    """The diagnosis of a run: whether it collapsed, in words. `head` is the short version, and `bad` marks it
+    as a warning."""
 
     head: str
     text: str
     bad: bool = False
     since: int | None = None
-    """The round in which a collapse began."""
+    """The round in which the collapse began, or None if there was none."""
 
 
 def judge(run: Run) -> Collapse:
-    """Returns the diagnosis of a run, from its mask rate, pseudo-labels, accuracy and gradient diversity."""
+    """Returns whether a run collapsed, and why. The diagnosis uses the run's mask rate, the share of correct
+    pseudo-labels, the accuracy and the gradient diversity."""
     masks, pseudo_accuracy = run.series("mask_rate"), dict(run.series("pseudo_accuracy"))
     method = run.config.method
     if not method.trains_users or "labels" in method.needs():
@@ -36,7 +39,7 @@ def judge(run: Run) -> Collapse:
         return Collapse("Too early.", "There are too few rounds to tell whether the run is collapsing.")
     if pseudo_accuracy:
         sure = [at for at, mask in masks if mask >= SURE and pseudo_accuracy.get(at, 1.0) <= WRONG]
-    else:  # real sites have no labels, so only the accuracy can show a collapse
+    else:  # no true labels are known at real sites, so only the accuracy can show a collapse
         sure = [at for at, mask in masks if mask >= (1 + SURE) / 2]
     since = _first_to_stay([at for at, _ in masks], sure)
     last = masks[-max(STAYS, len(masks) // 5) :]
@@ -69,7 +72,8 @@ def judge(run: Run) -> Collapse:
 
 
 def _first_to_stay(rounds: Sequence[int], marked_rounds: Sequence[int]) -> int | None:
-    """Returns the first of several marked rounds in a row (at least `STAYS`), or None."""
+    """Returns the first round from which at least `STAYS` rounds in a row are marked, or None.
+    `marked_rounds` are those of the `rounds` that show the signs of a collapse."""
     marked = set(marked_rounds)
     for place, at in enumerate(rounds[: len(rounds) - STAYS + 1]):
         if marked.issuperset(rounds[place : place + STAYS]):
@@ -78,7 +82,8 @@ def _first_to_stay(rounds: Sequence[int], marked_rounds: Sequence[int]) -> int |
 
 
 def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
-    """Returns the best accuracy up to a round, and how far the last accuracy is below it."""
+    """Returns the best accuracy up to the round `since`, and how far the last accuracy is below it. Returns
+    zeros if `since` is None or there is no accuracy."""
     if since is None or not accuracy:
         return 0.0, 0.0
     best = max((value for at, value in accuracy if at <= since), default=accuracy[0][1])
@@ -86,7 +91,8 @@ def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
 
 
 def _way(run: Run, since: int) -> str:
-    """Returns in words whether the updates after a round are parallel, by the median of n·Δ within groups."""
+    """Returns a clause that says whether the users' updates are nearly parallel from the round `since` on. It
+    uses the median of n·Δ within groups. Returns "" if it was not measured."""
     values = sorted(value for at, value in run.diversity("authors_groups") if at >= since)
     if not values:
         return ""
@@ -96,7 +102,8 @@ def _way(run: Run, since: int) -> str:
 
 
 def _streams(run: Run) -> str:
-    """Returns a sentence if the models of the groups are far worse than their mean, else ""."""
+    """Returns a sentence if each group's model is far worse than the average of the groups' models, else
+    ""."""
     evaluations = [event for event in run.evaluations if numbers(event.get("stream_accuracy"))]
     if not evaluations:
         return ""

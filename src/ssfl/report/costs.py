@@ -1,4 +1,4 @@
-"""The costs of a run: time by phase, bytes sent, memory."""
+"""The section of a report about the costs of runs: time by phase, bytes sent, and memory."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,14 @@ PHASES = {
     "evaluation": "evaluations",
     "checkpoint": "checkpoints",
 }
+"""The phases of a run in the events, and their names in the report."""
 _NOTE = """The time per round is the median. Bytes count the models only, without protocol overhead. Memory is
 the peak of the main process (and of its GPU, if any), without additional processes that train users."""
 
 
 def blocks(runs: Sequence[Run]) -> list[Block]:
-    """Returns the blocks that show the costs of one or several runs."""
+    """Returns the blocks of the costs section: a table of the runs and, for a single run, a chart of its time
+    by phase."""
     made: list[Block] = []
     if len(runs) == 1:
         items: list[Block] = [
@@ -44,7 +46,8 @@ _BYTES = ("bytes_up", "bytes_down")
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Returns the seconds of each phase. "other" is the time of rounds that belongs to no recorded phase."""
+    """Returns the seconds that a run spent in each phase; {} if it did not record them. "other" is the time
+    within rounds that belongs to no recorded phase."""
     if not any("phases" in event for event in run.rounds):
         return {}
     seconds = dict.fromkeys(PHASES, 0.0)
@@ -58,8 +61,8 @@ def phases(run: Run) -> dict[str, float]:
 
 
 def totals(run: Run) -> dict[str, float]:
-    """Returns the seconds of all rounds and evaluations, the median seconds of a round, and the bytes
-    sent."""
+    """Returns a run's costs: "seconds" of all rounds and evaluations, the median seconds of a "round", and
+    the bytes that users sent and received ("bytes_up", "bytes_down")."""
     seconds = sorted(value for _, value in run.series("seconds"))
     return {
         "seconds": sum(seconds) + _sum(run, "seconds", "eval"),
@@ -69,7 +72,7 @@ def totals(run: Run) -> dict[str, float]:
 
 
 def size(count: float) -> str:
-    """Returns a number of bytes in words, with decimal units (1 kB is 1,000 bytes)."""
+    """Returns a number of bytes as text such as "1.2 MB". Units are decimal: 1 kB is 1,000 bytes."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -78,6 +81,7 @@ def size(count: float) -> str:
 
 
 def _memory(run: Run) -> str:
+    """Returns the last recorded peak memory of a run as text, for the CPU and the GPU."""
     readings = [event["memory"] for event in run.events if isinstance(event.get("memory"), dict)]
     peaks = [(finite(readings[-1].get(kind)), kind) for kind in ("cpu", "gpu")] if readings else []
     where = {"cpu": "", "gpu": " on the GPU"}
@@ -85,4 +89,5 @@ def _memory(run: Run) -> str:
 
 
 def _sum(run: Run, key: str, kind: str = "round") -> float:
+    """Returns the sum of a field over all events of one kind."""
     return sum(value for _, value in run.series(key, kind))

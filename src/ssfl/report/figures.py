@@ -1,5 +1,5 @@
-"""Draws the figures of a report as PNG and SVG files, from the same data as its page. Needs the extra
-`report`."""
+"""Draws the figures of a report as PNG and SVG files, with the same data as on its page. It needs matplotlib
+(the extra `report`)."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,19 +13,20 @@ from ssfl.report.predictions import unpacked
 
 Block = dict[str, Any]
 COLOURS = ["#0072b2", "#c2510a", "#008562", "#b0568a", "#9a6b00", "#2b87c0", "#1b1f24", "#6a6f77"]
-"""The colours of report.css, by Okabe and Ito, which people without full colour vision can tell apart."""
+"""The colours of report.css, after Okabe and Ito: people with colour blindness can tell them apart."""
 MARKERS = "os^DxvP*"
 
 
 def draw(sections: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Writes every figure of the sections, and returns the files. Their names are those on the page."""
+    """Draws every figure of the sections into `folder` and returns the written files. The file names are the
+    figure names on the page."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     figures = [block for section in sections for block in section["blocks"] if "figure" in block]
-    quiet = {"text.parse_math": False, "svg.hashsalt": "ssfl"}  # a $ in a name is a $
+    quiet = {"text.parse_math": False, "svg.hashsalt": "ssfl"}  # a $ in a name is not a formula
     with plt.rc_context(quiet), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's font lacks
+        warnings.simplefilter("ignore", UserWarning)  # the font lacks some letters of names
         for block in figures:
             figure = _KINDS[block["kind"]](plt, block)
             figure.suptitle(block["title"], fontsize=11)
@@ -38,6 +39,7 @@ def draw(sections: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _line(plt: Any, block: Block) -> Any:
+    """Returns a matplotlib figure of a line chart."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     scale = 100 if block["format"] == "percent" else 1
     for place, series in enumerate(block["series"]):
@@ -67,7 +69,7 @@ def _line(plt: Any, block: Block) -> Any:
     if block.get("log"):
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the usual one writes mathematics
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default one writes 10^-1
         axis.minorticks_off()
     if block.get("range"):
         axis.set_ylim(*(scale * end for end in block["range"]))
@@ -81,6 +83,7 @@ def _line(plt: Any, block: Block) -> Any:
 
 
 def _matrix(plt: Any, block: Block) -> Any:
+    """Returns a matplotlib figure of a matrix, such as a confusion matrix, with coloured cells."""
     values = np.array([[np.nan if v is None else v for v in row] for row in block["values"]], dtype=float)
     values = values.reshape(len(block["rows"]), len(block["columns"]))
     rows, columns = values.shape
@@ -112,6 +115,7 @@ def _matrix(plt: Any, block: Block) -> Any:
 
 
 def _bars(plt: Any, block: Block) -> Any:
+    """Returns a matplotlib figure of a chart with horizontal bars."""
     names = [_cut(item["name"], 40) for item in block["items"]]
     scale, unit = {"percent": (100, "%"), "seconds": (1, "seconds")}.get(block["format"], (1, ""))
     figure, axis = plt.subplots(figsize=(7, 1 + 0.36 * len(names)), layout="constrained")
@@ -125,6 +129,7 @@ def _bars(plt: Any, block: Block) -> Any:
 
 
 def _images(plt: Any, block: Block) -> Any:
+    """Returns a matplotlib figure of example images with their predictions as captions."""
     captions = [
         f"{'correct' if item['correct'] else 'wrong'}: {_cut(item['predicted'])}\n"
         f"true {_cut(item['true'])}, {item['confidence']:.0%}"
@@ -134,6 +139,7 @@ def _images(plt: Any, block: Block) -> Any:
 
 
 def _views(plt: Any, block: Block) -> Any:
+    """Returns a matplotlib figure in which each row is a training image with its weak and strong views."""
     rows = [[item["image"], *item["weak"], *item["strong"]] for item in block["items"]]
     head = [
         "image",
@@ -144,6 +150,7 @@ def _views(plt: Any, block: Block) -> Any:
 
 
 def _pictures(plt: Any, rows: list[list[str]], captions: list[list[str]]) -> Any:
+    """Returns a matplotlib figure with rows of images. Each image is a data: URL, and has a caption."""
     wide = len(rows[0])
     figure, axes = plt.subplots(
         len(rows), wide, figsize=(1.15 * wide, 1.35 * len(rows) + 0.4), squeeze=False, layout="constrained"
@@ -158,6 +165,7 @@ def _pictures(plt: Any, rows: list[list[str]], captions: list[list[str]]) -> Any
 
 
 def _cut(name: str, most: int = 18) -> str:
+    """Returns the name, shortened to at most `most` characters."""
     return name if len(name) <= most else name[: most - 1] + "…"
 
 

@@ -1,7 +1,7 @@
-"""Reads the data of one run folder, finished or not, for a report.
+"""Reads one run folder, finished or not, for a report.
 
-Old folders lack some fields, and a damaged or malicious folder may contain anything. So every number is
-checked, and values that are missing or wrong are left out.
+Folders of older versions lack some fields, and a damaged or malicious folder may contain anything. So every
+number is checked, and values that are missing or wrong are left out.
 """
 
 import math
@@ -19,17 +19,22 @@ from ssfl.errors import RunError
 from ssfl.runs import folder, roster
 
 Points = list[tuple[int, float]]
+"""The points of a curve: (round, value)."""
 MOST_POINTS = 400
-"""The most points of a curve. More would not be visible, and the page would grow with every round."""
+"""The largest number of points in a curve on the page. More would not be visible and would make the page
+larger."""
 MEASURE = "gradient_l2_squared"
+"""The field of an event that has the gradient diversity."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """An accuracy, with the number of correct images and of all images."""
+    """A model's accuracy (`share`, from 0 to 1), with the number of correct images and of all images.
+    `balanced` is the mean of the accuracies of the classes."""
 
     on: str
-    """"test", "validation" or "folds"."""
+    """The images on which the accuracy was measured: "test", "validation" or "folds" (labelled images in
+    cross-validation)."""
     share: float
     correct: int
     count: int
@@ -37,62 +42,68 @@ class Score:
 
     @property
     def images(self) -> str:
-        """The images on which it was measured, in words."""
+        """Returns a phrase for the images on which the accuracy was measured, such as "test images"."""
         return "held-out labelled images" if self.on == "folds" else f"{self.on} images"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a report needs to know about a run folder."""
+    """The content of a run folder, as a report needs it: config, events, split and summary."""
 
     path: Path
     name: str
     config: Config
     events: list[Event]
     split: dict[str, Any]
-    """split.json; empty if it cannot be read."""
+    """The content of split.json; empty if the file cannot be read."""
     summary: dict[str, Any]
-    """summary.json; empty while the run is unfinished."""
+    """The content of summary.json; empty while the run is unfinished."""
 
     @property
     def finished(self) -> bool:
+        """Whether the run has ended and written its summary."""
         return bool(self.summary)
 
     @cached_property
     def rounds(self) -> list[Event]:
+        """The events of rounds."""
         return [event for event in self.events if event["event"] == "round"]
 
     @cached_property
     def evaluations(self) -> list[Event]:
+        """The events of evaluations that have a valid test accuracy."""
         events = [event for event in self.events if event["event"] == "eval"]
         return [event for event in events if finite(event.get("accuracy")) is not None]
 
     @property
     def played(self) -> int:
-        """The number of the last round in the events."""
+        """The number of rounds done so far: the largest round number in the events."""
         return max((event["round"] for event in self.events), default=0)
 
     @property
     def planned(self) -> int:
+        """The number of rounds that the config asks for."""
         return self.config.federation.rounds or self.played
 
     @cached_property
     def accuracy(self) -> Points:
+        """The test accuracy over the rounds."""
         return self.series("accuracy", "eval")
 
     @cached_property
     def watched(self) -> Points:
-        """The accuracy over the rounds. It is that on validation images if test images are used only at the
-        end."""
+        """The accuracy over the rounds: on validation images if the test images are kept for the end,
+        otherwise on test images."""
         return self.validation if self.test_kept else self.accuracy
 
     @cached_property
     def validation(self) -> Points:
+        """The accuracy on the validation images over the rounds."""
         return self.series("validation_accuracy", "eval")
 
     @property
     def judged_by(self) -> str:
-        """The images that decide how good the run is: "test", "validation" if test images are never used, or
+        """The images that decide how good the run is: "test"; "validation" if test images are never used; or
         "folds" for cross-validation on the labelled images."""
         if self.summary.get("judged_by") == "folds" or (
             self.config.run.folds and self.split.get("test") == 0
@@ -102,7 +113,8 @@ class Run:
 
     @cached_property
     def score(self) -> "Score | None":
-        """The accuracy of the final model, or of the latest one while the run is unfinished."""
+        """The accuracy of the final model, on the images of `judged_by`. For an unfinished run it is the
+        accuracy of the latest evaluation; None if there is none."""
         kind = self.judged_by
         prefix = "validation_" if kind == "validation" else ""
         scores: dict[str, Any] = self.summary
@@ -121,75 +133,88 @@ class Run:
 
     @property
     def verdict(self) -> str | None:
-        """Whether the unlabelled images helped, in words."""
+        """The sentence from summary.json that says whether the unlabelled images helped; None if there is
+        none."""
         text = inside(self.summary.get("verdict"), "text")
         return text[:2000] if isinstance(text, str) else None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the numbers of test images per class differ much."""
+        """Whether some classes have many more test images than others. The balanced accuracy is shown in this
+        case."""
         return statistics.is_uneven([count or 0 for count in numbers(self.split.get("test_classes"))])
 
     @property
     def judged(self) -> Points:
+        """The accuracy over the rounds on the images of `judged_by`. With folds it is a single point at the
+        last round."""
         if self.judged_by == "folds":
             return [(self.played, self.score.share)] if self.score else []
         return self.validation if self.judged_by == "validation" else self.accuracy
 
     @property
     def test_kept(self) -> bool:
-        """Whether test images are used only in the last round or never. Curves then show the accuracy on
+        """Whether the test images are kept for the last round or never used. Curves then show the accuracy on
         validation images."""
         return self.config.run.test != "every"
 
     @cached_property
     def classes(self) -> list[str]:
+        """The names of the classes; empty if split.json does not list them."""
         names = self.split.get("classes")
         return [str(name) for name in names] if isinstance(names, list) else []
 
     @cached_property
     def class_accuracy(self) -> list[float | None]:
-        """The accuracy of each class on the test images, from the last evaluation that recorded it."""
+        """The test accuracy of each class, from the last evaluation that recorded it; empty if none did."""
         values_by_evaluation = [numbers(event.get("class_accuracy")) for event in self.evaluations]
         return next((values for values in reversed(values_by_evaluation) if values), [])
 
     @cached_property
     def user_classes(self) -> list[list[float | None]]:
-        """The number of images of each class, for every user that split.json lists."""
+        """For every user that split.json lists: its number of images of each class."""
         listed = self.split.get("user_classes")
         return [numbers(row) for row in listed] if isinstance(listed, list) else []
 
     @property
     def users(self) -> int:
+        """The number of users."""
         return self.config.split.users
 
     @property
     def streams(self) -> int:
+        """The number of groups, each with its own model; 1 without grouping."""
         return self.config.federation.groups or 1
 
     @property
     def grouped(self) -> bool:
-        """Whether users are divided into groups with their own models."""
+        """Whether users are divided into groups, each with its own model."""
         return self.streams > 1 and self.config.method.start == "group"
 
     def curve(self, value: Callable[[Event], Any], kind: str) -> Points:
-        """Returns points of round and number, where `value` computes the number from each event of this
-        kind."""
+        """Returns the curve of `value` over the rounds, as (round, number). `value` computes the number from
+        an event; only events of this `kind` are used, such as "round" or "eval". Invalid numbers are left
+        out."""
         points = [(event["round"], finite(value(event))) for event in self.events if event["event"] == kind]
         return [(at, number) for at, number in points if number is not None]
 
     def series(self, key: str, kind: str = "round") -> Points:
-        """Returns points of round and number, for a field of the events of this kind."""
+        """Returns the curve of one field of the events over the rounds, as (round, number). `kind` is the
+        kind of event, such as "round" or "eval"."""
         return self.curve(lambda event: event.get(key), kind)
 
     def diversity(self, normalisation: str) -> Points:
-        """Returns the gradient diversity over the rounds. The normalisation is "definition" (Definition 1) or
-        "authors" (n·Δ); with "..._groups" it is measured within groups."""
+        """Returns the curve of the gradient diversity over the rounds, as (round, number).
+
+        `normalisation` is "definition" (Δ, Definition 1 of the paper) or "authors" (n·Δ, as in the authors'
+        code). With the ending "_groups" it is measured within groups.
+        """
         return self.curve(lambda event: inside(event.get(MEASURE), normalisation), "diversity")
 
 
 def read(path: Path, name: str) -> Run:
-    """Returns the data of a run folder, with a name for the report; raises if it is not a run folder."""
+    """Returns the content of the run folder at `path`; `name` is the run's name in the report. Raises if
+    `path` is not a run folder."""
     config = folder.read_config(path)
     try:
         events = list(folder.read_events(path))
@@ -202,7 +227,8 @@ def read(path: Path, name: str) -> Run:
 
 
 def finite(value: Any) -> float | None:
-    """Returns the value as a float if it is a finite number, else None."""
+    """Returns the value as a float if it is a finite number, else None. Run folders may contain anything, so
+    every number is read through this function."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -212,23 +238,25 @@ def finite(value: Any) -> float | None:
 
 
 def numbers(values: Any) -> list[float | None]:
-    """Returns a list of numbers, with None for values that are not numbers; an empty list if the argument is
-    no list."""
+    """Returns the values as a list of floats, with None for each one that is not a finite number. Returns []
+    if `values` is not a list."""
     return [finite(value) for value in values] if isinstance(values, list) else []
 
 
 def whole(values: Any) -> list[int]:
-    """Returns the whole numbers in a list, such as the numbers of users; other items are left out."""
+    """Returns only the integers in a list, such as user numbers; other items are left out. Returns [] if
+    `values` is not a list."""
     return [value for value in values if type(value) is int] if isinstance(values, list) else []
 
 
 def inside(value: Any, key: str) -> Any:
-    """Returns `value[key]` if `value` is a dict, else None."""
+    """Returns `value[key]` if `value` is a dict that has this key, else None."""
     return value.get(key) if isinstance(value, dict) else None
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most MOST_POINTS of the points, evenly spaced, always with the first and the last."""
+    """Returns at most MOST_POINTS of the points, evenly spaced. The first and the last point are always
+    included."""
     if len(points) <= MOST_POINTS:
         return points
     last = len(points) - 1
@@ -236,11 +264,12 @@ def thinned(points: Points) -> Points:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Returns every setting by its dotted name."""
+    """Returns the value of every setting by its dotted name, such as "train.batch_size"."""
     return {f"{section}.{key}": v for section, keys in as_dict(config).items() for key, v in keys.items()}
 
 
 def _object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, or {} if it cannot be read."""
     try:
         content = plain_files.parse_json(plain_files.read(path))
     except (OSError, ValueError, RecursionError):

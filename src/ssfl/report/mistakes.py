@@ -1,5 +1,5 @@
-"""Shows the mistakes of a model: the confusion matrix, the worst classes and example images. Also shows
-training views."""
+"""The sections of a report that show a model's mistakes and its training images: the confusion matrix, the
+worst classes, example images, and weak and strong views."""
 
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
@@ -8,11 +8,14 @@ from ssfl.report.words import count, is_relative
 from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10
+"""With more than MOST_CLASSES classes, the confusion matrix shows only the worst ones. Tables list the WORST
+worst classes."""
 Shares = list[list[float | None]]
 
 
 def confusion(run: Run, seen: Seen | str) -> list[Block]:
-    """Returns the blocks with the confusion matrix and the worst classes."""
+    """Returns the blocks with the confusion matrix and a table of the worst classes. If `seen` is a text (why
+    there are no predictions), it returns the recorded accuracies of the classes and this text instead."""
     if isinstance(seen, str):
         return [*_recorded(run), text(seen, "note")]
     totals = [sum(row) for row in seen.confusion]
@@ -46,7 +49,12 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
 
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
-    """Returns the block with the confusion matrix. With very many classes, it shows only the worst ones."""
+    """Returns the block with the confusion matrix. With more than `MOST_CLASSES` classes, it shows only the
+    worst of them.
+
+    `shares` and `counts` are [true class][predicted class]: fractions of the true class, and numbers of
+    images. `worst` lists the classes, the least accurate first.
+    """
     rows, columns, values, note = classes, classes, shares, ""
     many: list[list[int]] | None = counts
     if len(classes) > MOST_CLASSES:
@@ -67,7 +75,7 @@ def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[l
 
 
 def images(seen: Seen) -> list[Block]:
-    """Returns the blocks with test images and their predictions."""
+    """Returns the blocks with example test images and their predictions."""
     made: list[Block] = []
     for title, items in seen.examples:
         if items:
@@ -80,7 +88,7 @@ def images(seen: Seen) -> list[Block]:
 
 
 def views(run: Run, seen: Seen) -> list[Block]:
-    """Returns the blocks that show training images beside their weak and strong views."""
+    """Returns the blocks that show training images next to their weak and strong views."""
     method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
     sentence = (
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
@@ -110,7 +118,8 @@ def views(run: Run, seen: Seen) -> list[Block]:
 
 
 def _recorded(run: Run) -> list[Block]:
-    """Returns the accuracy of the worst classes, as the last evaluation recorded it."""
+    """Returns a bar chart of the test accuracies of the worst classes, from the last evaluation. It is used
+    if the model cannot be loaded."""
     each = zip(run.class_accuracy, run.classes, strict=False)
     known = [(value, name) for value, name in each if value is not None]
     items: list[Block] = [{"name": name, "value": value} for value, name in sorted(known)[:WORST]]

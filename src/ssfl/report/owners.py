@@ -1,5 +1,6 @@
-"""Shows the owners of the images: the classes of each user, the measured skew R, the expected accuracy of
-each user, and the groups in each round. The charts are made for ten users as well as for 100,000."""
+"""The section of a report about the owners of the images: the classes of each user, the measured skew R,
+the expected accuracy of each user, and the groups in each round. The charts work for ten users and for
+100,000."""
 
 from collections import Counter
 
@@ -10,6 +11,7 @@ from ssfl.report.words import count
 from ssfl.runs.text import percent, untested
 
 MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
+"""The largest numbers of users, classes and rounds that a chart shows."""
 
 
 def holdings(run: Run) -> list[Block]:
@@ -29,7 +31,7 @@ def holdings(run: Run) -> list[Block]:
 
 
 def _sizes(run: Run, server: list[float | None]) -> str:
-    """Returns a sentence about how many images the server and the users have."""
+    """Returns a sentence that says how many images the server and the users have."""
     quartiles = numbers(run.split.get("size_quartiles"))
     server_text = f"The server holds {count(int(_sum(server)), 'labelled image')}."
     sites = run.split.get("sites") or run.split.get("names")
@@ -42,8 +44,8 @@ def _sizes(run: Run, server: list[float | None]) -> str:
 
 
 def _measured(run: Run) -> list[str]:
-    """Returns sentences about the measured skew, and about known labels, validation images and classes
-    without test images."""
+    """Returns sentences about the split: the measured skew, how many labels are known, the validation images,
+    and classes without test images."""
     skew = finite(run.split.get("measured_skew"))
     sentences = ["The label skew R is unknown because the users' images have no labels."]
     if skew is not None:
@@ -66,8 +68,8 @@ def _measured(run: Run) -> list[str]:
 
 
 def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]) -> Block:
-    """Returns a chart of the server's and the users' images by class; with many users it shows some of
-    them."""
+    """Returns a chart of the number of images by owner (the server and the users) and class. With more than
+    `MOST_USERS` users it shows some of them, evenly spaced."""
     sizes, chosen = numbers(run.split.get("sizes")), _some(len(rows), MOST_USERS)
     sizes += [None] * (len(rows) - len(sizes))
     note = "The number of images is in brackets; images without a label are in no class."
@@ -83,7 +85,8 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
 
 
 def _variety(run: Run, rows: list[list[float | None]]) -> Block:
-    """Returns a chart of how many classes make up most of a user's images, for a run with many users."""
+    """Returns a bar chart that counts users by how many classes make up 90 % of their images. It replaces a
+    row per user when there are many users."""
     needed = Counter(_nine_tenths([value or 0 for value in row]) for row in rows if any(row))
     low, high = min(needed), max(needed)
     width = -(-(high - low + 1) // 12)
@@ -98,8 +101,8 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
 
 
 def expected(run: Run) -> list[Block]:
-    """Returns the blocks with each user's expected accuracy: the accuracies of all classes, weighted by the
-    user's own mixture of classes."""
+    """Returns the blocks with each user's expected accuracy on new images like its own. It is the mean of the
+    test accuracies of the classes, weighted by the user's number of images of each class."""
     shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
     known = {user: share for user, share in shares.items() if share is not None}
     if not known:
@@ -120,7 +123,8 @@ def expected(run: Run) -> list[Block]:
 
 
 def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
-    """Returns the mean of the class accuracies, weighted by a user's number of images of each class."""
+    """Returns the mean of the class accuracies `each`, weighted by `row`: one user's number of images of each
+    class. Returns None if nothing is known."""
     if len(row) != len(each):
         return None
     known = [(count, share) for count, share in zip(row, each, strict=True) if count and share is not None]
@@ -129,11 +133,11 @@ def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
 
 
 def groups(run: Run) -> list[Block]:
-    """Returns the blocks that show which user was in which group in each round."""
+    """Returns the blocks that show which users took part in which round, and in which group."""
     known = [event for event in run.rounds if isinstance(event.get("returned"), list)]
     with_users = [event for event in known if event["returned"] or event.get("participants")]
     if not with_users or not run.config.method.trains_users:
-        return []  # so far only the server has trained
+        return []  # no user has trained yet, or the method trains none
     attendance = Counter(user for event in with_users for user in whole(event["returned"]))
     times = sorted(attendance.values()) or [0]
     if not run.grouped and len(attendance) == run.users and times[0] == times[-1] == len(with_users):
@@ -168,8 +172,8 @@ def groups(run: Run) -> list[Block]:
 
 
 def _attendance(run: Run, rounds_played: list[Event], attendance: Counter[int], times: list[int]) -> str:
-    """Returns sentences about how often users took part, how many updates did not arrive, and how many the
-    gate refused."""
+    """Returns sentences that say how often users took part, how many updates did not arrive, and how many the
+    gate refused. `times` is the sorted number of rounds of each user."""
     often = f"{times[0]:,}" if times[0] == times[-1] else f"{times[0]:,} to {times[-1]:,}"
     rounds = count(len(rounds_played), "round")
     sentence = f"In {rounds}, {len(attendance):,} of {run.users:,} users sent an update, {often} times each."
@@ -181,23 +185,25 @@ def _attendance(run: Run, rounds_played: list[Event], attendance: Counter[int], 
 
 
 def _dealt(event: Event, grouped: bool) -> dict[int, int]:
-    """Returns the group of each user whose update arrived; groups are numbered from 1."""
+    """Returns the group number of each user whose update arrived in this round. Groups are numbered from 1;
+    without grouping it is always 1."""
     groups = event.get("groups") if grouped else [event["returned"]]
     members = enumerate(groups, 1) if isinstance(groups, list) else ()
     return {user: place for place, group in members for user in whole(group)}
 
 
 def _some(many: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers from 0 to many - 1, evenly spaced."""
+    """Returns at most `most` of the numbers 0, 1, ..., many - 1, evenly spaced."""
     return list(range(many)) if many <= most else [k * many // most for k in range(most)]
 
 
 def _sum(values: list[float | None]) -> float:
+    """Returns the sum of the values, with None as 0."""
     return sum(value or 0 for value in values)
 
 
 def _nine_tenths(values: list[float]) -> int:
-    """Returns how many of the values, the largest first, make up 90 % of their sum."""
+    """Returns how many of the largest values are needed to reach 90 % of the sum of all values."""
     total, needed = 0.0, 0
     for value in sorted(values, reverse=True):
         if total >= 0.9 * sum(values):

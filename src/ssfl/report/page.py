@@ -1,4 +1,4 @@
-"""Writes the report of run folders as one HTML file that needs no other file."""
+"""Writes a report on run folders as a single HTML file, which needs no other file and no network."""
 
 import json
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from ssfl.report import gather, sections, several, words
 from ssfl.runs import folder
 
 MARK = "<!doctype html><!-- ssfl report -->"
+"""The first line of every report. A file that does not begin with it is not overwritten."""
 _PAGE = """{mark}
 <html lang="en">
 <head>
@@ -36,7 +37,8 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'none'">
 
 
 def contents(paths: Sequence[Path]) -> dict[str, Any]:
-    """Returns the content of a report on these runs, as plain data."""
+    """Returns the content of a report on these run folders as plain data: title, subtitle, sections and
+    footer."""
     names = several.distinct(paths)
     runs = [gather.read(path, name) for path, name in names.items()]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
@@ -59,8 +61,8 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def html(content: dict[str, Any]) -> str:
-    """Returns the report as HTML. The characters < > and & are escaped in the embedded data, so that no name
-    or value of a run can end the script."""
+    """Returns the report as an HTML page, with `content` embedded as JSON. The characters < > and & are
+    escaped in the JSON, so that no name or value from a run folder can end the script element."""
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
@@ -70,13 +72,16 @@ def html(content: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """Returns the content of a file of this package."""
+    """Returns the text of a file of this package, such as report.css."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def write(paths: Sequence[Path], out: Path | None = None, figures: Path | None = None) -> list[Path]:
-    """Writes the report (default: RUN/report.html, or ./report.html for several runs) and, if `figures` is a
-    folder, its figures. Returns the files."""
+    """Writes the report on these run folders and returns the written files.
+
+    The default file is RUN/report.html for one run, and ./report.html for several. If `figures` is a folder,
+    the figures are also drawn there.
+    """
     target = out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     content = contents(paths)
     _require_ours(target)
@@ -90,7 +95,7 @@ def write(paths: Sequence[Path], out: Path | None = None, figures: Path | None =
 
 
 def _require_ours(target: Path) -> None:
-    """Raises if the file exists and is not an earlier report."""
+    """Raises if the file exists and is not an earlier report, so that no other file is overwritten."""
     if target.is_dir():
         example = target / "report.html"
         raise SsflError(

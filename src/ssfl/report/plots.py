@@ -1,4 +1,4 @@
-"""Figures from run folders, with matplotlib (the extra `report`)."""
+"""Draws simple figures of runs with matplotlib (the extra `report`), without a whole report."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,12 @@ from ssfl.core.events import Event
 from ssfl.errors import SsflError, one_line
 
 STYLES = ["-", "--", "-.", ":"]
+"""The line styles, so that lines can also be told apart without colour."""
 
 
 def pyplot() -> Any:
-    """Returns matplotlib's pyplot, without a display; raises if matplotlib is not installed."""
+    """Returns the module matplotlib.pyplot, set up to draw into files without a display. Raises if matplotlib
+    is not installed."""
     try:
         import matplotlib
 
@@ -27,8 +29,8 @@ def pyplot() -> Any:
 
 
 def curves(histories: Mapping[str, list[Event]], path: Path, title: str) -> Path:
-    """Draws the test accuracy and the mask rate over the rounds, with a line for each run, and returns the
-    file. Lines differ in colour and in style."""
+    """Draws the test accuracy and the mask rate over the rounds into the file `path`, with one line per run,
+    and returns the path. `histories` has the events of each run, by its name in the legend."""
     plt = pyplot()
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6.4), sharex=True, height_ratios=[2, 1], layout="constrained"

@@ -1,5 +1,5 @@
-"""Makes the predictions of a trained model for a report: a confusion matrix, example images, and training
-views."""
+"""Lets the trained model of a run classify images for a report: for the confusion matrix, the example images,
+and the weak and strong views of training images."""
 
 import base64
 import io
@@ -27,47 +27,53 @@ from ssfl.simulate.scoring import at_once
 from ssfl.simulate.simulation import evaluated_row
 
 MOST_TESTED = 10_000
+"""The model classifies at most this many test images for a report."""
 SIDE = 48
-"""The largest side of an image in pixels. Larger ones are made smaller, so that the report is small enough to
-send."""
+"""The largest width or height of an image in a report, in pixels. Larger images are scaled down to keep the
+file small."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
+"""How many example images are shown of each sort, how many training images with views, and how many weak and
+strong views of each."""
 
 Shown = dict[str, Any]
+"""An image on the page: the picture as a data: URL, with its classes and confidence."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run's model predicts for its test images."""
+    """The predictions of a run's model for its test images, and the images to show."""
 
     round: int
     """The round after which the model was saved."""
     tested: int
-    """The number of test images that were used."""
+    """The number of test images that the model classified."""
     of: int
-    """The number of test images that there are."""
+    """The number of all test images."""
     confusion: list[list[int]]
-    """[true class][predicted class]"""
+    """The number of images by [true class][predicted class]."""
     classes: list[str]
     examples: list[tuple[str, list[Shown]]]
-    """Titled lists of examples: picture, true class, prediction, confidence."""
+    """Lists of example images, each with a title. An example has the picture, its true class, the predicted
+    class and the confidence."""
     views: list[Shown]
-    """Training images: the picture, weak and strong views, and the pseudo-label."""
+    """Training images, each with its weak and strong views and its pseudo-label."""
     correct: list[bool] | None = None
-    """Whether each test image is classified correctly; None if the matrix is from folds."""
+    """For each classified test image, whether it was classified correctly. None if the confusion matrix comes
+    from cross-validation."""
     source: str = ""
-    """The fingerprint of the data."""
+    """The fingerprint (a hash) of the data. Predictions of two runs are compared only if it is the same."""
 
 
 class Loader:
-    """Loads each data set once for all runs of a report."""
+    """Loads each data set only once for all runs of a report."""
 
     def __init__(self) -> None:
         self._held: dict[Any, Dataset] = {}
         self.shown: dict[str, set[int]] = {}
-        """The test images that were shown already, so that none is shown twice."""
+        """By data fingerprint, the test images that are already on the page, so that none is shown twice."""
 
     def dataset(self, run: Run) -> Dataset:
-        """Returns the images of a run; raises if they are not those that it was trained with. Nothing is
+        """Returns the data of a run. Raises if the images have changed since the run. Nothing is
         downloaded."""
         config = replace(run.config, data=replace(run.config.data, download=False))
         key = config.data, bool(config.run.folds)
@@ -80,7 +86,8 @@ class Loader:
 
 
 def look(run: Run, loader: Loader) -> Seen | str:
-    """Returns the predictions of a run's model, or a sentence that says why there are none."""
+    """Returns the predictions of a run's model for its test images, or a sentence that says why there are
+    none."""
     if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
         return f"There are no images and no confusion matrix: test images {when} used (run.test)."
@@ -96,7 +103,8 @@ def look(run: Run, loader: Loader) -> Seen | str:
 
 
 def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
-    """Returns the model of a run, or that of its last checkpoint, and the round after which it was saved."""
+    """Returns the model of a run and the round after which it was saved. For an unfinished run it is the
+    model of the last checkpoint."""
     if (run.path / "model.safetensors").is_file():
         model = load_model(run.path)
         if model.classes != data.classes or model.shape != data.shape:
@@ -124,7 +132,8 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 
 def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
-    """Returns the predictions from cross-validation folds, for a run without test images."""
+    """Returns the confusion matrix of a run without test images, which cross-validation recorded, and
+    training views. Returns a sentence if the matrix does not exist yet."""
     matrix = inside(run.summary.get("folds"), "confusion")
     size = len(data.classes)
     square = (
@@ -139,8 +148,8 @@ def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
 
 
 def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -> Seen:
-    """Returns a model's predictions for (at most MOST_TESTED) test images, with examples and training
-    views."""
+    """Returns the model's predictions for at most MOST_TESTED test images, with example images and training
+    views. `at` is the round of the model."""
     seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
     with torch.no_grad(), surroundings.enough_memory():
         total = len(data.test_labels)
@@ -181,6 +190,8 @@ def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -
 def _example(
     image: Tensor, label: Tensor, predicted: Tensor, sure: Tensor, classes: tuple[str, ...]
 ) -> Shown:
+    """Returns an example image as shown on the page: the picture, its true and predicted class, and the
+    confidence."""
     return {
         "image": picture(image),
         "true": classes[int(label)],
@@ -191,7 +202,8 @@ def _example(
 
 
 def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) -> list[Shown]:
-    """Returns weak and strong views of some training images, made in the same way as in training."""
+    """Returns a few training images with their weak and strong views, augmented as in training, and the
+    model's prediction for the first weak view."""
     flip = bool(run.config.data.flip)
     chosen = torch.randperm(len(data.images), generator=seed)[:VIEWED]
     images = data.images[chosen]
@@ -212,7 +224,8 @@ def _views(run: Run, data: Dataset, model: Classifier, seed: torch.Generator) ->
 
 
 def picture(image: Tensor) -> str:
-    """Returns an image, uint8 [C, H, W], as a PNG in a data: URL."""
+    """Returns an image, uint8 [C, H, W], as a PNG in a data: URL. Images larger than `SIDE` pixels are scaled
+    down."""
     pixels = image.permute(1, 2, 0).numpy()
     shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0]))
     shown.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
@@ -222,5 +235,5 @@ def picture(image: Tensor) -> str:
 
 
 def unpacked(address: str) -> Image.Image:
-    """Returns the image in a data: URL that `picture` made."""
+    """Returns the image from a data: URL that `picture` made. matplotlib needs it for the figures."""
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))

@@ -1,4 +1,4 @@
-"""The sections of a report about one run or several."""
+"""Makes the sections of a report on one run or on several runs."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -13,8 +13,8 @@ from ssfl.report.several import Family
 from ssfl.runs.text import duration, interval, percent
 
 MOST_DETAILED = 4
-"""With several runs, owners, confusion matrices and example images are shown for at most this many
-experiments."""
+"""In a report on several runs, at most this many experiments are shown with their owners, confusion matrix
+and example images."""
 _READ = """Low diversity means that the updates of the users are nearly parallel. This can be agreement or a
 collapse. It is a collapse if nearly all images have a pseudo-label (mask rate near 1) while the pseudo-labels
 are mostly wrong or the accuracy falls."""
@@ -25,8 +25,8 @@ share of these that are correct."""
 
 
 def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns all sections in order: verdict, accuracy, differences, then details. Empty ones are left
-    out."""
+    """Returns all sections of the report, as {id, title, blocks}: verdict, accuracy, differences between the
+    runs, then details. Sections without content are left out."""
     families = several.families(runs)
     loader = Loader()
     seen = [look(family.runs[0], loader) for family in families[:MOST_DETAILED]]
@@ -54,8 +54,8 @@ def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _verdict(run: Run) -> list[Block]:
-    """Returns the blocks with the most important facts: whether the unlabelled images helped, and the
-    accuracy."""
+    """Returns the first section of a report on one run: whether the unlabelled images helped, a warning if
+    the run collapsed, and the accuracy."""
     diagnosis = collapse.judge(run)
     blocks = [say("", run.verdict, False)] if run.verdict else []
     blocks += [say(diagnosis.head, diagnosis.text, True)] if diagnosis.bad else []
@@ -68,7 +68,8 @@ def _verdict(run: Run) -> list[Block]:
 
 
 def _tiles(run: Run) -> list[tuple[str, ...]]:
-    """Returns the numbers at the top of the report, each with its name."""
+    """Returns the numbers at the top of the report as tuples of name, value and sometimes further lines:
+    accuracy, rounds, users, server labels, skew."""
     score, skew = run.score, finite(run.split.get("measured_skew"))
     tiles: list[tuple[str, ...]] = [("accuracy", "–")]
     if score is not None:
@@ -90,7 +91,8 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
 
 
 def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
-    """Returns the blocks with a table of the experiments, and whether the best two differ clearly."""
+    """Returns the first section of a report on several runs: a table of the experiments, and whether the best
+    two differ clearly."""
     heads = (
         "seeds",
         "accuracy",
@@ -129,7 +131,8 @@ def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[S
 
 
 def _standing(family: Family) -> list[str]:
-    """Returns the row of an experiment in the table."""
+    """Returns one experiment's cells in the table of experiments, without its name: from the number of seeds
+    to the bytes sent."""
     counted = family.counted
     masks, correct = (
         [late for run in counted if (late := _late(run.series(key))) is not None]
@@ -148,6 +151,7 @@ def _standing(family: Family) -> list[str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[Block]:
+    """Returns the blocks with a table of the settings that differ between the runs."""
     rows = [[key, *values] for key, values in several.differences(runs)]
     if not rows:
         return [text("The settings of the runs are all the same.")]
@@ -158,13 +162,15 @@ def _differences(runs: Sequence[Run]) -> list[Block]:
 def _line(
     figure: str, title: str, label: str, series: list[Block], runs: Sequence[Run], **options: Any
 ) -> Block:
-    """Returns a chart over rounds. All charts end at the last round of the longest run."""
+    """Returns a line chart over the rounds. The horizontal axis is the same in all charts: it ends at the
+    last round of the longest run."""
     whole = [0, max(max(run.planned, run.played) for run in runs)]
     common = {"kind": "line", "xLabel": "round", "format": "percent", "range": [0, 1], "xRange": whole}
     return {**common, "figure": figure, "title": title, "yLabel": label, "series": series, **options}
 
 
 def _accuracy(run: Run) -> list[Block]:
+    """Returns the charts of accuracy and loss over the rounds, for a report on one run."""
     kinds = ("test", run.accuracy), ("validation", run.validation)
     series = [_series(f"{name} images", of) for name, of in kinds if of]
     if not series:
@@ -190,8 +196,9 @@ def _accuracy(run: Run) -> list[Block]:
 
 
 def _accuracies(families: Sequence[Family]) -> list[Block]:
+    """Returns the chart of accuracy over the rounds, for a report on several runs."""
     runs = _members(families)
-    late = any(run.test_kept for run in runs)  # then the curves are on validation images
+    late = any(run.test_kept for run in runs)  # if so, the curves show validation images
     series = _curves(families, lambda run: (run.validation if late else []) or run.accuracy)
     if not series:
         folded = all(run.judged_by == "folds" for run in runs)
@@ -201,13 +208,14 @@ def _accuracies(families: Sequence[Family]) -> list[Block]:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """Returns the title of a chart of accuracy."""
+    """Returns the title of an accuracy chart, which says whether it shows test or validation images."""
     late = any(run.test_kept for run in runs)
     ways = {"validation" if late and (run.validation or run.test_kept) else "test" for run in runs}
     return f"Accuracy on the {' or '.join(sorted(ways))} images"
 
 
 def _diversity(run: Run) -> list[Block]:
+    """Returns the blocks about gradient diversity and pseudo-labels, for a report on one run."""
     if not run.config.method.trains_users:
         return []
     diagnosis = collapse.judge(run)
@@ -225,6 +233,7 @@ def _diversity(run: Run) -> list[Block]:
 
 
 def _diversities(families: Sequence[Family]) -> list[Block]:
+    """Returns the blocks about gradient diversity and pseudo-labels, for a report on several runs."""
     runs = _members(families)
     charts = _spread(_curves(families, lambda run: run.diversity("definition")), runs, [])
     measured = bool(charts)
@@ -238,8 +247,8 @@ def _diversities(families: Sequence[Family]) -> list[Block]:
 
 
 def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> list[Block]:
-    """Returns the chart of gradient diversity with its lower bound; nothing if it was not measured
-    (run.diversity_every)."""
+    """Returns a list with the chart of gradient diversity, including the lowest possible value. The list is
+    empty if the diversity was not measured (run.diversity_every)."""
     if not any(one["points"] for one in series):
         return []
     many = {run.config.federation.participants or run.users for run in runs}
@@ -255,7 +264,8 @@ def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> lis
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
-    """Returns the blocks about the owners of the images in each experiment. Equal splits are shown once."""
+    """Returns the blocks about the owners of the images in each experiment. If two experiments have the same
+    split, it is shown only once."""
     if len(families) == 1:
         run = families[0].runs[0]
         return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
@@ -279,8 +289,8 @@ def _owners(families: Sequence[Family]) -> list[Block]:
 def _detailed(
     families: Sequence[Family], seen_of_families: Sequence[Seen | str], alone: bool
 ) -> list[tuple[str, str, list[Block]]]:
-    """Returns the sections with confusion matrix, images and views, of a single run or of the first run of
-    each experiment."""
+    """Returns three sections (id, title, blocks): mistakes, test images and training views. Each experiment
+    is represented by its first run. `alone` says that the report is on a single run."""
     wrong: list[Block] = []
     images: list[Block] = []
     views: list[Block] = []
@@ -302,7 +312,8 @@ def _detailed(
 
 
 def _settings(runs: Sequence[Run]) -> list[Block]:
-    """Returns the settings of the runs in words, with versions, device and the whole config."""
+    """Returns the blocks with the settings in words and, for each run, its versions, device and whole
+    config."""
     whose = "" if len(runs) == 1 else f"{runs[0].name}: "
     made: list[Block] = [text(whose + " ".join(words.setting(runs[0])))]
     for run in runs:
@@ -319,24 +330,29 @@ def _settings(runs: Sequence[Run]) -> list[Block]:
 
 
 def _curves(families: Sequence[Family], points_of: Callable[[Run], Points]) -> list[Block]:
+    """Returns one line of a chart per experiment, for those that have any points. `points_of` returns a run's
+    points."""
     curves = (family.curve(place, points_of) for place, family in enumerate(families))
     return [series for series in curves if series]
 
 
 def _members(families: Sequence[Family]) -> list[Run]:
+    """Returns the runs of all experiments in one list."""
     return [run for family in families for run in family.runs]
 
 
 def _series(name: str, points: Points) -> Block:
+    """Returns a line of a chart, with at most `MOST_POINTS` points."""
     return {"name": name, "points": [[at, float(f"{value:.5g}")] for at, value in thinned(points)]}
 
 
 def _late(points: Points) -> float | None:
-    """Returns the mean over the last fifth of the points."""
+    """Returns the mean over the last fifth of the points, or None if there are no points."""
     last = [value for _, value in points[-max(1, len(points) // 5) :]]
     return fmean(last) if last else None
 
 
 def _marks(run: Run) -> list[Block]:
+    """Returns a list with a vertical mark at the round in which a collapse began; empty if there was none."""
     since = collapse.judge(run).since
     return [] if since is None else [{"x": since, "text": f"from round {since:,}: confident and wrong"}]

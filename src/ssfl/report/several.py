@@ -1,4 +1,4 @@
-"""Several runs together: groups them into experiments that differ only in their seeds, and compares these."""
+"""Compares several runs. Runs that differ only in their seeds are grouped into one experiment."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,32 @@ from ssfl.report.predictions import Seen
 from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
-"""Settings that may differ between runs of the same experiment, in addition to all of [run]."""
+"""Settings that may differ between runs of the same experiment. All settings of the section [run] may differ
+too."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An experiment: one or more runs that differ only in their seeds."""
+    """An experiment: one or more runs with the same settings. Only seeds, the section [run] and the place of
+    the data may differ."""
 
     name: str
     runs: list[Run]
 
     @property
     def counted(self) -> list[Run]:
-        """The runs over which means are taken: the finished ones, or all if no run is finished."""
+        """The runs over which means are taken: the finished runs, or all runs if none is finished."""
         return [run for run in self.runs if run.finished] or self.runs
 
     @property
     def ends(self) -> list[float]:
-        """The accuracy of each run after its last round."""
+        """The last accuracy of each run in `counted`, from 0 to 1."""
         return [run.judged[-1][1] for run in self.counted if run.judged]
 
     @property
     def counts(self) -> tuple[str, str]:
-        """In words, the mean number of correct images out of all, and the interval of the accuracy."""
+        """Two texts for a table: the mean number of correct images, such as "912.3 of 1,000", and the 95 %
+        interval of the accuracy. Both are "–" if the runs have different numbers of images."""
         scores = [run.score for run in self.counted if run.score is not None and run.score.count]
         if not scores or len({score.count for score in scores}) > 1:
             return "–", "–"
@@ -43,8 +46,8 @@ class Family:
         return f"{text} of {count:,}", interval(correct, count)
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
-        """Returns the line of an experiment in a chart: the mean over the seeds, with a band of one standard
-        deviation. `look` is the number of its colour and style."""
+        """Returns the experiment's line in a chart: the mean over its runs, with a band of one standard
+        deviation. `look` is the number of its colour and line style. Returns None if there are no points."""
         curves = [dict(points) for points in map(points_of, self.counted) if points]
         if not curves:
             return None
@@ -62,7 +65,8 @@ class Family:
 
 
 def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
-    """Returns a sentence about whether the best two experiments differ clearly on their test images."""
+    """Returns a list with one sentence that says whether the best two experiments differ clearly. The first
+    run of each is compared on the same test images. The list is empty if there are no two such runs."""
     known = [
         (sum(look.correct), family, look)
         for family, look in zip(families, seen, strict=False)
@@ -89,7 +93,7 @@ def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[s
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
-    """Returns the runs grouped into experiments, in their original order."""
+    """Returns the runs grouped into experiments, in the order of the runs."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(repr(_experiment(run)), []).append(run)
@@ -105,13 +109,15 @@ def families(runs: Sequence[Run]) -> list[Family]:
 
 
 def _experiment(run: Run) -> dict[str, Any]:
+    """Returns the settings that are the same in all runs of an experiment."""
     return {k: v for k, v in settings(run.config).items() if not k.startswith("run.") and k not in _BESIDE}
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Returns the settings that differ between the runs, with the value in each run."""
+    """Returns the settings that differ between the runs: the name of each setting, and its value in each run
+    as text."""
     each = [settings(run.config) for run in runs]
-    keys = dict.fromkeys(key for one in each for key in one)  # methods have settings of their own
+    keys = dict.fromkeys(key for one in each for key in one)  # each method has other settings
     return [
         (key, [_told(one[key]) if key in one else "–" for one in each])
         for key in keys
@@ -120,7 +126,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the mean and the standard deviation of shares, in percent."""
+    """Returns the mean and the standard deviation of fractions as a text in percent, such as "91.2 ± 0.4
+    %"."""
     if not values:
         return "–"
     deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
@@ -128,8 +135,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def distinct(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns a short name for each folder: the end of its path, as long as needed to tell the folders
-    apart."""
+    """Returns a short name for each run folder: the end of its path, as long as needed to tell the folders
+    apart. A folder that is listed twice appears once."""
     whole = {path: path.resolve().parts for path in paths}
     once = {
         parts: path for path, parts in reversed(whole.items())
@@ -143,16 +150,18 @@ def distinct(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _beginning(names: Sequence[str]) -> str:
-    """Returns the common beginning of all names."""
+    """Returns the longest text with which all names begin."""
     first, last = min(names), max(names)
     same = [one == other for one, other in zip(first, last, strict=False)]
     return first[: same.index(False) if False in same else len(same)]
 
 
 def _told(value: Any) -> str:
+    """Returns a setting's value as a text of at most 60 characters."""
     text = "not set" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _short(value: float) -> float:
+    """Returns the value rounded to five significant digits, which keeps the page small."""
     return float(f"{value:.5g}")

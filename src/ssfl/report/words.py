@@ -1,4 +1,4 @@
-"""Describes a run in words: its question, its settings, and its result."""
+"""Describes a run in sentences for a report: its question, its settings, and its result."""
 
 from ssfl.config.settings import Config
 from ssfl.core import outside
@@ -16,7 +16,7 @@ _EPSILONS = {
 
 
 def question(run: Run) -> str:
-    """Returns the question that the experiment answers."""
+    """Returns the question that a run answers, as a sentence made from its config."""
     split, method = run.config.split, run.config.method
     labels, users = count(split.server_labels or 0, "labelled image"), count(split.users, "user")
     kinds = f" of {len(run.classes)} classes" if run.classes else ""
@@ -38,7 +38,7 @@ def question(run: Run) -> str:
 
 
 def setting(run: Run) -> list[str]:
-    """Returns the settings of a run as sentences."""
+    """Returns sentences that describe a run's settings: data, users, method, privacy and network."""
     config = run.config
     split, method, federation, train = config.split, config.method, config.federation, config.train
     if config.run.engine == "sites":
@@ -103,7 +103,8 @@ def setting(run: Run) -> list[str]:
 
 
 def answer(run: Run) -> str:
-    """Returns the result of a run in sentences."""
+    """Returns sentences with a run's result: its accuracy with the 95 % interval, or how many rounds are
+    done."""
     kind, points = run.judged_by, run.judged
     if kind == "folds":
         return _folded(run)
@@ -136,7 +137,7 @@ def answer(run: Run) -> str:
 
 
 def _folded(run: Run) -> str:
-    """Returns the result of a run with cross-validation in sentences."""
+    """Returns sentences with the result of a run that is evaluated by cross-validation."""
     score = run.score
     if score is None:
         return f"{run.played:,} of {run.planned:,} rounds are done; the folds come after them."
@@ -150,20 +151,20 @@ def _folded(run: Run) -> str:
 
 
 def count(many: int, noun: str) -> str:
-    """Returns a number followed by its noun, in the plural if needed."""
+    """Returns a number and its noun as text, such as "1 image" or "1,200 images"."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{many:,} {noun}{'' if many == 1 else plural}"
 
 
 def data_name(run: Run) -> str:
-    """Returns the name of the data set, or of its folder or file."""
+    """Returns the name of a run's data set, or the name of its folder or file."""
     data = run.config.data
     name = str(run.summary.get("data") or data.name or (data.path or "").rstrip("/").rsplit("/", 1)[-1])
     return "data in memory" if name == IN_MEMORY else name
 
 
 def _method(config: Config) -> list[str]:
-    """Returns the description of the method, and of its settings."""
+    """Returns sentences that describe the method and its main settings."""
     method, groups = config.method, config.federation.groups or 1
     sentences = [f"The method is {method.name}: {' '.join((type(method).__doc__ or '').split())}"]
     threshold = getattr(method, "threshold", None)
@@ -182,12 +183,13 @@ def _method(config: Config) -> list[str]:
 
 
 def is_relative(method: Method) -> bool:
-    """Returns whether the threshold for pseudo-labels is relative to the confidence on labelled images."""
+    """Returns whether the method's threshold is a multiple of the mean confidence on labelled images, rather
+    than a confidence itself."""
     return bool(getattr(method, "relative", False))
 
 
 def _privacy(run: Run) -> list[str]:
-    """Returns sentences with the privacy settings, and the ε that they give."""
+    """Returns sentences with the differential privacy settings and the resulting ε; empty without privacy."""
     wanted = run.config.privacy
     if wanted.clip is None:
         return []
@@ -205,6 +207,7 @@ def _privacy(run: Run) -> list[str]:
 
 
 def _norm(config: Config) -> str:
+    """Returns the kind of normalisation in the network, in words."""
     if config.model.name in backbones.NAMES:
         return "its normalisation folded into the weights"
     return {"group": "group normalisation", "batch": "batch normalisation"}.get(
