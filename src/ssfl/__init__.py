@@ -1,4 +1,5 @@
-"""Semi-supervised federated learning. The public names, loaded when first used."""
+"""Semi-supervised federated learning. This module offers the public names of the package, and imports each
+when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m ssfl` is the command `ssfl`."""
+"""Makes `python -m ssfl` the same as the command `ssfl`."""
 
 from ssfl.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Errors that a person's input can cause. Each has a one-line message that says what to do, and an exit
+"""The errors that a user's input can cause. Each has a message of one line that says what to do, and an exit
 code."""
 
 import signal
@@ -8,8 +8,8 @@ from ssfl.signals import exit_code
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Returns an error's message as one line of at most `most` characters; if it has no message, the name of
-    its class."""
+    """Returns an error's message as one line of at most `most` characters. If the error has no message,
+    returns the name of its class."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
@@ -20,7 +20,7 @@ def with_class(error: BaseException, most: int | None = None) -> str:
 
 
 class SsflError(Exception):
-    """A mistake in the input. The CLI prints only its message, without a traceback.
+    """A mistake in the user's input. The command line prints only its message, without a traceback.
 
     Programs can read three attributes. `key` is the wrong setting (section.name) or argument, and `value` is
     its value. `fix` is what to type instead, such as split.users=3, or None if there is no single answer.
@@ -36,16 +36,17 @@ class SsflError(Exception):
 
 
 class ConfigError(SsflError):
-    """A key, a value or a combination of settings cannot be used."""
+    """A setting does not exist, has a wrong value, or cannot be combined with another."""
 
 
 class MethodError(SsflError):
-    """The code of a method is wrong: it uses something that it did not declare, or returns something
-    unusable."""
+    """The code of a method is wrong: it uses something that it did not declare in `needs()`, or returns
+    something unusable."""
 
 
 class DataError(SsflError):
-    """A data file or folder is missing, broken or unsuitable."""
+    """A data file or folder is missing, broken or unsuitable; also used for messages of a federation that are
+    not valid."""
 
 
 class RunError(SsflError):
@@ -53,7 +54,7 @@ class RunError(SsflError):
 
 
 class DamagedRun(RunError):
-    """A run folder whose checkpoints or events cannot be used, so that the run cannot be continued."""
+    """The run cannot be continued, because the checkpoints or events in its folder cannot be used."""
 
 
 class FolderInUse(RunError):
@@ -61,7 +62,8 @@ class FolderInUse(RunError):
 
 
 class Stopped(SsflError):
-    """Ctrl-C or SIGTERM stopped the run after everything was saved. This is not a failure."""
+    """Ctrl-C or SIGTERM stopped the run, and everything was saved. This is not a failure. `by` is the number
+    of the signal."""
 
     def __init__(self, message: str, by: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -69,7 +71,7 @@ class Stopped(SsflError):
 
 
 class SsflWarning(UserWarning):
-    """A warning for users of the package: what will be worse or slower than expected, and why."""
+    """A warning for users of the package. It says what will be worse or slower than expected, and why."""
 
 
 class DivergedError(SsflError):

@@ -2,11 +2,11 @@
 "The paper" is Zhang et al. 2020, wherever the code mentions it.
 
 A `Method` has a user side and a server side. The user side (`label`, `user_loss`, `gradient`) runs where the
-images are, in a simulation or at a real site, and sees a `Look` or a `Step` (`core/step.py`). The server side
-(`round`) turns one `State` into the next and sees a `Fed`. It never sees a user's image.
+images are, in a simulation or at a real site. It sees a `Look` or a `Step` (`core/step.py`). The server side
+(`round`) turns one `State` into the next through a `Fed`. It never sees a user's image.
 
-A model is a row: a vector of its P weights, followed by its Q running statistics. K is the number of users, C
-the number that take part in a round, and S the number of groups.
+A model is stored as a row: a vector of its P weights, followed by its Q running statistics. K is the number
+of users, C the number that take part in a round, and S the number of groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,30 +36,34 @@ NEEDS = {
     "sizes": "how many images each user has",
     "labels": "the true labels of users' images",
 }
-"""What a method may declare in `needs()`, each with its meaning. The declared needs decide whether the method
-can run in several processes, with privacy and with real sites."""
+"""The words that a method may return from `needs()`, each with its meaning. They say what the method needs
+from the users. They decide whether the method can run in several processes, with privacy, and with real
+sites."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that passes from one round to the next."""
+    """Everything that one round passes to the next: the models, the momentum, and the method's own
+    tensors."""
 
     round: int
-    """t, the number of rounds played so far."""
+    """t, the number of rounds done so far."""
     streams: Tensor
-    """[S, P + Q]: one model for each of the S groups (the paper's w_avg,i), from which its members start the
-    round. A model is a row of P weights and Q running statistics. Without groups there is one row."""
+    """[S, P + Q]: the model of each of the S groups (the paper's w_avg,i), from which the group's members
+    start the round. A model is a row of P weights and Q running statistics. Without groups there is one
+    row."""
     average: Tensor
-    """[P + Q]: the averaged model (the paper's w_avg), from which the server starts and which is evaluated.
-    It has P weights and Q running statistics."""
+    """[P + Q]: the averaged model (the paper's w_avg). The server starts its training from it, and it is the
+    model that is evaluated. It has P weights and Q running statistics."""
     momentum: Tensor
-    """The optimizer's momentum that trainers keep between rounds, one row of P numbers each; the server's
-    rows are last. Empty if momentum is reset every round (train.momentum_policy)."""
+    """The optimizer's momentum that users and server keep between rounds, one row of P numbers each; the
+    server's rows are last. Empty if momentum is reset every round (train.momentum_policy)."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[K]: how often each of the K users had a model refused by the gate, which checks models before they are
-    averaged. Empty without federation.gate."""
+    """[K]: how many models of each user were refused. The gate refuses models (federation.gate), and so does
+    a real centre. Empty in a simulation without the gate."""
     memory: dict[str, Tensor] = field(default_factory=dict)
-    """Further tensors that the method keeps between rounds, by name. `Method.initial` returns all of them."""
+    """Further tensors that the method keeps between rounds, by name. `Method.initial` returns their initial
+    values."""
 
     def next(
         self,
@@ -68,7 +72,8 @@ class State:
         momentum_of: Sequence["Trained | Users"] = (),
         **memory: Tensor,
     ) -> "State":
-        """Returns the state after a round.
+        """Returns the state after a round, with these group models and this average (default: the mean of the
+        group models).
 
         `momentum_of` lists the training results whose momentum is kept for the next round, if
         train.momentum_policy keeps any. `memory` replaces tensors of the method's memory.
@@ -95,7 +100,7 @@ class State:
 
 
 Momentum = tuple[tuple[Tensor, Tensor], ...]
-"""The momentum to keep after training: pairs of row numbers [m] in `State.momentum`, and the new rows [m,
+"""The momentum to keep after training: pairs of row numbers [m] in `State.momentum` and their new values [m,
 P]."""
 
 
@@ -111,18 +116,19 @@ class Trained:
 
 @dataclass(frozen=True)
 class Users:
-    """The result of the users' training in a round. Updates have passed the gate (federation.gate), the
-    robust average and the privacy noise, as far as these are used."""
+    """The result of the users' training in a round, as the server sees it. The gate, the robust average and
+    the privacy noise have already been applied, as far as the settings use them."""
 
     means: Tensor
-    """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user counted, these
-    are the models that were sent."""
+    """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user's model was
+    used, these are the models that were sent."""
     average: Tensor
     """[P + Q]: the mean of the groups' models, the paper's equation (8)."""
     counted: bool
-    """Whether any user's model counted: it came back, was not refused and has a weight above 0."""
+    """Whether at least one user's model was used in the average: it came back, was not refused, and has a
+    weight above 0."""
     indices: Tensor
-    """[m]: the numbers of the m users whose models counted."""
+    """[m]: the numbers of the m users whose models were used in the average."""
     groups: tuple[tuple[int, ...], ...]
     """For each group, the positions of its members in `indices`."""
     momentum: Momentum
@@ -133,31 +139,33 @@ class Users:
 
     @property
     def rows(self) -> Tensor:
-        """The models of the m users that counted, [m, P + Q]: P weights and Q running statistics each. Only
-        for methods that declare "models" in `needs`."""
+        """The models of the m users whose models were used, [m, P + Q]: P weights and Q running statistics
+        each. Only for methods that declare "models" in `needs`."""
         return self._needing("models", self._rows)  # type: ignore[no-any-return]
 
     @property
     def report(self) -> Named:
-        """The numbers that the method's `label` reported at each of the m users that counted, by name, [m,
-        ...] each. Only for methods that declare "reports" in `needs`."""
+        """The numbers that the method's `label` reported at each of the m users whose models were used, by
+        name, [m, ...] each. Only for methods that declare "reports" in `needs`."""
         return self._needing("reports", self._report)  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> Tensor:
-        """[m]: how many images each of the m users that counted has. Only for methods that declare "sizes" in
-        `needs`."""
+        """[m]: how many images each of the m users has whose models were used. Only for methods that declare
+        "sizes" in `needs`."""
         return self._needing("sizes", self._sizes)  # type: ignore[no-any-return]
 
     def _needing(self, need: str, value: Any) -> Any:
+        """Returns the value, or raises if the method has not declared `need` in `needs`. So a method cannot
+        use what a real federation does not have."""
         if need not in self.declared:
             raise MethodError(f"the round uses {NEEDS[need]}: add {need!r} to what needs() returns", key=need)
         return value
 
 
 class Fed(Protocol):
-    """Everything that a method's `round` can see and do. The simulator and the server of a real federation
-    implement it."""
+    """Everything that a method's `round` can see and do. The simulator and the centre of a real federation
+    implement this interface."""
 
     cohort: Cohort
     layout: Layout
@@ -176,8 +184,8 @@ class Fed(Protocol):
         """Whether the server has labelled images to train on."""
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key from which random numbers for a purpose are drawn (see `core/draws.py`), for this
-        round or for the whole run."""
+        """Returns the key from which the random numbers for a purpose are drawn (see `core/draws.py`). It is
+        a different one in every round or, with `by_round=False`, the same for the whole run."""
 
     def train_users(
         self,
@@ -188,40 +196,43 @@ class Fed(Protocol):
         replicas: int = 1,
         send: Callable[[Sequence[int]], Named] | None = None,
     ) -> Users:
-        """Sends each participant the model of its group, trains it there, and averages the updates that come
-        back.
+        """Sends each participant the model of its group, trains it there, and averages the trained models
+        that come back.
 
-        `start` has one model per group. With `server`, the server trains that model at the same time and
-        joins the average of every group, with weight `server_weight` (default: that of a user). With
-        `replicas` above 1, it trains that many copies. `send(users)` returns further tensors to send to these
-        n users, [n, ...] each.
+        `start` is [S, P + Q], one model per group. With `server`, the server trains that model at the same
+        time, and the result joins the average of every group, with weight `server_weight` (default: that of a
+        user). With `replicas` above 1, the server trains that many copies. `send(users)` returns further
+        tensors to send to these n users, [n, ...] each.
         """
 
     def train_server(self, row: Tensor) -> Trained:
-        """Returns a model after training on the server's labelled images."""
+        """Returns the model `row` [P + Q] after training on the server's labelled images."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the probabilities [m, B, classes] that each of m models [m, P + Q] predicts for B uint8
         images."""
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's balanced accuracy minus that of guessing (1 divided by the number of classes), on
-        about `most` of the server's labelled images."""
+        """Returns a model's balanced accuracy minus the accuracy of guessing: 1 divided by the number of
+        classes that the server's images have. It is measured on about `most` of the server's labelled images;
+        None means all."""
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
-        """Returns the mean of a model's largest class probability on about `most` of the server's labelled
-        images."""
+        """Returns a model's mean confidence (its largest class probability). It is measured on about `most`
+        of the server's labelled images; None means all."""
 
     def record(self, **metrics: float) -> None:
-        """Adds metrics of the method to the event that is logged for this round."""
+        """Adds metrics of the method to this round's event in events.jsonl."""
 
 
 def paper_round(
     state: State, fed: Fed, server_weight: float | None = None, server_replicas: bool = False
 ) -> State:
-    """Returns the state after a round of the paper (Zhang et al. 2020), equations (7) and (8).
+    """Returns the state after a round as in the paper (Zhang et al. 2020), equations (7) and (8).
 
-    Users and server train at the same time. Each group averages its own users with the server.
+    Users and server train at the same time. Each group averages the models of its own users with the server's
+    model. `server_weight` is the server's weight in this average. With `server_replicas`, the server trains
+    one copy of its model per group.
     """
     server = state.average if fed.has_server else None
     replicas = len(state.streams) if server_replicas else 1
@@ -231,29 +242,29 @@ def paper_round(
 
 @dataclass(frozen=True)
 class Method:
-    """A method of federated learning. Its fields are its settings, [method] in a config. Subclass it as a
-    frozen dataclass."""
+    """A method of federated learning. Its fields are its settings, the section [method] of a config. To write
+    a method, subclass it as a frozen dataclass."""
 
     called: ClassVar[str] = ""
-    """The built-in name or the import path by which the method was loaded; empty for a Python object. See
-    `name`."""
+    """The built-in name or the import path by which the method was loaded; empty for a Python object. It is
+    read through `name`."""
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """The method's defaults for other sections of the config, by section and key. Settings that a person sets
-    override them."""
+    """The method's defaults for other sections of the config, by section and key. Settings in a config or
+    with --set override them."""
     start: ClassVar[str] = "group"
-    """The model that a user starts a round from: that of its "group", or its own ("user")."""
+    """The model from which a user starts a round: "group", that of its group, or "user", its own."""
     grouped: ClassVar[bool] = False
     """Whether the method divides the participants into several groups by default (`federation.groups`)."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """The names of the metrics that its losses return besides those that every method has."""
+    """The names of the metrics that the method's losses return in addition to those that every method has."""
     note: ClassVar[str] = ""
-    """A remark that tables of results show beside it, such as that it needs users' labels."""
+    """A remark that tables of results show beside the method, such as that it needs the users' labels."""
     label: ClassVar[Any] = None
     """A function `label(self, look: Look) -> Labels` that makes a user's pseudo-labels once a round. None if
-    the method makes none at the start of a round."""
+    the method does not make pseudo-labels at the start of a round."""
     keeps_models: ClassVar[bool] = False
-    """Whether the method keeps a model of every user between rounds (in `initial`). If so, it is checked
-    before the start that there is enough memory."""
+    """Whether the method keeps a model of every user between rounds (in `initial`). If so, ssfl checks before
+    the start that there is enough memory."""
     trains_users: ClassVar[bool] = True
     """Whether the method's `round` trains users."""
     trains_server: ClassVar[bool] = True
@@ -261,17 +272,18 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Returns a built-in name, an import path, or "in memory" for a method passed as a Python object."""
+        """The method's built-in name, its import path, or "in memory" for a method passed as a Python
+        object."""
         return str(type(self).__dict__.get("called") or "in memory")
 
     def needs(self) -> tuple[str, ...]:
-        """Returns the entries of `NEEDS` that the method needs. They decide whether it can run with the
-        engine "dist" (several processes), with privacy and with real sites."""
+        """Returns the words of `NEEDS` that say what the method needs from the users. They decide whether it
+        can run with the engine "dist" (several processes), with privacy and with real sites."""
         return ()
 
     def uses(self) -> tuple[str, ...]:
-        """Returns which inputs the users' steps need: "weak" views, "strong" views, or the weights that were
-        "received" at the start of the round."""
+        """Returns which inputs the users' training steps need: "weak" views, "strong" views, or the weights
+        that the user "received" at the start of the round. Inputs that are not listed are not computed."""
         return ("weak", "strong")
 
     def passes(self) -> int:
@@ -279,35 +291,39 @@ class Method:
         return 1
 
     def check(self, config: Any) -> None:
-        """Raises ConfigError if the method cannot be combined with other settings."""
+        """Raises ConfigError if the method cannot be combined with other settings of this config."""
 
     def network(self, network: torch.nn.Module) -> torch.nn.Module:
-        """Returns the network to train: `network` itself, or one that the method builds around it."""
+        """Returns the network to train: the given one, or one that the method builds around it, for example
+        with each weight as the sum of two."""
         return network
 
     def plain(self, tensors: Named) -> Named:
-        """Returns the tensors of the plain network by name, given those of the network that the method built
-        (see `network`)."""
+        """Returns the tensors of the original network by name, given those of the network that `network`
+        built. The saved model is the original network."""
         return tensors
 
     def initial(self, state: State, fed: Fed) -> Named:
-        """Returns all tensors of the method's memory by name, as they are before round 0."""
+        """Returns the tensors that the method keeps between rounds, by name, as they are before the first
+        round."""
         return {}
 
     def user_loss(self, step: Step) -> Losses:
-        """Returns the users' loss; by default the paper's consistency loss with threshold τ = 0.95."""
+        """Returns the loss of a user's training step. Default: the paper's consistency loss with threshold τ
+        = 0.95."""
         teacher = step.forward(step.weak, grad=False, train=False, draw="teacher")
         return losses.consistency(teacher, step.forward(step.strong), 0.95)
 
     def server_loss(self, step: Step) -> Losses:
-        """Returns the server's loss: cross-entropy with true labels, the paper's equation (3)."""
+        """Returns the loss of a training step at the server. Default: cross-entropy with the true labels, the
+        paper's equation (3)."""
         return losses.supervised(step.forward(step.weak), step.labels)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of the loss in one step, by the names of the weights, and the metrics. Weights
-        that are not in it stay unchanged."""
+        """Returns the gradient of the loss in one training step, by the names of the weights, and the step's
+        metrics. Weights that are missing from the gradient stay unchanged."""
         return step.gradient(loss, wide=False)
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round. Default: the paper's round."""
+        """Returns the state after a round that starts from `state`. Default: the paper's round."""
         return paper_round(state, fed)

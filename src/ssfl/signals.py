@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the current round is finished and saved, and the exit code tells which signal it was.
+"""Handles Ctrl-C and SIGTERM: the current round is finished and saved first, and the exit code says which
+signal it was.
 
 systemd, Slurm, containers and `timeout` send SIGTERM, often to every process of a group at once.
 """
@@ -12,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SETTLE = 0.5
-"""Seconds after a SIGTERM during which another one is ignored: `timeout` sends one to the process that it
-started and one to the whole group."""
+"""After a SIGTERM, another SIGTERM is ignored for this many seconds. `timeout` sends one to the process that
+it started, and one to the whole process group."""
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived outside of a round. This is not a KeyboardInterrupt, for which typer would exit with
-    130."""
+    """Raised if SIGTERM arrives outside of a round. It is not a KeyboardInterrupt, because typer exits with
+    code 130 for that, and SIGTERM needs 143."""
 
 
 @dataclass
@@ -28,18 +29,19 @@ class Stop:
     by: int = 0
 
     def is_set(self) -> bool:
+        """Returns whether a signal has asked this process to stop."""
         return self.by != 0
 
 
 def exit_code(by: int) -> int:
-    """Returns the exit code of a process that a signal stopped: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Returns the exit code of a process that the signal `by` stopped: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + (by or signal.SIGINT)
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM raise Terminated, so that open files are closed. A second SIGTERM ends the process at
-    once."""
+    """Inside this `with` block, SIGTERM raises `Terminated`, so that open files are closed. A second SIGTERM
+    ends the process at once."""
     if not _ours(signal.SIGTERM):
         yield
         return
@@ -66,11 +68,12 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
-    """Yields a `Stop` that records the first Ctrl-C or SIGTERM, so that the round can be finished and saved.
-    A second signal stops at once.
+    """Inside this `with` block, the first Ctrl-C or SIGTERM is only recorded in the yielded `Stop`, so that
+    the round can be finished and saved. A second signal ends the process at once.
 
-    `supervised` is for processes of torchrun. When torchrun is stopped, it sends SIGTERM to processes that
-    may have received it already, and kills those that take too long. So a second SIGTERM is ignored there.
+    With `loud`, the first signal prints a line that says so. `supervised` is for processes of torchrun. When
+    torchrun is stopped, it sends SIGTERM to processes that may have received it already, and kills those that
+    take too long. So a second SIGTERM is ignored there.
     """
     noted = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -108,8 +111,8 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
 
 
 def _ours(kind: signal.Signals) -> bool:
-    """Returns whether no other code has set a handler for this signal. A program that embeds ssfl keeps its
-    own."""
+    """Returns whether ssfl may handle this signal: no other code has set a handler for it. A program that
+    embeds ssfl keeps its own handlers."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(kind)

@@ -1,4 +1,5 @@
 """The command line, with one small file per command.
 
-Read `main.py` first. `verbs.py` has the help texts, shell completion and the answers to mistyped commands.
+Read `main.py` first. `verbs.py` makes the help texts, the shell completion and the messages about mistyped
+commands.
 """

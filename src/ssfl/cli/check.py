@@ -1,4 +1,4 @@
-"""`ssfl check`: test a method, and a network, against the rules that every engine relies on."""
+"""`ssfl check`: test whether a method, and a network, work with every training engine."""
 
 import json
 from typing import Annotated
@@ -17,9 +17,10 @@ def check(
     ] = None,
     json_only: Json = False,
 ) -> None:
-    """Test a method, and a network, against the rules that every engine relies on.
+    """Test whether a method, and a network, work with every training engine.
 
-    Example: ssfl check mine.py:Mine --model mine.py:make"""
+    Example: ssfl check mine.py:Mine --model mine.py:make
+    """
     from ssfl.config.loading import check_overrides
 
     check_overrides([f"method.name={method}"])  # before torch is imported

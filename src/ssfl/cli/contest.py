@@ -13,7 +13,8 @@ from ssfl.cli.options import Quiet
 
 
 class Equal(StrEnum):
-    """What all methods get the same amount of: user images, or forward and backward passes."""
+    """What is equal for all methods: the number of user images, or the number of forward and backward
+    passes."""
 
     images = "images"
     passes = "passes"
@@ -32,7 +33,7 @@ def contest(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B",
-            help="Values of a setting; each method takes its best one on validation images. Repeatable.",
+            help="Values to try; each method uses its best one on validation images. Repeatable.",
         ),
     ] = None,
     tune: Annotated[
@@ -45,7 +46,7 @@ def contest(
     equal: Annotated[
         Equal,
         typer.Option(
-            help="What all methods get the same amount of: user images, or forward and backward passes."
+            help="What is equal for all methods: the number of user images, or of forward-backward passes."
         ),
     ] = Equal.images,
     sets: verbs.Sets = None,

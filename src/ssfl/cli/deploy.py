@@ -114,10 +114,11 @@ def serve(
     quorum: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sites that a round needs. Default: two thirds of those that joined, at least two."
+            min=1,
+            help="How many sites a round needs. Default: two thirds of those that joined, at least two.",
         ),
     ] = None,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that sites have for a round.")] = 120,
+    deadline: Annotated[float, typer.Option(min=1, help="How many seconds a site has to answer.")] = 120,
     patience: Annotated[
         float, typer.Option(min=1, help="Stop after this many seconds without an answer from any site.")
     ] = 600,
@@ -174,7 +175,9 @@ def join(
     name: Annotated[str | None, typer.Option(help="The name of this site (only with --insecure).")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU cores to use. Default: all.")] = None,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds to try to reach the centre.")] = 600,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for the centre before giving up.")
+    ] = 600,
     keep: Annotated[
         Path | None, typer.Option(help="Write the final model to this file, if the centre shares it.")
     ] = None,
@@ -229,8 +232,8 @@ def join(
 
 
 def tell(line: str) -> None:
-    """Prints a line and flushes it, so that a log file has it at once. If the disk is full, only this line is
-    lost."""
+    """Prints a line and flushes the output, so that a log file has the line at once. If the disk is full, the
+    line is lost and the command continues."""
     from ssfl.runs.text import printable
 
     with suppress(OSError):
@@ -238,14 +241,15 @@ def tell(line: str) -> None:
 
 
 def _site_name(data: str) -> str:
-    """Returns the name of a site without a key: the name of its folder, or of the file with its function."""
+    """Returns the default name of a site without a key: the name of its image folder, or of the Python file
+    with its function."""
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name
 
 
 def _host_of(address: str) -> str | None:
-    """Returns the host of an address HOST:PORT, or None if it is no address."""
+    """Returns the host in an address HOST:PORT, or None if the text is not such an address."""
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         return None
@@ -259,6 +263,7 @@ def _host_of(address: str) -> str | None:
 
 
 def _loopback(host: str) -> bool:
+    """Returns whether a host is this machine: localhost or a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

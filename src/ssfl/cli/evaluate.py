@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from ssfl.runs.evaluate import Evaluation
 
 SHEET = "mistakes.png"
+"""The default name of the picture with the worst mistakes."""
 MOST_BROKEN = 20
+"""The largest number of unreadable files that are listed by name."""
 MOST_CLASSES = 20
-"""With more classes than this, the confusion matrix is printed only with --json."""
+"""With more classes than this, only --json shows the confusion matrix."""
 
 
 def evaluate(
@@ -58,7 +60,7 @@ def evaluate(
 
 
 def described(judged: "Evaluation") -> list[str]:
-    """Returns the evaluation as lines of text for the terminal."""
+    """Returns the results of an evaluation as lines of text for the terminal."""
     from ssfl.core import statistics
     from ssfl.runs import text
 

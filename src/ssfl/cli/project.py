@@ -1,4 +1,5 @@
-"""The config that `ssfl new` writes for a folder of images. It has comments and can be run as it is."""
+"""Writes the config file of `ssfl new` for a folder of images. The file has comments and can be run without
+changes."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,8 @@ from ssfl.runs.text import loose, printable, untested
 
 
 def project(folder: Path, images: Path | None) -> list[str]:
-    """Writes DIR/ssfl.toml, and returns the lines to print."""
+    """Writes `folder`/ssfl.toml for the images in `images` (default: in `folder`). Returns the lines that
+    `ssfl new` prints."""
     target = folder / PROJECT
     if target.exists():
         raise ConfigError(f"{target} already exists and is not overwritten: choose another DIR, or move it")
@@ -44,7 +46,8 @@ def project(folder: Path, images: Path | None) -> list[str]:
 
 
 def summary(facts: Facts, chosen: Choice) -> list[str]:
-    """Returns in words what the folder contains, and the chosen settings."""
+    """Returns lines of text that say what the folder of images contains and which settings were chosen for
+    it."""
     files, names, users = facts.files, list(facts.files.train), chosen.settings["split"]["users"]
     labelled, test = (sum(map(len, part.values())) for part in (files.train, files.test))
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -69,7 +72,7 @@ def summary(facts: Facts, chosen: Choice) -> list[str]:
 
 
 def config(facts: Facts, chosen: Choice) -> str:
-    """Returns the TOML file with its comments."""
+    """Returns the content of the config file, as TOML with comments."""
     about = "\n".join(f"# {line.strip()}" for line in summary(facts, chosen))
     testing = (
         "# test images come from test/"

@@ -1,4 +1,5 @@
-"""The part that `ssfl run` and `ssfl resume` share: train with a progress display, then print the result."""
+"""What `ssfl run` and `ssfl resume` have in common: they train with a progress display, then print the
+result."""
 
 import json
 import shlex
@@ -7,13 +8,14 @@ from typing import Any
 
 
 def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
-    """Calls `start`, with or without a progress display, then prints the result."""
+    """Calls `start`, which trains and returns a result, and prints the result. `start` gets a function that
+    shows the progress. `quiet` hides the progress and the result; `json_only` prints the summary as JSON."""
     from ssfl.engines import dist
     from ssfl.report import collapse, gather
     from ssfl.runs import display
     from ssfl.runs import folder as runs
 
-    follower = dist.ranks() > 1 and dist.rank() > 0  # one of torchrun's processes speaks for all
+    follower = dist.ranks() > 1 and dist.rank() > 0  # with torchrun, only the first process prints
     result = display.watched(start, quiet or follower)
     if follower:
         return

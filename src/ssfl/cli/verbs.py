@@ -1,5 +1,5 @@
-"""Help and errors of the command line. Commands are listed in groups with an example each, every mistake gets
-one line, and there is shell completion."""
+"""The help, error messages and shell completion of the command line. The help lists the commands in groups
+with an example each, and every mistake gets a message of one line."""
 
 import difflib
 import inspect
@@ -21,10 +21,10 @@ GROUPS = {
     "Several machines": ("keys", "serve", "join"),
     "Experiments": ("paper", "contest", "check"),
 }
-"""The commands as `ssfl --help` shows them."""
+"""The commands in the groups and the order in which `ssfl --help` lists them."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The error class that click raises. It is found in this way because newer versions of typer include their
-own click."""
+"""The error that click raises for a mistyped command. The class is found through typer, because newer
+versions of typer contain their own copy of click."""
 With = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,7 +37,8 @@ With = Annotated[
 
 
 class Verbs(TyperGroup):
-    """A group of commands. Its help lists them under titles, with a description and an example each."""
+    """A group of commands, such as `ssfl` or `ssfl keys`. Its help lists the commands under titles, each with
+    a description and an example."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         known = [name for names in GROUPS.values() for name in names]
@@ -48,7 +49,7 @@ class Verbs(TyperGroup):
         command: Any = super().get_command(ctx, cmd_name)
         for parameter in getattr(command, "params", ()):
             if parameter.param_type_name == "argument" and not parameter.help:
-                # typer below 0.21 loses it to click 8.5
+                # with click 8.5, typer below 0.21 loses the help text
                 hints = get_type_hints(getattr(command, "callback", None), include_extras=True)
                 hint = hints[parameter.name]
                 parameter.help = next((info.help for info in getattr(hint, "__metadata__", ())), None)
@@ -84,13 +85,13 @@ class Verbs(TyperGroup):
 
 
 def summary_and_example(command: Any) -> tuple[str, str]:
-    """Returns the first sentence of a command's help, and its example."""
+    """Returns the first sentence of a command's help text, and the example in it ("" if there is none)."""
     text, _, example = " ".join(inspect.cleandoc(command.help or "").split()).partition("Example: ")
     return text.strip().partition(". ")[0].rstrip("."), example
 
 
 def explained(error: Any) -> str:
-    """Returns one line about a mistake in a command: what is wrong, and how to write it."""
+    """Returns one line about a mistyped command: what is wrong, and how to write it correctly."""
     context = getattr(error, "ctx", None)
     what = " ".join(error.format_message().split()).rstrip(".")
     what = what[:1].lower() + what[1:]
@@ -105,7 +106,8 @@ def explained(error: Any) -> str:
 
 
 def _instead(option: str, known: Sequence[str]) -> str:
-    """Returns a suggestion for an unknown option."""
+    """Returns a suggestion for an unknown option, to be added to the error message; "" if nothing is similar.
+    `known` are the options of the command."""
     from ssfl.config.settings import SECTIONS
 
     key = option.lstrip("-").replace("-", "_")
@@ -119,7 +121,8 @@ def _instead(option: str, known: Sequence[str]) -> str:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yields completions of --set for the shell: keys, then values for keys that have a fixed choice."""
+    """Yields the shell's completions of the option --set: keys, or after "=" the values of a key that has
+    fixed choices."""
     from ssfl.config.settings import SECTIONS
     from ssfl.core.fields import limits_of
 
@@ -133,7 +136,8 @@ def complete_setting(incomplete: str) -> Iterator[str]:
 
 
 def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
-    """Raises at once if --set is wrong, because the imports of the command may take seconds."""
+    """Raises at once if a value of --set is wrong, and otherwise returns the values. The check runs before
+    the command's imports, which may take seconds."""
     from ssfl.config.loading import check_overrides
 
     if not context.resilient_parsing:  # it is set while a shell completes an unfinished line
@@ -142,7 +146,7 @@ def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] 
 
 
 def complete_run(incomplete: str) -> Iterator[str]:
-    """Yields completions for the shell: run folders, and the folders that lead to them."""
+    """Yields the shell's completions of a run folder: run folders, and folders that may contain them."""
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
@@ -155,7 +159,7 @@ def complete_run(incomplete: str) -> Iterator[str]:
 
 
 def complete_config(incomplete: str) -> Iterator[str]:
-    """Yields completions for the shell: presets and TOML files."""
+    """Yields the shell's completions of a config: presets, TOML files and folders."""
     from ssfl.config.loading import presets
 
     yield from (name for name in presets() if name.startswith(incomplete))
@@ -180,4 +184,4 @@ Sets = Annotated[
         callback=check_settings,
     ),
 ]
-"""The option of every command that takes settings."""
+"""The option --set, which every command that takes settings has."""

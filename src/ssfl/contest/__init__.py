@@ -1,4 +1,5 @@
 """Contests: comparisons of methods under one protocol.
 
-Read `play.py` first. `standings.py` writes the table, the JSON file and the picture.
+Read `play.py` first. `protocol.py` has the rules. `standings.py` writes the table, the JSON file and the
+picture.
 """

@@ -1,9 +1,9 @@
-"""Compares methods under one protocol: the same split, network, views and amount of user work.
+"""Compares methods under one protocol: the same split, network, augmentation and amount of user work.
 
-A seed sets the initial weights, the random draws and the split. The split belongs to it because with few
-labels it matters most which images have them. `protocol.py` has the rules. Choices are made on validation
-images, which are set aside before the split and never trained on. Test images are used once, in the last
-round, and never in runs that choose settings.
+A seed sets the initial weights, the random draws and the split. The split depends on the seed because, with
+few labels, it matters most which images are labelled. `protocol.py` has the rules. Settings are chosen on
+validation images, which are set aside before the split and never trained on. Test images are used once, in
+the last round, and never in runs that choose settings.
 """
 
 import itertools
@@ -26,8 +26,8 @@ from ssfl.runs import display, folder, resolve, round_loop, same, train
 from ssfl.runs.text import percent
 
 COLLAPSE = 0.1
-"""A run has collapsed if its last validation accuracy is this far below its best. Accuracies are from 0 to 1,
-so 0.1 is ten percentage points."""
+"""A run has collapsed if its last validation accuracy is more than this below its best. Accuracies are from 0
+to 1, so 0.1 is ten percentage points."""
 Tell = Callable[[str], None]
 __all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
@@ -45,10 +45,13 @@ def play(
     tell: Tell,
     quiet: bool = False,
 ) -> list[Standing]:
-    """Runs every method with every seed, and returns the standings, best first. Finished runs are skipped.
+    """Runs every method with every seed, and returns the results of each method, best first. Finished runs
+    are not repeated.
 
     With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
-    of half the length. `choose` names further values to choose from, in runs of full length.
+    of half the length. `choose` lists values of other settings (KEY=A,B) to choose from, in runs of full
+    length. All choices are made on validation images. `equal` says what is the same for all methods: "images"
+    or "passes".
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -104,8 +107,8 @@ def play(
 
 
 def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
-    """Returns pairs of validation score and settings: one for each learning rate and then, with the best
-    learning rate, one for each threshold. The runs have half the length."""
+    """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
+    length. Returns the validation accuracy of each try (-1 if it diverged) with its settings."""
     config = rules.entry(method, CHOOSING, half=True).config
 
     def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
@@ -118,14 +121,14 @@ def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[flo
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:
-    """Returns the standings, best first. Methods with a diverged seed come after all others, because their
-    mean leaves that seed out."""
+    """Returns the results of the methods, best mean accuracy first. Methods with a diverged seed come last,
+    because their mean leaves that seed out."""
     return sorted(standings, key=lambda one: (one.diverged > 0, -(one.mean or 0.0)))
 
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
-    """Returns the runs among which a method chooses its settings, one for each combination of the values in
-    `grid`. A value of the section [method] is used only if the method has that setting."""
+    """Returns the runs among which a method chooses its settings: one for each combination of the values in
+    `grid`. A setting of the section [method] is left out if the method does not have it."""
     settings = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
@@ -133,12 +136,13 @@ def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
 
 
 def _percent(score: float) -> str:
+    """Returns a validation accuracy as text, or "diverged" if it is negative."""
     return "diverged" if score < 0 else percent(score)
 
 
 def _values(choice: str) -> list[str]:
-    """Returns the settings that one option --choose lists, such as method.threshold=0.8 and
-    method.threshold=0.95. Raises if the option cannot be used."""
+    """Returns the settings that one --choose option lists. For example, "method.threshold=0.8,0.95" gives
+    ["method.threshold=0.8", "method.threshold=0.95"]. Raises if the option cannot be used."""
     key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
@@ -157,7 +161,8 @@ def _values(choice: str) -> list[str]:
 
 
 def _require_playable(entries: Sequence[Entry]) -> Config:
-    """Returns the resolved config of the first entry; raises if any entry cannot run with the data."""
+    """Checks before anything is trained that every run is possible with the data; raises if one is not.
+    Returns the resolved config of the first run."""
     data = resolve.load_data(entries[0].config)
     resolved, dealt = [], set()
     for candidate in entries:
@@ -183,10 +188,11 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
-    """Writes protocol.json, or raises if the folder has a contest with other settings.
+    """Writes the protocol of this contest to protocol.json. If the folder already has one, raises if it
+    differs, because the results would not be comparable.
 
-    Execution settings and file locations are not part of the protocol. The network is, even if no setting
-    names it, because then it depends on the machine.
+    Execution settings and file locations are not part of the protocol. The network is part of it even if no
+    setting names it, because then it is chosen for the machine.
     """
     written = {
         f"{section}.{key}": value
@@ -222,7 +228,8 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
 
 
 def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
-    """Runs an entry unless it is finished, and returns its folder; None if training diverged."""
+    """Runs one entry of the contest, unless it is finished already. Returns its run folder, or None if
+    training diverged."""
     same.require(entry.config, entry.path)
     if folder.read_summary(entry.path) is not None:
         tell(f"{entry.path.name}: already finished")
@@ -250,19 +257,20 @@ def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
 
 
 def _validation(path: Path | None) -> float:
+    """Returns the final validation accuracy of a run, from 0 to 1, or -1 if it diverged (`path` is None)."""
     summary = None if path is None else folder.read_summary(path)
     return float(summary["validation_accuracy"]) if summary else -1.0
 
 
 def _images(path: Path) -> dict[str, int]:
-    """Returns how many validation and how many test images a run has, from its split.json."""
+    """Returns how many validation and test images a run has, from its split.json."""
     split = plain_files.parse_json(plain_files.read(path / "split.json"))
     return {"validation_images": split["validation"], "test_images": split["test"]}
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    """Returns the results of a method as a `Standing`, from the folders of its runs; None stands for a run
-    that diverged."""
+    """Returns the results of a method, collected from the run folders of its seeds. None in `played` means
+    that this run diverged."""
     accuracies, curves, run_facts, spent, collapsed = [], [], [], [], 0
     rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):
@@ -303,7 +311,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
 
 
 def _portable(config: Config) -> dict[str, Any]:
-    """Returns the resolved config as a dictionary, without paths that exist only on this machine."""
+    """Returns the resolved config as a dict, without paths that exist only on this machine."""
     sections = configs.as_dict(config)
     path = sections["data"]["path"]
     sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
@@ -311,9 +319,12 @@ def _portable(config: Config) -> dict[str, Any]:
 
 
 def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:
-    """Returns for each evaluation, by round, the user images, megabytes and validation accuracy so far; and
-    the cost of the whole run: user images, megabytes, server images, and the users' forward and backward
-    passes."""
+    """Returns a run's learning curve and its total cost.
+
+    The curve has, for each round with an evaluation, the user images and megabytes so far and the validation
+    accuracy in percent. The cost is the user images, megabytes, server images, and the users' forward and
+    backward passes.
+    """
     federation, train = config.federation, config.train
     step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
     seen = sent = server_images = work = 0
@@ -334,6 +345,6 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Returns the mean of each number over the seeds. The costs also differ between seeds if users drop
-    out."""
+    """Returns the mean of each component over the seeds. Costs can differ between seeds, for example if users
+    drop out."""
     return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

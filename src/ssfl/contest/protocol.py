@@ -1,9 +1,9 @@
-"""The rules of a contest: how a method is run, and what it may choose.
+"""The rules of a contest: how a method is run, and which settings it may choose.
 
 The config and --set apply to all methods, except the section [method]. Some general settings (`COMMON`) are
-the same for all methods: if nobody sets them, they are those of the recommended method. So no method can win
-by a normalisation, by views of the server's images or by a slow average that the others could use too. All
-other settings are each method's own defaults.
+the same for all methods; if nobody sets them, they have the values of the recommended method. So no method
+can win because of a normalisation, an augmentation or a slow average that the others could use too. For all
+other settings, each method has its own defaults.
 """
 
 import itertools
@@ -20,49 +20,51 @@ from ssfl.errors import ConfigError
 from ssfl.runs import resolve
 
 VALIDATION = 0.05
-"""The share of the training images that is set aside for validation, if the config does not say so."""
+"""The fraction of the training images that is set aside for validation, if the config does not set it."""
 CHOOSING = 0
-"""The seed of the runs that choose settings, which have a split of their own. The seeds of the contest are 1,
-2, ..."""
+"""The seed of the runs that choose settings. The contest's own seeds are 1, 2, ..., so these runs have
+another split."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
-"""The general settings (section, key) that are the same for every method."""
+"""The general settings (section, key) that have the same value for every method."""
 RATES = (1.0, 1 / 3, 3.0)
-"""The learning rates that a method tries, as multiples of the config's. If several are equally good, the
-first wins."""
+"""The learning rates that a method tries, as multiples of the config's learning rate. If several are equally
+good, the first of them is chosen."""
 THRESHOLDS = (0.8, 0.95)
-"""The confidence thresholds for pseudo-labels that a method tries besides its own."""
+"""The confidence thresholds for pseudo-labels that a method tries in addition to its default."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the contest: a method with a seed and settings."""
+    """One run of the contest: a method, a seed (in the config) and settings."""
 
     method: str
     options: tuple[str, ...]
-    """The settings that are tried or were chosen for this run, each as `section.key=value`."""
+    """The settings that this run tries or that were chosen for it, each as `section.key=value`."""
     config: Config
     path: Path
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that hold for every run of a contest."""
+    """What is the same for every run of a contest: the config (`source` and `sets`), the output folder and
+    what counts as equal work."""
 
     source: str
     sets: tuple[str, ...]
     out: Path
     equal: str = "images"
-    """What is equal for all methods: the number of images that users train on ("images"), or their forward
-    and backward "passes"."""
+    """What is equal for all methods: the number of images that users train on ("images"), or the number of
+    their forward and backward passes ("passes")."""
 
     def entry(self, method: str, seed: int, options: tuple[str, ...] = (), *, half: bool = False) -> Entry:
-        """Returns the contest's run of this method, seed and settings. With `half`, it has half the
+        """Returns the run of this method with this seed and these settings. With `half`, the run has half the
         length."""
         return entry(self.source, method, seed, self.sets, options, self.out, equal=self.equal, half=half)
 
 
 def passes(config: Config) -> int:
-    """Returns how many forward and backward passes a user makes for each image in a step."""
+    """Returns how many forward and backward passes a user makes for each image in a step; 0 if the method
+    does not train users."""
     return config.method.passes() if config.method.trains_users else 0
 
 
@@ -77,8 +79,11 @@ def entry(
     equal: str = "images",
     half: bool = False,
 ) -> Entry:
-    """Returns one run of a method. It has the settings of the config (`source` and `sets`) and the method's
-    own defaults and `options`. Its length is such that users do the same work in all methods."""
+    """Returns one run of a method in a contest, with its config and its folder below `out`.
+
+    The settings come from the config (`source` and `sets`), the method's own defaults, and `options`. The
+    number of rounds is chosen so that users do the same work in all methods. With `half`, it is halved.
+    """
     methods.check_name(method)
     for override in sets:
         key, _, value = (part.strip() for part in override.partition("="))
@@ -92,7 +97,7 @@ def entry(
             continue
         raise ConfigError(f"--set {override}: {why}", key=key, value=value)
     shared = configs.read(source, sets)
-    base = configs.unchecked(shared)  # its own method does not play
+    base = configs.unchecked(shared)  # the method in the config is not used
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
     when = "never" if seed == CHOOSING else "last"
@@ -118,15 +123,19 @@ def entry(
 
 
 def common() -> dict[tuple[str, str], Any]:
-    """Returns the general settings of the recommended method, which apply to all methods unless the config
-    sets them."""
+    """Returns the values of the `COMMON` settings, by (section, key). They are those of the recommended
+    method, and apply to all methods unless the config sets them."""
     defaults = methods.find(methods.DEFAULT).defaults
     return {(section, key): defaults[section][key] for section, key in COMMON if key in defaults[section]}
 
 
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
-    """Returns the config with the number of rounds that gives users the same work in every method, or half of
-    it. `equal` says what counts as work. Rounds in which only the server trains are added."""
+    """Returns the config with the number of rounds that gives the users the same amount of work in every
+    method. With `half`, it is half of that. Rounds in which only the server trains (the head start) are
+    added.
+
+    With `equal` = "passes", the work is forward and backward passes; otherwise it is images.
+    """
     work, head = passes(config), config.federation.head_start
     divisor = work if equal == "passes" else 1
     if divisor <= 1 and not head and not half:
@@ -148,13 +157,14 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
 
 
 def rates(config: Config) -> list[str]:
-    """Returns the learning rates that a method tries, as options; the config's own comes first."""
+    """Returns the learning rates that a method tries, each as `train.lr=value`. The config's own comes
+    first."""
     return [f"train.lr={float(f'{config.train.lr * factor:.2g}'):g}" for factor in RATES]
 
 
 def thresholds(config: Config) -> list[str]:
-    """Returns the thresholds that a method tries besides its own, each as `method.threshold=value`; empty if
-    it has no threshold."""
+    """Returns the thresholds that a method tries besides its default, each as `method.threshold=value`. The
+    list is empty if the method has no threshold."""
     default = {field.name: getattr(config.method, field.name) for field in fields(config.method)}.get(
         "threshold"
     )

@@ -1,4 +1,4 @@
-"""The results of a contest: a table, a JSON file and a picture."""
+"""The results of a contest, as a table, a JSON file and a picture."""
 
 import json
 import statistics
@@ -13,57 +13,63 @@ from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
 ROOM = 12.0
-"""In percentage points: the picture's lower edge is this far below the accuracy of the median method."""
+"""How far, in percentage points, the picture extends below the accuracy of the median method."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The results of one method in a contest."""
+    """The results of one method in a contest, over all its seeds. `options` are its chosen settings."""
 
     method: str
     options: tuple[str, ...]
     accuracies: list[float]
-    """The accuracy on test images after the last round, one for each seed that did not diverge."""
+    """The test accuracy after the last round in percent, one for each seed that did not diverge."""
     diverged: int
+    """How many seeds diverged."""
     images: int
-    """The number of user images in one run, counted over the steps of all rounds. It is the same for every
-    method."""
+    """How many images the users trained on in one run; an image counts in every step that uses it. With
+    `--equal images` it is the same for every method that trains users."""
     megabytes: float
     """Megabytes sent to and from users in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
-    """The learning curve: points (user images so far, megabytes so far, validation accuracy), each the mean
-    over seeds."""
+    """The learning curve: points (user images so far, megabytes so far, validation accuracy in percent). Each
+    point is the mean over the seeds."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """For each run that did not diverge: seed, test accuracy, seconds, device, commit."""
+    """For each run that did not diverge: its seed, test accuracy (from 0 to 1), seconds, device, commit and
+    more."""
     server_images: int = 0
-    """The number of server images in one run, counted over the steps of all rounds. It may differ between
-    methods."""
+    """How many images the server trained on in one run; an image counts in every step that uses it. It may
+    differ between methods."""
     tries: list[dict[str, Any]] = field(default_factory=list)
-    """The settings that were tried before the contest, with their validation accuracy."""
+    """The settings that were tried on validation images before the contest, with the validation accuracy of
+    each."""
     flag: str = ""
-    """A remark that readers need, such as that the method uses the users' labels."""
+    """A remark for readers of the table, such as that the method uses the users' labels; "" if there is
+    none."""
     passes: int = 0
-    """The number of forward and backward passes of user images in one run, counted over the steps of all
-    rounds."""
+    """How many forward and backward passes the users made in one run. A pass is one image that goes forward
+    and backward through the network once."""
     collapsed: int = 0
-    """How many runs ended far below their own best validation accuracy."""
+    """How many runs collapsed: they ended far below their own best validation accuracy."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The resolved config of the first run."""
+    """The resolved config of the first seed's run."""
 
     @property
     def mean(self) -> float | None:
+        """The mean test accuracy in percent, or None if every seed diverged."""
         return statistics.mean(self.accuracies) if self.accuracies else None
 
     @property
     def images_tested(self) -> int | None:
-        """The number of test images, if it is the same for all runs."""
+        """The number of test images, or None if it differs between the runs."""
         counts = {run["test_images"] for run in self.runs}
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean accuracy in percent, which follows from the number of test images."""
+        """The 95 % interval of the mean accuracy in percent. It reflects only the limited number of test
+        images, not the differences between seeds. None if it is unknown."""
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
@@ -71,8 +77,8 @@ class Standing:
 
     @property
     def correct(self) -> tuple[str, str]:
-        """The mean number of correct test images over the seeds, and the 95 % interval of the accuracy, both
-        as text."""
+        """Two texts for a table: the mean number of correct test images, such as "912.3 of 1,000", and the 95
+        % interval of the accuracy in percent."""
         if self.mean is None or self.interval is None or self.images_tested is None:
             return "–", "–"
         low, high = self.interval
@@ -83,11 +89,13 @@ class Standing:
 
     @property
     def deviation(self) -> float | None:
+        """The standard deviation of the test accuracy over the seeds in percentage points, or None for a
+        single seed."""
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
 def table(standings: Sequence[Standing]) -> str:
-    """Returns the standings as a table, with their costs."""
+    """Returns the results as a table for the terminal, one line per method, with accuracies and costs."""
     head = ["method", "test accuracy, %", "correct", "95 % interval", "first minus this [95 %]", "seeds",
             "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
             "sent, MB", "chosen"]  # fmt: skip
@@ -113,7 +121,7 @@ def table(standings: Sequence[Standing]) -> str:
 
 
 def _images(standings: Sequence[Standing]) -> str:
-    """Returns a line of text that says how many test and validation images were used."""
+    """Returns a line that says how many test and validation images were used; "" if no run has finished."""
     for run in (run for one in standings for run in one.runs):
         return (
             f"\naccuracy on {run['test_images']:,} test images; the curves use "
@@ -123,8 +131,8 @@ def _images(standings: Sequence[Standing]) -> str:
 
 
 def _behind(standing: Standing, first: Standing) -> str:
-    """Returns in words how many percentage points a method is behind the first one, with the interval over
-    seeds."""
+    """Returns as text how many percentage points a method is behind the first method, with the 95 % interval
+    over the seeds. Returns "–" for the first method itself."""
     interval = _interval(standing, first)
     if interval is None:
         return "–"
@@ -133,8 +141,9 @@ def _behind(standing: Standing, first: Standing) -> str:
 
 
 def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
-    """Returns the mean difference of two methods over their common seeds, and half the width of its 95 %
-    interval by Student's t (None for one seed). Returns None if there is no common seed."""
+    """Returns the mean of `ours` minus `theirs` over their common seeds, and half the width of its 95 %
+    interval (Student's t; None for a single seed). Both arguments are accuracies by seed. Returns None if
+    there is no common seed."""
     from scipy.stats import t
 
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
@@ -146,8 +155,8 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
-    """Returns the mean difference over common seeds with its standard error, in words. `sign` is a format
-    option, such as "+"."""
+    """Returns the mean of `ours` minus `theirs` over their common seeds with its standard error as text, such
+    as "1.20 ± 0.31". Both arguments are accuracies by seed. `sign` is a format option, such as "+"."""
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not apart:
         return "–"
@@ -156,9 +165,11 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
 
 
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns how many percentage points the first method is better than this one: the mean and the two ends
-    of its 95 % interval. Differences are paired by seed, since with the same seed both methods have the same
-    split."""
+    """Returns how many percentage points the first method is better than this one: [mean, low, high], where
+    low and high are the ends of the 95 % interval. Returns None for the first method itself.
+
+    Differences are taken seed by seed, since both methods have the same split for the same seed.
+    """
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
     apart = difference(best, theirs)
     if apart is None or standing is first:
@@ -168,8 +179,8 @@ def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
 
 
 def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> Path:
-    """Writes contest.json with the standings and with `origin`, which says how they were made. Returns its
-    path."""
+    """Writes contest.json with all results, and returns its path. `origin` says how they were made, such as
+    the command."""
     entries = [
         {
             "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
@@ -193,8 +204,8 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
 
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Draws the validation accuracy against user images and against megabytes. Returns the paths of the PNG
-    and SVG files."""
+    """Draws the validation accuracy against user images and against megabytes, with one line per method.
+    Returns the paths of the PNG and SVG files."""
     from ssfl.report import plots
 
     plt = plots.pyplot()

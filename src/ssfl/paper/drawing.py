@@ -1,7 +1,7 @@
-"""Parts that the paper's figures share: choosing results, drawing lines, titles and files.
+"""Functions that the paper's figures share: they choose results, draw lines and legends, and write files.
 
-Gradient diversity is drawn in two ways: as in Definition 1, and as the authors' scripts print it (n·Δ within
-each group, which grows with the size of the group).
+Gradient diversity is drawn in two ways: as in Definition 1 of the paper, and as the authors' scripts print it
+(n·Δ within each group, which grows with the size of the group).
 """
 
 from collections import Counter
@@ -17,40 +17,44 @@ from ssfl.paper.rows import NAMES, PaperRun
 from ssfl.report.plots import STYLES, pyplot
 
 Points = dict[float, list[float]]
+"""The points of a line: for each x, such as an epoch, the values of all seeds."""
 MEASURES = {
     "definition": "gradient diversity Δ\n(Definition 1)",
     "authors_groups": "n·Δ within groups\n(authors' scripts)",
 }
+"""The two ways to normalise gradient diversity, with the labels of their axes."""
 GIVEN_L2 = "gradient_l2_squared"
+"""The default measure of gradient diversity: squared ℓ2 norms of the users' gradients."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The results of a run with several seeds, drawn as one line."""
+    """The results of one run with several seeds, which are drawn as one line."""
 
     run: PaperRun
-    """The run that was trained. With the fidelity `recommended` it may differ from the run in the paper's
-    row."""
+    """The run that was trained. With the fidelity `recommended` its method may differ from the one in the
+    paper."""
     results: list[PaperResult]
     place: int
-    """The number of the line's colour and style, the same in every panel."""
+    """The number of the line's colour and style. It is the same in every panel of the figure."""
 
     changes: tuple[str, ...] = ()
-    """The settings that were changed with `--set`, which make this another experiment."""
+    """The settings that were changed with `--set`. A changed run is another experiment than the paper's, so
+    it gets its own line."""
 
     @property
     def name(self) -> str:
-        """The method's name in the paper, followed by the changed settings."""
+        """The method's name in the paper, followed by the changed settings, for the legend."""
         return self.named(NAMES[self.run.method])
 
     def named(self, name: str) -> str:
-        """Returns another name, followed by the changed settings."""
+        """Returns the given name, followed by the changed settings, for the legend."""
         return ", ".join([name, *(change.partition(".")[2] for change in self.changes)])
 
 
 class Drawing:
-    """Chooses the results for a figure, all of one fidelity, data set and scale, and records which runs are
-    missing."""
+    """Collects the results for one figure. It uses only results of one fidelity, data set and scale, and
+    records which runs are missing."""
 
     def __init__(self, results: Sequence[PaperResult], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
@@ -62,17 +66,19 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that this fidelity trains instead of the given ones, each once (see `actual`)."""
+        """Returns the runs that are trained for the given runs of the paper under this fidelity (see
+        `actual`), each only once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(
         self, runs: Iterable[PaperRun], by: Callable[[PaperRun], Hashable] = lambda run: run.method
     ) -> list[Line]:
-        """Returns one line for each run that has results. Runs without results are recorded as missing.
+        """Returns one line for each of the runs that has results. Runs without results are recorded as
+        missing.
 
-        All lines have the same scale and data set, so that they can be compared. It is the pair for which
-        most runs have results; if there are several, the one with the largest scale. Runs that differ in `by`
-        get different colours and styles. So do runs with changed settings, which come last.
+        All lines have the same scale and data set, so that they can be compared. They are those for which
+        most runs have results; among several, those with the largest scale. Runs that differ in `by` get
+        different colours and styles. So do runs with changed settings, which come last.
         """
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
@@ -87,7 +93,7 @@ class Drawing:
         for changes in sorted({(), *(one.changes for one in mine)}):
             for run in wanted:
                 seeds = {one.seed: one for one in mine if (one.name, one.changes) == (run.name, changes)}
-                results = list(seeds.values())  # a result that is in two folders counts once
+                results = list(seeds.values())  # a result that is in two folders is used once
                 if results or not changes:
                     place = self.places.setdefault((by(run), changes), len(self.places))
                 if results:
@@ -98,20 +104,22 @@ class Drawing:
         return lines
 
     def line(self, axis: Any, label: str, number: int, points: Points, style: str = "") -> None:
-        """Draws the mean over the seeds, with a band from the smallest to the largest value."""
+        """Draws one line on an axis: the mean over the seeds, with a band from the smallest to the largest
+        value. `number` chooses the colour and, unless `style` is given, the line style."""
         if not points:
             return
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
         markers = {"marker": "o", "markersize": 4} if len(x) < 12 else {}
-        colour, style = f"C{number % 10}", style or STYLES[number % len(STYLES)]  # the same in every panel
+        colour, style = f"C{number % 10}", style or STYLES[number % len(STYLES)]  # equal in all panels
         axis.plot(x, mean, style, color=colour, label=label, linewidth=1.8, **markers)
         if max(map(len, points.values())) > 1:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
             axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
-        """Writes the figure as PNG and SVG, with the data, fidelity, scale and seeds under its title."""
+        """Writes the figure as PNG and SVG and returns the two files. The title is followed by the data,
+        fidelity, scale and number of seeds. Raises if no run of the figure has results."""
         if not self.used:
             raise RunError(
                 f"there is no finished run for figure {name} with fidelity {self.fidelity}: it needs "
@@ -134,30 +142,32 @@ class Drawing:
 
 
 def accuracy(results: Sequence[PaperResult]) -> Points:
-    """Returns the test accuracy over epochs, in percent."""
+    """Returns the test accuracy in percent over epochs."""
     return _over(results, "curve", lambda point: 100 * point["accuracy"])
 
 
 def percents(results: Sequence[PaperResult]) -> list[float]:
-    """Returns the final accuracy of each seed, in percent."""
+    """Returns the final test accuracy of each seed in percent."""
     return [100 * (one.accuracy or 0) for one in results]
 
 
 def beside(results: Sequence[PaperResult], key: str) -> Points:
-    """Returns a field of the "round" events, such as the mask rate, over epochs, at the rounds with an
+    """Returns a metric of the rounds, such as "mask_rate", over epochs. It is known at the rounds that had an
     evaluation."""
     return _over(results, "curve", lambda point: point.get(f"round_{key}"))
 
 
 def diversity(results: Sequence[PaperResult], measure: str, variant: str = GIVEN_L2) -> Points:
-    """Returns a measure of gradient diversity over epochs."""
+    """Returns the gradient diversity over epochs. `variant` says which vectors and norm are used, and
+    `measure` is the normalisation (see `MEASURES`)."""
     return _over(results, "diversity", lambda point: point.get(variant, {}).get(measure))
 
 
 def _over(
     results: Sequence[PaperResult], kind: str, value: Callable[[dict[str, Any]], float | None]
 ) -> Points:
-    """Returns for each epoch the numbers of all seeds; `value` computes a number from each recorded point."""
+    """Returns the numbers of all seeds for each epoch. `kind` is "curve" or "diversity", and `value` computes
+    the number from each recorded point of that kind."""
     points: Points = {}
     for one in results:
         federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]
@@ -170,7 +180,7 @@ def _over(
 
 
 def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
-    """Writes the figure as PNG and SVG, and returns the files."""
+    """Writes the figure as PNG and SVG to the folder `out`, closes it, and returns the two files."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
@@ -180,7 +190,8 @@ def written(plt: Any, figure: Any, out: Path, name: str) -> list[Path]:
 
 
 def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
-    """Adds grids and the label of the epoch axis, and marks panels without lines."""
+    """Adds a grid to each panel and the label "epoch" to the bottom ones, and writes "not measured" into
+    panels without lines. With `epochs=False`, only the grids are added."""
     for axis in axes:
         axis.grid(alpha=0.3)
         if epochs and axis.get_subplotspec().is_last_row():
@@ -190,7 +201,7 @@ def finish(figure: Any, axes: Any, epochs: bool = True) -> None:
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """Adds one legend below all panels, with each name once."""
+    """Adds one legend below all panels of the figure. A name that occurs in several panels is listed once."""
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):

@@ -1,5 +1,5 @@
-"""The settings of the paper's runs, which follow one of three rules ("fidelities"): the paper's text, the
-authors' code, or our recommendation.
+"""The settings of the paper's runs under one of three rules ("fidelities"): those in the paper's text
+("paper"), those in the authors' code ("reference"), or our recommendation ("recommended").
 
 Each fidelity is a set of ordinary settings. docs/fidelity.md lists every difference.
 """
@@ -15,11 +15,11 @@ from ssfl.paper.rows import PaperRun
 
 Sections = dict[str, dict[str, Any]]
 FIDELITIES = ("paper", "reference", "recommended")
-IMAGES = 65536  # M, images of an epoch
-BATCH = 64  # B
+IMAGES = 65536  # M in the paper: the number of images in an epoch
+BATCH = 64  # B in the paper: the batch size
 TRIAL = {"images": 1437, "batch": 32, "labels": 50, "users": 100}
-"""For a trial on the bundled digits: training images, batch size B, and the most labels and users that make
-sense."""
+"""Values for a quick trial on the bundled digits: the number of training images, the batch size, and the
+largest numbers of labels and users."""
 
 # Table A.1. Rows 42-45 (STL-10) and 49-50 (ResNet-9) print no settings of their own: CIFAR-10's.
 _CIFAR = {"epochs": 300, "lr": 0.146, "warmup": 5, "cycles": 2.3, "model": "resnet18"}
@@ -29,20 +29,21 @@ OPTIMIZER: dict[str, dict[str, Any]] = {
     "stl10": _CIFAR | {"model": "vgg11"},
     "emnist": {"epochs": 100, "lr": 0.03, "warmup": 0, "cycles": 7 / 16, "model": "cnn"},
 }
-FEDMATCH_ROUNDS = 200  # rows 49 and 50: the rounds of the method they compare with
+FEDMATCH_ROUNDS = 200  # rows 49 and 50: as many rounds as FedMatch had
 AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
+"""The value of train.cycles that reproduces the learning rates of the authors' code."""
 
 
 def actual(run: PaperRun, fidelity: str) -> PaperRun:
-    """Returns the run that is trained. The fidelity `recommended` replaces FedAvg and grouping by the
-    recommended method."""
+    """Returns the run that is trained for a run of the paper. It is the same run, except with the fidelity
+    `recommended`: it replaces FedAvg and grouping by the recommended method."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
         return replace(run, method="anchored", groups=None, published=None, where="")
     return run
 
 
 def require(fidelity: str) -> None:
-    """Raises if there is no fidelity of this name."""
+    """Raises if `fidelity` is not the name of a fidelity."""
     if fidelity not in FIDELITIES:
         raise ConfigError(
             f"--fidelity {fidelity}: use one of {', '.join(FIDELITIES)}", key="--fidelity", value=fidelity
@@ -57,7 +58,11 @@ def settings(
     data: str | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
-    """Returns the config of a run. `data` is a file to use instead of the row's data set, or "digits"."""
+    """Returns the config that trains a run of the paper with this fidelity and seed.
+
+    `scale` is the fraction of the training to run. `data` replaces the paper's data set by an .npz file, a
+    folder, or "digits". `overrides` are changed settings, each as `section.key=value`.
+    """
     require(fidelity)
     if not 0 < scale <= 1:
         raise ConfigError(
@@ -82,7 +87,8 @@ def settings(
 
 
 def _environment(run: PaperRun, seed: int) -> Sections:
-    """Returns the settings that the row itself names."""
+    """Returns the settings that the row of the paper's table itself specifies: data, users, labels, method
+    and groups."""
     supervised = run.method == "supervised-grouping"
     values: Sections = {
         "data": {"name": run.data},
@@ -112,7 +118,8 @@ def _environment(run: PaperRun, seed: int) -> Sections:
 
 
 def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, trial: bool) -> None:
-    """Sets the values of Table A.1. Schedule, warm-up and rounds are shortened by the factor `scale`."""
+    """Adds the optimizer settings of the paper's Table A.1 to `values`. Schedule, warm-up and number of
+    rounds are shortened by the factor `scale`."""
     known = OPTIMIZER[run.data]
     images, batch = (TRIAL["images"], TRIAL["batch"]) if trial else (IMAGES, BATCH)
     period = values["federation"]["period"]
@@ -136,18 +143,18 @@ def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, tri
 
 
 def _as_printed(values: Sections, run: PaperRun) -> None:
-    """Sets what the paper's text says: "SGD with momentum", "flip-and-shift" views, and only models are
-    exchanged."""
+    """Changes `values` to what the paper's text says: "SGD with momentum", "flip-and-shift" views, and only
+    models are exchanged."""
     values["data"]["flip"] = True
     values["train"]["floor"] = 1e-4
     if run.method != "fedmatch":
         values["train"]["nesterov"] = False
-        if values["method"]["name"] not in ("fixmatch", "easgd", "overlap-sgd"):  # one owner each
+        if values["method"]["name"] not in ("fixmatch", "easgd", "overlap-sgd"):  # they keep momentum
             values["train"]["momentum_policy"] = "reset"
 
 
 def _as_coded(values: Sections, run: PaperRun) -> None:
-    """Sets the values of the authors' public code."""
+    """Changes `values` to those of the authors' public code."""
     method, train = values["method"], values["train"]
     values["data"]["flip"] = True
     values["split"]["seed"] += 1  # 2020
@@ -182,13 +189,14 @@ def _as_coded(values: Sections, run: PaperRun) -> None:
 
 
 def _recommended(values: Sections, run: PaperRun) -> None:
-    """Sets the library's own defaults. The server trains after the users instead of at the same time."""
+    """Changes `values` to the library's recommended learning rate schedule, a cosine that falls to zero. All
+    other settings keep the library's defaults."""
     if run.method != "fedmatch":
         values["train"] |= {"cycles": 0.5, "floor": 0.0}
 
 
 def _on_digits(values: Sections) -> None:
-    """Adapts the settings to a trial on small data: 1,437 images of ten digits."""
+    """Changes `values` for a quick trial on small data: 1,437 images of ten digits."""
     values["data"] = {"name": "digits", "flip": False}
     values["model"]["name"] = "small"
     values["train"]["batch_size"] = TRIAL["batch"]

@@ -1,4 +1,4 @@
-"""Draws the paper's figures from finished runs, with the same panels as in the paper, as PNG and SVG."""
+"""Draws the paper's figures from finished runs as PNG and SVG files, with the same panels as in the paper."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +27,7 @@ from ssfl.paper.rows import NAMES, PaperRun
 from ssfl.report.plots import STYLES, pyplot
 
 PARTICIPANTS = (10, 30, 47)
+"""The values of C (participants per round) in Figure 6 and Appendix D."""
 TITLES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "emnist": "EMNIST"}
 COUNTS = {4: "four", 5: "five"}
 
@@ -34,8 +35,9 @@ COUNTS = {4: "four", 5: "five"}
 def draw(
     name: str, results: Sequence[PaperResult], out: Path, fidelity: str = "paper", with_changes: bool = False
 ) -> list[Path]:
-    """Draws a figure by its number in the paper, and returns the files. A letter stands for every figure of
-    that appendix. Runs changed with `--set` are left out, or drawn as additional lines."""
+    """Draws the figure with this number in the paper, and returns the files. A letter, such as "D", means
+    every figure of that appendix. `with_changes` also draws runs that were changed with `--set`, as
+    additional lines."""
     wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
     if not wanted:
         raise ConfigError(
@@ -45,7 +47,7 @@ def draw(
 
 
 def _methods(drawing: Drawing, out: Path) -> list[Path]:
-    """Draws Figure 2: the final accuracy of the five methods."""
+    """Draws Figure 2: bars with the final test accuracy of the five methods, for R = 0 and R = 0.4."""
     wanted = list(dict.fromkeys(NAMES[run.method] for run in drawing.wanted(rows.METHODS.runs)))
     lines = drawing.of(rows.METHODS.runs)
     names = dict(enumerate(wanted)) | {line.place: line.name.replace(", ", "\n") for line in lines}
@@ -65,8 +67,8 @@ def _methods(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path], list[Path]]:
-    """Returns a function that draws Figure 3 or 4: convergence, and gradient diversity in both
-    normalisations."""
+    """Returns a function that draws Figure 3 or 4 (`number`): the test accuracy and the gradient diversity
+    over epochs for this skew R. Diversity is drawn in both normalisations."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 4), sharex=True, layout="constrained")
@@ -85,7 +87,8 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 
 
 def _factors(drawing: Drawing, out: Path) -> list[Path]:
-    """Draws Figure 5: accuracy against R, T and N_s. Hollow marks are the numbers that the paper prints."""
+    """Draws Figure 5: the accuracy against R, T and N_s. Hollow marks are the accuracies that the paper
+    prints."""
     figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     panels: list[tuple[str, tuple[int, ...], Callable[[PaperRun], float]]] = [
         ("non-iidness R", (1, 2, 3), lambda run: run.skew),
@@ -123,8 +126,8 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _factor_ticks(axis: Any, periods: bool) -> None:
-    """Sets the ticks of an axis. Periods T are powers of two, so each gets its own tick; if there is only one
-    value, it is the only tick."""
+    """Sets the ticks of the horizontal axis. For `periods` (T), which are powers of two, the axis is
+    logarithmic and each value gets a tick. A single value is the only tick."""
     values = sorted({float(x) for line in axis.lines for x in line.get_xdata()})
     if periods:
         axis.set_xscale("log", base=2)
@@ -133,8 +136,8 @@ def _factor_ticks(axis: Any, periods: bool) -> None:
 
 
 def _participants(drawing: Drawing, out: Path) -> list[Path]:
-    """Draws Figure 6: FedAvg and grouping on EMNIST for different C, with mask rate, pseudo-labels and
-    gradient diversity."""
+    """Draws Figure 6: FedAvg and grouping on EMNIST for three values of C. The panels show accuracy, gradient
+    diversity, mask rate and the accuracy of pseudo-labels."""
     figure, axes = _by_participants(drawing)
     for line, column in _columns(drawing, axes):
         for axis, measure in zip(column[1:3], MEASURES, strict=True):
@@ -151,8 +154,8 @@ def _participants(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
-    """Returns a figure with five rows of panels, the convergence on top, and one column for each of three
-    values of C. Figure 6 and Appendix D use it."""
+    """Returns an empty figure and its panels for Figure 6 and Appendix D: five rows of panels, with the test
+    accuracy at the top, and one column for each of three values of C."""
     shape = {"figsize": (11, 12), "sharex": True, "sharey": "row", "layout": "constrained"}
     figure, axes = drawing.plt.subplots(5, 3, **shape)
     axes[0, 0].set_ylabel("test accuracy, %")
@@ -162,8 +165,8 @@ def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
 
 
 def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
-    """Draws the convergence of every line of row 16 of the experiment table, and yields each line with the
-    panels of its C."""
+    """Draws the test accuracy of every run of row 16 of the experiment table (Figure 6). Yields each line
+    with the column of panels for its C, so that the caller can draw the rest."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
         drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
@@ -171,7 +174,7 @@ def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Lin
 
 
 def _versus(drawing: Drawing) -> str:
-    """Returns the names of the methods that Figure 6 and Appendix D compare."""
+    """Returns the names of the methods that Figure 6 and Appendix D compare, for the title."""
     methods = dict.fromkeys(run.method for run in drawing.wanted(rows.row("16").runs))
     return " and ".join(NAMES[method] for method in methods)
 
@@ -179,7 +182,8 @@ def _versus(drawing: Drawing) -> str:
 def _lines(
     number: str, wanted: Sequence[PaperRun], title: str, label: Callable[[PaperRun], str]
 ) -> Callable[[Drawing, Path], list[Path]]:
-    """Returns a function that draws Figure B.1 or C.1, the convergence of some runs."""
+    """Returns a function that draws Figure B.1 or C.1: the test accuracy over epochs, with one line for each
+    of the `wanted` runs. `label` returns a run's name in the legend."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axis = drawing.plt.subplots(figsize=(6, 4), layout="constrained")
@@ -196,8 +200,9 @@ def _lines(
 
 
 def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], list[Path]]:
-    """Returns a function that draws a figure of Appendix D: four of the sixteen measures of diversity, with a
-    colour for each method and a line style for each normalisation."""
+    """Returns a function that draws one figure of Appendix D: four of the sixteen measures of diversity. They
+    are measured on gradients or updates (`kind`) by the ℓ1 or ℓ2 norm (`norm`). Methods differ in colour, and
+    normalisations in line style."""
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = _by_participants(drawing)
@@ -222,8 +227,8 @@ def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], li
 
 
 def schedules(out: Path) -> list[Path]:
-    """Draws the learning rate over training for each fidelity. By the paper's formula it rises again at the
-    end."""
+    """Draws the learning rate over the epochs for each fidelity and three data sets, and returns the files.
+    With the paper's formula, the learning rate rises again at the end."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for axis, number in zip(axes, ("10", "13", "16"), strict=True):
@@ -261,3 +266,4 @@ FIGURES: dict[str, Callable[[Drawing, Path], list[Path]]] = {
     "D.3": _variants("D.3", "update", "l2"),
     "D.4": _variants("D.4", "update", "l1"),
 }  # fmt: skip
+"""The functions that draw the paper's figures, by figure number."""

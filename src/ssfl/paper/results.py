@@ -1,5 +1,5 @@
-"""Reads and writes result.json, the result of a finished run of the paper. Tables and figures are made from
-these files."""
+"""Reads and writes result.json, the result of one finished run of the paper's experiments. Tables and figures
+are made from these files."""
 
 import json
 import statistics
@@ -20,30 +20,31 @@ _BESIDE = ("lr", "loss", "server_loss", "mask_rate", "pseudo_accuracy", "update_
 
 @dataclass(frozen=True)
 class PaperResult:
-    """One finished run of an experiment of the paper."""
+    """The result of one finished run of an experiment in the paper, with one seed."""
 
     name: str
-    """The run's name, as in `rows.py`."""
+    """The name of the run, as in `rows.py`."""
     data: str
-    """The images that it was trained on: the data set of the row, or another."""
+    """The data set that was used: the one in the paper, or another that was given with --data."""
     fidelity: str
     scale: float
     seed: int
     accuracy: float | None
-    """The test accuracy; None if training diverged."""
+    """The test accuracy, from 0 to 1; None if training diverged."""
     changes: tuple[str, ...]
-    """Settings that differ from the row's."""
+    """Settings that were changed with --set and so differ from the paper's."""
     whole: dict[str, Any]
-    """The whole content of the file: config, curve, diversity, seconds, device, commit."""
+    """The whole content of the file: config, curve, diversity, seconds, device, commit and more."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over several seeds of the same run."""
+    """The mean result over several seeds of the same run."""
 
     accuracy: float | None
-    """The mean accuracy; None if every seed diverged."""
+    """The mean test accuracy in percent; None if every seed diverged."""
     deviation: float | None
+    """The standard deviation over the seeds in percentage points; None for a single seed."""
     seeds: int
     diverged: int
     """How many of the seeds diverged."""
@@ -54,8 +55,8 @@ class Mean:
 
 
 def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
-    """Writes result.json of a run that is finished or has diverged. `origin` holds the command and its
-    options."""
+    """Writes result.json of a run that is finished or has diverged, and returns its path. `path` is the run
+    folder. `origin` has the command and its options."""
     summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in origin:
         command = folder.continuing(path)
@@ -101,7 +102,8 @@ def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
 
 
 def _compact(whole: dict[str, Any]) -> str:
-    """Returns readable JSON, with one line for each point of a curve, and numbers rounded to six digits."""
+    """Returns the result as JSON text that is easy to read: one line for each point of a curve, and numbers
+    rounded to six digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -121,7 +123,8 @@ def _compact(whole: dict[str, Any]) -> str:
 
 
 def read(places: Sequence[Path]) -> list[PaperResult]:
-    """Returns every result in these folders, from run folders or collected files."""
+    """Returns all results in these folders. Each folder may contain run folders, or result files that were
+    copied into it."""
     results = []
     for place in places:
         if not place.is_dir():
@@ -138,12 +141,12 @@ def read(places: Sequence[Path]) -> list[PaperResult]:
 
 
 def is_written(path: Path) -> bool:
-    """Returns whether a run folder has a readable result.json."""
+    """Returns whether a run folder has a valid result.json, which means that the run need not be repeated."""
     return bool(_read_one(path / FILE))
 
 
 def _read_one(file: Path) -> list[PaperResult]:
-    """Returns the result in a file; an empty list if the file is some other JSON."""
+    """Returns a list with the result in a file, or an empty list if the file is not a result."""
     try:
         whole = json.loads(file.read_text("utf-8"))
         return [
@@ -157,8 +160,8 @@ def _read_one(file: Path) -> list[PaperResult]:
 
 
 def means(results: Iterable[PaperResult]) -> list[Mean]:
-    """Returns the means over seeds, one for each combination of run, scale, fidelity, data and changed
-    settings."""
+    """Returns the means over the seeds of one run: one for each combination of fidelity, data, scale and
+    changed settings. `results` must all be of the same run."""
     kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
     for result in results:
         kind = (result.fidelity, result.data, -result.scale, result.changes)

@@ -1,7 +1,8 @@
-"""The fifty rows of the paper's experiment table (Appendix A.5), with every value of every run.
+"""The fifty rows of the paper's experiment table (Appendix A.5), with all settings of every run.
 
 `published` is the accuracy in percent that the paper prints for a run, and `where` is the table or figure
-that has it. The paper's tables print "-" for S if S follows from C, and for N_s if the server has no data.
+with this number. The paper's table prints "-" for S if S follows from C, and for N_s if the server has no
+data.
 """
 
 from dataclasses import dataclass, replace
@@ -21,37 +22,41 @@ NAMES = {
     "anchored": "Anchored",
     "alternate": "Alternate",
 }  # fmt: skip
-"""The names that our methods have in the paper."""
+"""The name of each method in the paper's tables and figures."""
 
 
 @dataclass(frozen=True)
 class PaperRun:
-    """One training run: a data set, a method, and the values of the factors that the paper varies."""
+    """One training run of the paper: a data set, a method, and the values of the factors that the paper
+    varies."""
 
     data: str
     method: str
     skew: float
-    """R, the skew."""
+    """R, the skew: how different the users' class mixtures are, from 0 to 1."""
     period: int
     """T, the number of local steps per round."""
     server_labels: int
-    """N_s, the server's labelled images; 0 if the server has no data."""
+    """N_s, the number of labelled images at the server; 0 if the server has no data."""
     participants: int
-    """C, the number of users per round."""
+    """C, the number of users that take part in a round."""
     users: int
-    """K, the number of users."""
+    """K, the number of all users."""
     groups: int | None
-    """S, the number of groups, if the method uses grouping."""
+    """S, the number of groups; None if the method does not use grouping."""
     epochs: int | None = None
-    """E, the number of epochs, if it differs from the usual one of the data set."""
+    """E, the number of epochs; None for the usual number of the data set."""
     labels_at: str = "server"
+    """Who has the labelled images: "server" or "users"."""
     published: float | None = None
+    """The test accuracy in percent that the paper prints, or None."""
     where: str = ""
-    """The table or figure that prints the accuracy."""
+    """The table or figure of the paper that prints this accuracy."""
 
     @property
     def name(self) -> str:
-        """The name of the run. Rows with the same settings share their runs."""
+        """The name of the run, made from its settings. So the same run in two rows has the same name, and is
+        trained once."""
         parts = [
             self.data, self.method, f"R{self.skew:g}", f"T{self.period}", f"Ns{self.server_labels}",
             f"C{self.participants}", f"K{self.users}",
@@ -64,12 +69,12 @@ class PaperRun:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the experiment table."""
+    """One row of the paper's experiment table: runs in which one factor varies."""
 
     number: int | str
     title: str
     where: str
-    """The table or figure of the paper that shows the row."""
+    """The table or figure of the paper that shows the results of the row."""
     runs: tuple[PaperRun, ...]
     note: str = ""
 
@@ -91,8 +96,12 @@ def _row(
     note: str = "",
     labels_at: str = "server",
 ) -> Row:
-    """Returns a row with a run for every combination of the values. The keys of `published` are a method and
-    the value of the factor that varies."""
+    """Returns a row with one run for every combination of the given values. A tuple means that this factor
+    varies.
+
+    `published` has the accuracies that the paper prints, as (percent, table), by method and value of the
+    varying factor (0 if none varies).
+    """
 
     def each(value: Any) -> tuple[Any, ...]:
         return value if isinstance(value, tuple) else (value,)
@@ -119,8 +128,9 @@ _BOTH = (_F, _G)
 
 
 def _printed(method: str, where: str, **accuracies: float) -> dict[tuple[str, float], tuple[float, str]]:
-    """Returns the accuracies that the paper prints for a method, by the value of the factor that varies. The
-    argument x10=92.86 means 92.86 at the value 10; R04 means R = 0.4."""
+    """Returns the accuracies that the paper prints for a method, in the form that `_row` takes. The name of
+    each argument says at which value of the varying factor: x10=92.86 means 92.86 % at the value 10, and
+    R04=92.86 means 92.86 % at R = 0.4."""
     return {
         (method, int(key[1:]) / (10 if key[0] == "R" else 1)): (accuracy, where)
         for key, accuracy in accuracies.items()
@@ -252,11 +262,12 @@ _ROWS_38_50 = (
          S=2, published=_printed(_G, "Table 3", R00=63.32, R10=63.24), note=_JEONG),
 )  # fmt: skip
 _AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
-"""The half of Table 3 in which the labels are at the users."""
+"""The accuracies in percent of rows 49 and 50 in the half of Table 3 where the users have the labels."""
 
 
 def _completed(row: Row) -> Row:
-    """Returns a row with the additional runs of the appendices."""
+    """Returns the row with further runs that the paper's tables show but the row of the experiment table does
+    not list; most rows are returned unchanged."""
     if row.number == 15:
         longer = replace(row.runs[-1], epochs=120, published=94.93, where=_T1)
         return replace(row, runs=(*row.runs, longer))
@@ -271,22 +282,24 @@ def _completed(row: Row) -> Row:
 
 
 ROWS = tuple(_completed(row) for row in (*_ROWS_1_18, *_ROWS_19_37, *_ROWS_38_50))
+"""The fifty rows of the experiment table."""
 METHODS = _row(
     "methods", "The five methods of section 3", "Figures 2, 3 and 4", "cifar10",
     ("self-training", "crl-bn", _F, _G, "supervised"), R=(0.0, 0.4),
     published=_printed(_G, "text", R00=93.42) | _printed(_G, _T1, R04=92.86),
     note="not in the experiment table: section 3 shows them as curves",
 )  # fmt: skip
+"""The runs of section 3 of the paper, which compares five methods. They are not in its experiment table."""
 TABLES: dict[str, tuple[int, ...]] = {
     "1": (10, 11, 12, 13, 14, 15), "2": (16,), "3": (49, 50), "4": (22, 23, 24, 25), "5": (26, 27, 28, 29),
     "E.1": (30, 31), "F.1": (32, 33, 34), "G.1": (35, 36, 37, 38, 39, 40), "H.1": (41,),
     "I.1": (42, 43, 44, 45), "J.1": (46, 47, 48),
 }  # fmt: skip
-"""The rows that each of the paper's tables shows."""
+"""The numbers of the rows that each of the paper's tables shows."""
 
 
 def row(number: str) -> Row:
-    """Returns a row by its number, or the set of rows "methods"."""
+    """Returns a row by its number, "1" to "50", or the row "methods" with the five methods of section 3."""
     for one in (*ROWS, METHODS):
         if str(one.number) == number:
             return one
@@ -296,8 +309,8 @@ def row(number: str) -> Row:
 
 
 def table(name: str) -> tuple[Row, ...]:
-    """Returns the rows of a table by its number, such as 2 or E.1 (E for short). The names "methods" and
-    "all" also work."""
+    """Returns the rows that a table of the paper shows. `name` is its number, such as "2" or "E.1" ("E" for
+    short), "methods", or "all"."""
     special = {"methods": (METHODS,), "all": (*ROWS, METHODS)}
     if name in special:
         return special[name]

@@ -1,5 +1,5 @@
-"""Runs the rows of the experiment table one after another. Finished runs are skipped, and stopped ones are
-continued."""
+"""Runs the experiments of the paper's table one after another. Finished runs are skipped, and stopped runs
+are continued."""
 
 import hashlib
 import itertools
@@ -20,27 +20,29 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How rows are run."""
+    """The options of `ssfl paper run`: fidelity, scale, seeds, data and changed settings."""
 
     fidelity: str = "paper"
     scale: float = 1.0
     seeds: int = 1
     data: str | None = None
     only: str = ""
-    """If set, only runs whose names contain this text."""
+    """If not empty, only runs whose names contain this text are run."""
     sets: tuple[str, ...] = ()
-    """Further settings, `section.key=value`."""
+    """Changed settings, each as `section.key=value`."""
     out: Path = Path("runs/paper")
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The settings that make this another experiment. File locations and execution settings do not."""
+        """The changed settings that make this another experiment than the paper's. File locations and
+        execution settings (section [run]) do not."""
         aside = ("data.root", "data.download", "run.")
         return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 
 
 def folder(run: PaperRun, options: Options, seed: int) -> Path:
-    """Returns the folder of a run. Rows that share a run share its folder."""
+    """Returns the folder for a run with this seed. Rows that contain the same run share its folder, so that
+    it is trained once."""
     parts = [fidelity.actual(run, options.fidelity).name, options.fidelity]
     if options.data:
         parts.append(Path(options.data).stem)
@@ -52,7 +54,8 @@ def folder(run: PaperRun, options: Options, seed: int) -> Path:
 
 
 def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
-    """Runs every run of the rows, seed by seed, and returns their folders in order."""
+    """Trains all runs of the rows, seed by seed, and returns their folders in this order. Rows that share a
+    run train it once. A run that diverges does not stop the others."""
     if any(one.startswith("run.seed") for one in options.sets):
         raise ConfigError("--set run.seed would make every seed the same: use --seeds", key="run.seed")
     kinds = sorted({run.data for row in rows for run in row.runs})
@@ -66,7 +69,7 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
     wanted: dict[Path, tuple[PaperRun, int]] = {}
     for seed, row in itertools.product(range(1, options.seeds + 1), rows):
         for run in row.runs:
-            if options.only in run.name:  # if rows share a run, the first row counts
+            if options.only in run.name:  # if rows share a run, it is taken from the first row
                 wanted.setdefault(folder(run, options, seed), (run, seed))
     configs = {  # finds mistakes before anything is trained
         path: fidelity.settings(run, options.fidelity, options.scale, seed, options.data, options.sets)
@@ -96,12 +99,12 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
             result = display.watched(partial(train.begin_or_resume, configs[path], path), quiet)
         except round_loop.Interrupted as stopped:
             raise round_loop.SweepInterrupted(stopped.round, stopped.by) from None
-        except DivergedError as error:  # this is a result as well, and the other runs continue
+        except DivergedError as error:  # divergence is a result as well, and the other runs continue
             failed = error
             results.write(path, run, origin | {"diverged": str(error)})
             tell(f"{here}: {error}")
             continue
-        except DataError as error:  # the data of other rows may be there
+        except DataError as error:  # other rows may use other data, which may be available
             if len(kinds) == 1:
                 raise
             failed = error

@@ -1,4 +1,5 @@
-"""Makes the paper's tables from finished runs: published accuracy, ours, difference, scale, seeds."""
+"""Makes the paper's tables from finished runs, with the published accuracy, ours, their difference, the scale
+and the number of seeds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,14 +14,14 @@ HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "
 
 
 def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns one line for each run and each way in which it was run (scale, fidelity, data). Runs without
-    results have a line too."""
+    """Returns the lines of a table as dicts. There is one line for each run and each way in which it was done
+    (scale, fidelity, data, changed settings). A run without results has one line too."""
     rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
     seen: set[tuple[str, float | None]] = set()
     for row in rows:
         for run in row.runs:
-            if (run.name, run.published) in seen:  # rows share runs
+            if (run.name, run.published) in seen:  # some rows share a run
                 continue
             seen.add((run.name, run.published))
             ours = actual(run, "recommended")
@@ -32,15 +33,16 @@ def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str,
 
 
 def _head(row: Row, run: PaperRun) -> dict[str, Any]:
+    """Returns the first columns of a line: row number, settings, name of the run and published accuracy."""
     return {"row": row.number, "setting": setting(run), "run": run.name, "published": run.published}
 
 
 def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns a line for each way in which a run was run, with the difference from the published accuracy if
-    both are comparable."""
+    """Returns one line for each way in which a run was done. It includes our accuracy minus the published one
+    in percentage points, or None if they are not comparable."""
     ways = []
     for way in means(one for one in results if one.name == run.name):
-        published = None if way.changes else run.published  # another experiment
+        published = None if way.changes else run.published  # with changed settings, it is another experiment
         alike = way.accuracy is not None and way.data != "digits"  # a trial on digits is not comparable
         difference = (way.accuracy or 0) - published if alike and published is not None else None
         comparison = {"published": published, "difference": difference, "changes": list(way.changes)}
@@ -49,7 +51,8 @@ def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[
 
 
 def setting(run: PaperRun) -> str:
-    """Returns the settings of a run in words."""
+    """Returns the settings of a run as a short text with the paper's symbols, such as "FedAvg, svhn, K=10,
+    C=10"."""
     words = [NAMES[run.method], run.data, f"K={run.users}", f"C={run.participants}"]
     words += [f"S={run.groups}"] if run.groups else []
     words += [f"R={run.skew:g}", f"T={run.period}"]
@@ -59,7 +62,7 @@ def setting(run: PaperRun) -> str:
 
 
 def markdown(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns the lines as a Markdown table."""
+    """Returns the lines as the text of a Markdown table."""
     rows: list[tuple[str, ...]] = [HEAD]
     for line in lines:
         published = "–" if line["published"] is None else f"{line['published']:.2f}"
