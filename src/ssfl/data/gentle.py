@@ -22,11 +22,11 @@ STEPS = 41
 """The number of values from which each random change is chosen, evenly spaced between its limits. The middle
 value changes nothing."""
 ANGLE, ZOOM, STRETCH, SHIFT = 10.0, 0.2, 0.1, 0.05
-"""The largest changes in either direction: the angle in degrees, zoom and stretch as natural logarithms of
-factors, and the shift as a fraction of the image's side."""
+"""The largest changes in either direction. The angle is in degrees. Zoom and stretch are natural logarithms
+of factors. The shift is a fraction of the image's side."""
 GAMMA, CONTRAST, BRIGHTNESS = 0.35, 0.3, 25
-"""The largest changes in either direction: gamma as a natural logarithm, contrast as a relative change (0.3:
-a factor from 0.7 to 1.3), and brightness in grey levels (of 255)."""
+"""The largest changes in either direction. Gamma is a natural logarithm. Contrast is a relative change (0.3:
+a factor from 0.7 to 1.3). Brightness is in grey levels (of 255)."""
 AT_ONCE = 1 << 22
 """On a CPU, images are processed in batches of at most this many pixel values, or of one image if it has
 more."""

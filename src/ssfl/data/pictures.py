@@ -21,7 +21,8 @@ IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 )
 APART, MARKED = 24, 0.01
-"""An image is grey if its channels differ by more than 24 levels in less than 1 % of its pixels."""
+"""Two limits for `grey_pixels`. An image is grey if its channels differ by more than 24 levels in less than 1
+% of its pixels."""
 _GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
 _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 

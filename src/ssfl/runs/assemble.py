@@ -1,6 +1,7 @@
-"""Makes a simulation that is ready to train from a config. `resolve.py` does the part about the data.
+"""Makes a simulation, ready to train, from a config. `resolve.py` does the part about the data.
 
-Every mistake in the input is found here, before anything is written.
+Every mistake in a config that needs the data or the machine to be noticed is found here, before anything is
+written.
 """
 
 from dataclasses import replace
@@ -30,11 +31,13 @@ from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.simulation import Simulation
 
 CORES = torch.get_num_threads()
-"""How many threads torch uses by default: one for each core of the machine, or what the environment says."""
+"""How many threads torch uses by default: one for each CPU core, unless an environment variable such as
+OMP_NUM_THREADS says otherwise."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device with this name; raises if this machine does not have it."""
+    """Returns the device with this name; "auto" is the GPU if there is one, otherwise the CPU. Raises if the
+    device does not exist on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -55,15 +58,17 @@ def choose_device(name: str) -> torch.device:
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """Returns whether a device computes fast in bfloat16, as GPUs do since 2020."""
+    """Returns whether the device computes fast in bfloat16. GPUs of NVIDIA do since 2020 (compute capability
+    8.0)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def make(
     config: Config, model: external.Factory | str | None = None, data: Data | str | None = None
 ) -> Simulation:
-    """Returns a simulation that is ready to run. `model` is a function that makes the network, and `data` are
-    the images; both may be import paths."""
+    """Returns the simulation of a config, ready to run: loads the data, fills in open settings, splits the
+    images and builds the network. `model`, a function that makes the network, and `data` replace what the
+    config names. Both may also be import paths."""
     config = with_data(config, data)
     if model is not None:
         if isinstance(model, str):
@@ -90,8 +95,8 @@ def make(
 
 
 def scaled_for(config: Config, dataset: Dataset) -> Dataset:
-    """Returns the data set with the normalisation constants that the pretrained network needs; unchanged for
-    other networks."""
+    """Returns the data set with the mean and standard deviation of the images on which the network was
+    pretrained. For networks that are not pretrained, the data set is returned unchanged."""
     if config.model.name not in backbones.NAMES:
         return dataset
     channels = dataset.shape[0]
@@ -99,11 +104,12 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns what identifies a network and a method that are not part of the package, when a run is resumed.
-    By section of the config, it has the import path, the digest of the file (None for an object) and, for a
-    network, the fingerprint of its frozen weights.
+    """Returns what identifies a network and a method from outside the package, to notice on resume whether
+    they have changed. For each section ("model", "method") it has the import path, the hash of the file (None
+    for a Python object) and, for a network, a fingerprint of its frozen weights.
 
-    The package's own networks and methods need no entry, except for the fingerprint of pretrained weights.
+    The package's own networks and methods have no entry, except pretrained networks, for the fingerprint of
+    their weights.
     """
     identities: dict[str, dict[str, Any]] = {}
     for section, name in (("model", config.model.name), ("method", config.method.name)):
@@ -126,9 +132,12 @@ def build(
     make: external.Factory | None = None,
     features: Features | None = None,
 ) -> Simulation:
-    """Returns the simulation of a resolved config. `parts` says who owns which images of the data set, and
-    `validation` which images are for validation. `features` are outputs of the network's frozen part that
-    another simulation of the same network has computed, and are used again."""
+    """Returns the simulation of a resolved config. `parts` says which images the server and the users own,
+    and `validation` which images are for validation.
+
+    `make` is a function that makes the network, if one was passed from Python. `features` are outputs of the
+    network's frozen part from another simulation with the same network; they are used again to save time.
+    """
     dataset = scaled_for(config, dataset)
     if config.run.test != "every" and not len(validation):
         raise ConfigError(
@@ -204,8 +213,9 @@ def _with_features(
     config: Config, dataset: Dataset, whole: nn.Module, parts: split.Parts, device: torch.device,
     known: Features | None,
 ) -> tuple[nn.Module, Features]:  # fmt: skip
-    """Returns the part of a network that is trained, and the features that its frozen part computes from the
-    training images. The features in `known` are used again if they cover these images."""
+    """Divides a network into its frozen first part and its trained rest. Returns the trained rest, and the
+    features: the outputs of the frozen part for the training images. The features in `known` are used again
+    if they cover these images."""
     module, count = external.plain(whole), config.model.cached_views or 0
     if not is_divided(module):
         raise ConfigError(
@@ -234,8 +244,9 @@ def _with_features(
 def _make_engine(
     config: Config, model: nn.Module, layout: Layout, pool: Pool, device: torch.device, state_bytes: int
 ) -> tuple[choice.Engine, RunSettings]:
-    """Returns the engine, and the section [run] with all settings filled in that depend on the machine.
-    `state_bytes` is the memory that the state between rounds needs."""
+    """Returns the engine that trains users, and the section [run] in which settings that depend on the
+    machine (such as device and threads) are filled in. `state_bytes` is the memory that must stay free for
+    the state between rounds."""
     train, run, method = config.train, config.run, config.method
     spread_out = run.engine == "dist"
     participants = -(-(config.federation.participants or 1) // (choice.dist.ranks() if spread_out else 1))

@@ -1,8 +1,8 @@
-"""The runs that a run is compared with: a server-only model, and cross-validation folds of the labelled
-images.
+"""Trains the models that a run is compared with: a server-only model, and the models of a cross-validation on
+the labelled images.
 
-Both are inside the folder of the run and have their own checkpoints. So if the run is killed during them, it
-continues there.
+These inner runs are in sub-folders of the run folder and have their own checkpoints. If the command is killed
+during an inner run, it continues there.
 """
 
 import json
@@ -28,40 +28,44 @@ from ssfl.runs import assemble, folder, verdict
 from ssfl.simulate.simulation import Simulation
 
 BASELINE, FOLDS = "baseline", "folds"
-"""The names of two folders inside the run folder: for the server-only run, and for the runs of the folds."""
+"""The names of two sub-folders of the run folder: for the server-only run, and for the runs of the
+cross-validation."""
 FOLDS_FILE = "folds.json"
 LEAST = 20
-"""The runs of a cross-validation fold have at least this many rounds, unless the run itself has fewer."""
+"""A run of the cross-validation has at least this many rounds, unless the main run itself has fewer."""
 
 
 class Play(Protocol):
-    """A function that trains a run inside the folder of another, from its last checkpoint, and returns its
-    last state."""
+    """A function that trains an inner run, in the folder `path` and from its last checkpoint if there is one,
+    and returns its last state. `what` names the inner run in messages."""
 
     def __call__(self, sim: Simulation, path: Path, what: str) -> State: ...
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The outcome of the comparison with a server-only model."""
+    """The outcome of comparing a run with a server-only model, and of its cross-validation."""
 
     verdict: dict[str, Any] | None = None
-    """What `verdict.judge` returned; None if there was nothing to compare."""
+    """What `verdict.judge` returned: whether the unlabelled images helped. None if there was nothing to
+    compare."""
     folds: dict[str, Any] | None = None
-    """The accuracy over the cross-validation folds, as in summary.json, for the kind of model that the run
-    keeps (federated or server-only). None without folds."""
+    """The accuracy of the cross-validation, as in summary.json; None without cross-validation. It is that of
+    federated or of server-only models, whichever kind the run keeps."""
     alone: tuple[Simulation, State] | None = None
     """The simulation and the last state of the server-only run; None if there was none."""
 
     @property
     def kept_alone(self) -> bool:
-        """Whether the server-only model is better than the federated one, so that the run saves it as its
-        result."""
+        """Whether the run saves the server-only model as its result, because the federated model was worse on
+        held-out labels."""
         return self.verdict is not None and self.verdict["kept"] == verdict.SERVER_ONLY
 
 
 def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
-    """Trains the models that the run is compared with, and returns the outcome."""
+    """Trains the server-only model and the models of the cross-validation, if the config asks for them.
+    Returns the outcome of the comparison. `state` is the last state of the main run, and `play` trains an
+    inner run."""
     config = sim.config
     if not config.run.baseline and not config.run.folds:
         return Compared()
@@ -91,8 +95,8 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
 
 
 def server_only(config: Config) -> Config:
-    """Returns the config of the same run without users. The server's initial weights, images, steps and
-    learning rates stay the same."""
+    """Returns the config of the server-only run: the same run without users. The server's initial weights,
+    images, steps and learning rates stay the same."""
     federation = replace(
         config.federation, participants=1, groups=1, group_sizes="even", attackers=0.0, head_start=0.0,
         gate=False, combine="mean", median_fallback=False, dropout=0.0,
@@ -107,13 +111,14 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """Returns the section [run] of the config for a run inside the folder of another. It is not compared with
-    anything, not cross-validated and not tracked."""
+    """Returns the section [run] for an inner run. It has no comparison, no cross-validation and no experiment
+    tracker."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
 def _users(config: Config) -> str:
-    """Returns in words what the users contribute, for the verdict."""
+    """Returns the words for the users' data in the verdict: "unlabelled images", or "users' images" if users
+    have labels."""
     unlabelled = config.split.labels_at == "server" and "labels" not in config.method.needs()
     return "unlabelled images" if unlabelled else "users' images"
 
@@ -121,8 +126,8 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    """Plays a run inside the folder of this one, with this config and these owners of images. Returns its
-    simulation and last state. `what` names it in messages."""
+    """Trains an inner run with this config and these owners of images (`parts`) in the folder `path`. Returns
+    its simulation and its last state. `what` names the inner run in messages."""
     inner = assemble.build(
         config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
     )  # fmt: skip
@@ -131,8 +136,8 @@ def _played(
 
 
 def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State) -> list[verdict.Comparison]:
-    """Returns the comparisons of the federated model with the server-only one, on test and on validation
-    images."""
+    """Compares the federated model (of `sim`, in `state`) with the server-only one (of `other`, in `alone`).
+    Returns one comparison on the test images and one on the validation images, as far as there are any."""
     data, rows = sim.dataset, (sim.final_row(state), other.final_row(alone))
     sets: list[tuple[str, Tensor, Tensor]] = []
     if sim.config.run.test != "never" and len(data.test_labels):
@@ -150,8 +155,8 @@ def _comparisons(sim: Simulation, state: State, other: Simulation, alone: State)
 
 @dataclass(frozen=True)
 class Held:
-    """Predictions for the labelled images by cross-validation: each image is predicted by a model that was
-    not trained on it."""
+    """The predictions of a cross-validation: each labelled image is predicted by a model that was not trained
+    on it."""
 
     labels: Tensor
     federated: Tensor
@@ -160,12 +165,13 @@ class Held:
     folds: int
     rounds: int
     groups: int | None
-    """The number of patients, or other groups, whose images stayed together; None if none are known."""
+    """The number of groups, such as patients, whose images were kept in one fold; None if no groups are
+    known."""
 
     def described(self, kept_alone: bool) -> dict[str, Any]:
-        """Returns the accuracy over all folds with its interval and confusion matrix, as in summary.json. It
-        is that of the server-only models if `kept_alone` and there are any, otherwise of the federated
-        ones."""
+        """Returns the accuracy of the cross-validation with its interval and confusion matrix, as in
+        summary.json. With `kept_alone`, it is that of the server-only models if there are any; otherwise that
+        of the federated models."""
         predicted = self.alone if kept_alone and self.alone is not None else self.federated
         truth = self.labels.tolist()
         matrix = statistics.confusion(truth, predicted.tolist(), self.classes)
@@ -180,8 +186,9 @@ class Held:
 
 
 def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
-    """Trains the runs of all folds, each of which holds out some labelled images, and returns the predictions
-    for them. The file folds.json saves the progress."""
+    """Trains the runs of all folds, each without some of the labelled images, and returns the predictions for
+    those images. The file folds.json in the run folder `path` saves the progress, so that a killed command
+    continues."""
     config, data, server = sim.config, sim.dataset, sim.parts.server
     count, rounds = config.run.folds, fold_rounds(config)
     labels = data.labels.numpy()[server]
@@ -218,10 +225,10 @@ def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
 
 
 def fold_rounds(config: Config) -> int:
-    """Returns the number of rounds of a fold's runs, such that all folds together cost about as much as the
-    run itself.
+    """Returns the number of rounds of each run of the cross-validation. It is chosen such that all folds
+    together cost about as much as the main run.
 
-    Rounds on cached features are cheap, so with these every fold has as many rounds as the run.
+    With cached features, rounds are cheap. Each fold then has as many rounds as the main run.
     """
     rounds = config.federation.rounds or 1
     if config.model.cached_views:
@@ -230,16 +237,16 @@ def fold_rounds(config: Config) -> int:
 
 
 def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
-    """Returns the configs of a fold's two runs. They are shorter, and evaluated only on the images of the
-    fold."""
+    """Returns the configs of the two runs of a fold, "federated" and "alone" (server-only). They have
+    `rounds` rounds, and are evaluated only on the images that the fold holds out."""
     run = replace(_inside(config), test="never", eval_every=rounds)
     short = replace(config, federation=replace(config.federation, rounds=rounds), run=run)
     return {"federated": short, "alone": server_only(short)}
 
 
 def _without(sim: Simulation, held: Index) -> split.Parts:
-    """Returns who owns which images, without the labelled images `held` that a fold holds out. They are also
-    taken from users, who have them if the server shares its images."""
+    """Returns the owners of images, without the labelled images `held` that a fold holds out. If the server
+    shares its images with the users (split.shared), these images are taken from the users too."""
     parts = sim.parts
     users = parts.users
     if sim.config.split.shared:
@@ -250,8 +257,8 @@ def _without(sim: Simulation, held: Index) -> split.Parts:
 
 
 def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of folds.json, the progress of a cross-validation. Returns None if it cannot be
-    read or belongs to other folds or settings than `plan`."""
+    """Returns the progress of a cross-validation from folds.json. Returns None if the file cannot be read, or
+    if its folds, rounds or images are not those of `plan`."""
     try:
         saved = plain_files.parse_json(plain_files.read(file))
         return saved if all(saved[key] == value for key, value in plan.items()) else None
@@ -260,8 +267,8 @@ def _read(file: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def expected(config: Config, pace: float, server: float) -> float:
-    """Returns about how many seconds it takes to train the server-only model and the folds. `pace` is the
-    seconds of a round, and `server` those of the server's part of a round."""
+    """Returns about how many seconds the server-only run and the cross-validation will take. `pace` is the
+    time of one round in seconds, and `server` the part of it in which the server trains."""
     rounds = config.federation.rounds or 1
     seconds = rounds * server if config.run.baseline else 0.0
     if config.run.folds:

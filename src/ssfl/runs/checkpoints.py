@@ -1,7 +1,7 @@
-"""Checkpoints of a run: everything that the next round needs, in safetensors.
+"""Checkpoints of a run: everything that the next round needs, in safetensors files.
 
-A checkpoint is written completely or not at all, and checked when it is read. The previous one is kept, so
-that a damaged file costs a few rounds and never the run.
+A checkpoint is written completely or not at all, and is checked when it is read. The previous one is kept
+too, so a damaged file costs only a few rounds.
 """
 
 import hashlib
@@ -21,25 +21,26 @@ from ssfl.runs import folder as runs
 
 FORMAT = "1"
 MEMORY = "memory."
-"""In a checkpoint file, the names of the tensors in the method's memory start with this."""
+"""The prefix of tensor names in a checkpoint file for the tensors in the method's memory (`State.memory`)."""
 KEPT = 2
-"""How many checkpoints of a run are kept: the newest ones."""
+"""How many checkpoints of a run are kept. Older ones are deleted."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after a round, with the run's totals so far and the conditions under which it ran."""
+    """The state after a round, with the totals of the run so far and the conditions under which it ran."""
 
     state: State
     totals: dict[str, float]
-    """Sums over the run so far, by name: seconds and bytes."""
+    """Sums over all rounds so far: seconds, bytes sent up and bytes sent down."""
     conditions: dict[str, str]
-    """Everything besides the config that the last digits of results depend on: versions, device, engine,
+    """Everything besides the config that can change the last digits of the results: versions, device, engine,
     threads, and the number of users trained at once."""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes checkpoints/round-N.safetensors, then removes all but the newest few."""
+    """Writes a checkpoint to checkpoints/round-N.safetensors in the run folder `path`, and deletes all but
+    the newest `KEPT`."""
     state = checkpoint.state
     with (path / "events.jsonl").open("rb") as events:
         os.fsync(events.fileno())  # a checkpoint never outlives the events before it
@@ -68,7 +69,8 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, device: torch.device) -> Checkpoint | None:
-    """Returns the newest valid checkpoint, or None if there is no checkpoint; raises if none is valid."""
+    """Returns the newest checkpoint in the run folder `path` that is not damaged, with tensors on `device`;
+    None if there are no checkpoints. Raises if all are damaged."""
     files = sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True)
     broken = []
     for file in files:
@@ -86,8 +88,9 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
-    """Raises if the tensors in the state's memory are not those that the method keeps now (`begun` is its
-    initial state). Then another version of the method wrote the checkpoint."""
+    """Raises if the state of a checkpoint has other tensors in its memory than the method keeps now. This
+    happens if another version of the method wrote it. `begun` is the method's initial state, to compare
+    with."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
         if name in state.memory:
             problem = f"has the tensor {name!r}, which this version of the method does not use"
@@ -99,7 +102,8 @@ def require_memory(path: Path, state: State, begun: State) -> None:
 
 
 def _read(file: Path, device: torch.device) -> Checkpoint:
-    """Returns the checkpoint in a file; raises if the file is damaged or has another format."""
+    """Returns the checkpoint in a file, with tensors on `device`. Raises if the file is damaged, has another
+    format, or belongs to another config."""
     plain_files.require_plain(file)
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
@@ -133,7 +137,8 @@ def _read(file: Path, device: torch.device) -> Checkpoint:
 
 
 def _digest(path: Path) -> str:
-    """Returns a checksum of a run's config, without the settings that may change on resume."""
+    """Returns a hash of the config.toml in the run folder `path`, without the settings that may change when a
+    run is resumed. A checkpoint has this hash, so that it is not used with another config."""
     lines = plain_files.read(path / "config.toml", plain_files.CONFIG).decode("utf-8").splitlines()
     lines_kept = [line for line in lines if line.split(" = ")[0] not in (*runs.CONDITIONS, "track")]
     return hashlib.sha256("\n".join(lines_kept).encode()).hexdigest()

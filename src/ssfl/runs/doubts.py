@@ -1,4 +1,5 @@
-"""Warnings about settings that are legal but probably unintended, and about choices worth knowing."""
+"""Warns about settings that are allowed but probably unintended, and about choices that the user should
+know."""
 
 import warnings
 
@@ -16,8 +17,8 @@ from ssfl.runs.text import loose, untested
 
 
 def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Parts, validation: Index) -> None:
-    """Issues the warnings. `as_written` is the config as the user wrote it; in `config`, settings that were
-    left open (such as the network) are filled in."""
+    """Gives all warnings about a run before it starts. `as_written` is the config as the user wrote it.
+    `config` is the resolved config, in which open settings (such as the network) are filled in."""
     lines = [*_network(as_written, config, dataset), *_labels(config, dataset, parts), *_warmup(config)]
     lines += [*_unread(config), *_newcomers(config)]
     lines += _owners(dataset, parts, validation)
@@ -29,7 +30,8 @@ def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Part
 
 
 def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
-    """Returns a warning if a smaller network was chosen because there is no GPU."""
+    """Returns a warning, in a list, if a smaller network was chosen because there is no GPU; otherwise an
+    empty list."""
     chosen, usual = config.model.name, networks.suited(dataset.shape, gpu=True)
     if as_written.model.name is not None or chosen == usual:
         return []
@@ -41,7 +43,8 @@ def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
 
 
 def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
-    """Returns a warning if the server has no labelled image of some classes."""
+    """Returns a warning, in a list, if the server has no labelled images at all, or none of some classes;
+    otherwise an empty list."""
     labels_elsewhere = config.split.labels_at != "server" or "labels" in config.method.needs()
     counts = split.class_counts(dataset.labels.numpy(), [parts.server])[0]
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
@@ -57,7 +60,8 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
 
 
 def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
-    """Returns warnings about the users or the server if the data themselves say who owns which image."""
+    """Returns warnings about data that say who owns which image: about loose images in unlabelled/, about a
+    single user, and about images without an owner."""
     if dataset.users is None:
         return []
     lines = loose(dataset.loose)
@@ -74,7 +78,8 @@ def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str
 
 
 def _warmup(config: Config) -> list[str]:
-    """Returns a warning if the warm-up is longer than the run."""
+    """Returns a warning, in a list, if the warm-up of the learning rate is longer than the run; otherwise an
+    empty list."""
     steps = (config.federation.rounds or 0) * config.federation.period
     if config.train.warmup <= steps:
         return []
@@ -85,7 +90,8 @@ def _warmup(config: Config) -> list[str]:
 
 
 def _unread(config: Config) -> list[str]:
-    """Returns warnings about settings that were changed but have no effect."""
+    """Returns a warning for each setting that the user changed but that has no effect, because it belongs to
+    another split scheme, for example."""
     split, federation = config.split, config.federation
     scheme, attacked = split.scheme, federation.attackers > 0
     idle = [
@@ -122,7 +128,8 @@ def _unread(config: Config) -> list[str]:
 
 
 def _few(config: Config, dataset: Dataset) -> list[str]:
-    """Returns a warning if there are so few test images that the accuracy is uncertain."""
+    """Returns a warning, in a list, if there are so few test images that the accuracy will be uncertain;
+    otherwise an empty list."""
     count = len(dataset.test_labels)
     if not 0 < count < FEW or config.run.test == "never":
         return []
@@ -137,8 +144,9 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _newcomers(config: Config) -> list[str]:
-    """Returns a warning if every user keeps its own model and not all take part in every round, because a
-    user that joins late starts from an untrained model."""
+    """Returns a warning, in a list, if users keep models of their own and not all users take part in every
+    round; otherwise an empty list. A user whose first round is late would then start from an untrained
+    model."""
     users, participants = config.split.users, config.federation.participants or config.split.users
     if config.method.start != "user" or participants >= users:
         return []

@@ -1,4 +1,4 @@
-"""Evaluates a model on a folder of labelled images, with a sub-folder for each class."""
+"""Evaluates a trained model on a folder of labelled images that has a sub-folder for each class."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Answer:
-    """The prediction for one image, with its true class."""
+    """The prediction for one image file: its true class, its predicted class (both as class numbers) and the
+    confidence."""
 
     file: Path
     label: int
@@ -32,16 +33,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The predictions for all images, and the metrics that follow from them."""
+    """The predictions of a model for all images of a folder, and the metrics computed from them."""
 
     run: str
     folder: str
     classes: tuple[str, ...]
     answers: list[Answer] = field(repr=False)
     broken: list[str]
-    """One line for each file that cannot be read. These files are left out."""
+    """One line of text for each file that could not be read. These files are not in `answers`."""
     white: int = WHITE
-    """Image files of more than 8 bits are scaled to 8 bits, so that this value becomes 255."""
+    """The pixel value that becomes 255 (white) when image files with more than 8 bits per channel are
+    read."""
 
     @property
     def count(self) -> int:
@@ -70,25 +72,25 @@ class Evaluation:
 
     @property
     def class_accuracy(self) -> list[float | None]:
-        """The accuracy of each class; None if it has no image."""
+        """The accuracy on the images of each class; None for a class without images."""
         return [row[k] / sum(row) if sum(row) else None for k, row in enumerate(self.confusion)]
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean of the accuracies of the classes."""
+        """The mean of the accuracies of all classes that have images."""
         return statistics.balanced(self.class_accuracy) or 0.0
 
     @property
     def bins(self) -> list[statistics.Bin]:
-        """The mean confidence and the accuracy of the predictions in each bin of confidence, as in a
-        reliability diagram."""
+        """The data of a reliability diagram: predictions are divided into bins by confidence, and each bin
+        has its mean confidence and accuracy."""
         confidences = [answer.confidence for answer in self.answers]
         return statistics.reliability(confidences, [answer.correct for answer in self.answers], BINS)
 
     @property
     def calibration_error(self) -> float:
-        """The expected calibration error (ECE): the mean distance between confidence and accuracy over the
-        bins, weighted by their numbers of images."""
+        """The expected calibration error (ECE): the mean over the `bins` of the distance between confidence
+        and accuracy, weighted by the number of images in a bin."""
         return statistics.calibration_error(self.bins) or 0.0
 
     @property
@@ -97,12 +99,12 @@ class Evaluation:
 
     @property
     def mistakes(self) -> list[Answer]:
-        """The wrong predictions, the most confident first."""
+        """The wrong predictions, sorted by confidence: the most confident mistake comes first."""
         wrong = [answer for answer in self.answers if not answer.correct]
         return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, as `--json` prints it."""
+        """Returns the whole evaluation as a dict of plain values, as `ssfl evaluate --json` prints it."""
         matrix = self.confusion
         by_class = {
             name: {
@@ -139,7 +141,8 @@ class Evaluation:
 
 
 def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
-    """Returns the evaluation of a run's model on a folder of images with a sub-folder for each class.
+    """Returns the evaluation of a run's model on the images of `folder`, which has a sub-folder for each
+    class. `model` is needed only if the run used a network of your own, as in `load_model`.
 
     Files are read exactly as `predict` reads them. Files that cannot be read are left out and listed in
     `broken`.
@@ -160,7 +163,8 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """Returns the image files of a folder, each with the class that its sub-folder names."""
+    """Returns the image files of a folder with their class numbers. The sub-folder of a file is the name of
+    its class. Raises if a sub-folder is not one of the `classes`."""
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder; it needs a sub-folder for each class")
     places = {place.name: place for place in pictures.list_folders(folder) if place.name not in UNLABELLED}

@@ -1,6 +1,7 @@
-"""The run folder: resolved config, events, split, model and summary. `checkpoints.py` writes its checkpoints.
+"""Reads and writes the files of a run folder: resolved config, events, split, model and summary.
+`checkpoints.py` writes the checkpoints.
 
-All files are safetensors, JSON or TOML. Each is written completely or not at all.
+All files are safetensors, JSON or TOML. Each file is written completely or not at all.
 """
 
 import fcntl
@@ -28,14 +29,15 @@ from ssfl.errors import ConfigError, DamagedRun, DivergedError, FolderInUse, Run
 from ssfl.runs import resuming
 
 UNFINISHED = "unfinished.safetensors"
-"""The name of the file with the model of the last checkpoint. It exists until the run is finished."""
+"""The name of the file with the model of the last checkpoint. It is deleted when the run is finished."""
 WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
-"""The fields of events about time, memory and network traffic. They may differ between runs with the same
-results."""
+"""The fields of events about time, memory and network traffic. They differ even between two runs with the
+same results, so comparisons ignore them."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
-"""Settings of [run] that may change on resume, with a warning."""
+"""Settings of [run] that may change when a run is resumed. The user gets a warning, because the last digits
+of the results may then differ."""
 
 
 def versions() -> dict[str, str]:
@@ -44,8 +46,8 @@ def versions() -> dict[str, str]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a temporary file, flushes it to disk and renames it. So readers see either the old file or the
-    new one."""
+    """Writes a file such that other processes see either the old content or the new, never a part of it. The
+    content is written to a temporary file, flushed to disk, and renamed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -67,9 +69,11 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str, Any] | None = None) -> None:
-    """Creates a run folder; raises if it exists.
+    """Creates a run folder with config.toml, split.json and an empty events.jsonl; raises if the folder
+    exists. `parts` is the content of split.json.
 
-    `brought` identifies code that is not part of the package: paths and digests, by section of the config.
+    `brought` identifies code from outside the package: import paths and hashes, by section of the config. It
+    is written to outside.json.
     """
     require_free(path)
     try:
@@ -91,16 +95,17 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
 
 
 def write_split(path: Path, parts: dict[str, Any]) -> None:
-    """Writes split.json."""
+    """Writes `parts` to split.json in the run folder `path`."""
     write_atomic(path / "split.json", _json(parts))
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
-    """Raises if the code of a network or method that is not part of the package has changed since the run was
-    started.
+    """Raises if the code of a network or method from outside the package has changed since the run in the
+    folder `path` was started. `section` is "model" or "method", and `name` is its import path; other names
+    are not checked.
 
-    Also raises if nobody has named the file in this process: a path that is only recorded in a run is not
-    trusted. Nothing is imported here.
+    Also raises if the user has not named that file in this process. A path that is only recorded in a run
+    folder is not trusted, because the folder may come from somebody else. Nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -124,7 +129,8 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
 
 
 def continuing(path: Path) -> str | None:
-    """Returns the command that continues the run in a folder; None if there is no unfinished run."""
+    """Returns the command that continues the run in a folder; None if there is no run, or if the run is
+    finished or has diverged."""
     try:
         config = read_config(path)
         require_resumable(path)
@@ -135,7 +141,8 @@ def continuing(path: Path) -> str | None:
 
 
 def require_free(path: Path) -> None:
-    """Raises RunError if the path exists. The message says how to continue a run that is there."""
+    """Raises RunError if the path exists, so that no run is overwritten. If there is an unfinished run, the
+    message says how to continue it."""
     if path.exists():
         command = continuing(path)
         hint = f", or continue the run with `{command}`" if command else ""
@@ -149,7 +156,8 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Locks the run folder against other processes. The lock ends with the process."""
+    """Locks the run folder inside the `with` block, so that no other process trains in it; raises if another
+    process has locked it. The lock also ends if the process dies."""
     folder = os.open(path, os.O_RDONLY)
     try:
         for _ in range(10):  # a process that only tests the lock holds it for a moment
@@ -169,9 +177,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
-    """Returns whether another process holds the lock of a run folder. `folder` is its file descriptor.
+    """Returns whether another process has locked a run folder. `folder` is a file descriptor of the folder.
 
-    With LOCK_SH this is only a test. With LOCK_EX, this process takes the lock if it is free, and keeps it.
+    With `kind` LOCK_SH this is only a test. With LOCK_EX, this process takes the lock if it is free, and
+    keeps it.
     """
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
@@ -184,9 +193,10 @@ def is_locked(folder: int, kind: int = fcntl.LOCK_SH) -> bool:
 
 @contextmanager
 def recorded_failures(path: Path) -> Iterator[None]:
-    """Writes the error that ends a training to the run folder, so that `ssfl board` and reports can show it.
+    """Writes an error that ends the `with` block to failed.json in the run folder, so that `ssfl board` and
+    reports can show it.
 
-    Ctrl-C and SIGTERM are not errors.
+    A stop by Ctrl-C or SIGTERM is not an error and is not written.
     """
     (path / FAILURE).unlink(missing_ok=True)
     try:
@@ -200,7 +210,8 @@ def recorded_failures(path: Path) -> Iterator[None]:
 
 
 def next_free(base: Path) -> Path:
-    """Returns `base`, or `base-2`, `base-3`, ... if it exists."""
+    """Returns the path `base`, or, if that exists, the first of `base-2`, `base-3`, ... that does not
+    exist."""
     number, path = 1, base
     while path.exists():
         number += 1
@@ -209,7 +220,8 @@ def next_free(base: Path) -> Path:
 
 
 def _known(*folders: Path) -> str:
-    """Returns a hint that names existing runs, in these folders (such as a contest's) or in runs/."""
+    """Returns a hint for error messages that names up to five existing runs, such as "; there are runs/a,
+    runs/b". They are searched in these folders, then in runs/. Returns "" if there are none."""
     candidates = (
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
@@ -218,7 +230,8 @@ def _known(*folders: Path) -> str:
 
 
 def read_config(path: Path) -> Config:
-    """Returns the resolved config of a run folder; raises if the path is not a run folder."""
+    """Returns the resolved config of the run in the folder `path`. Raises if it is not a run folder. Configs
+    of the first release are translated."""
     if not path.is_dir():
         raise RunError(f"there is no folder {path}{_known()}", value=str(path))
     if not (path / "config.toml").is_file():
@@ -238,18 +251,19 @@ def read_config(path: Path) -> Config:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    """Returns the content of config.toml."""
+    """Returns the content of config.toml in the run folder `path`, as {section: {key: value}}."""
     return plain_files.parse_toml(plain_files.read(path / "config.toml", plain_files.CONFIG))
 
 
 def require_resumable(path: Path) -> None:
-    """Raises if the run was started with ssfl 0.1, because its method may have worked differently."""
+    """Raises if the run was started with ssfl 0.1. It must not be continued with this version, because its
+    method may have worked differently."""
     if first_release.is_old(_read_toml(path)):
         raise RunError(f"{path} was started with ssfl 0.1: finish it with that version, or start a new run")
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Adds one line to events.jsonl."""
+    """Appends one event to events.jsonl in the run folder `path`, as a line of JSON."""
     try:
         with (path / "events.jsonl").open("ab") as file:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
@@ -261,7 +275,8 @@ def append_event(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yields the events of a run in order, up to the first damaged line."""
+    """Yields the events in events.jsonl of the run folder `path`, in order. Stops at the first damaged
+    line."""
     try:
         lines = plain_files.read(path / "events.jsonl").split(b"\n")
     except FileNotFoundError:
@@ -279,8 +294,12 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Removes the events after the first `rounds` rounds. With `counted`, raises if the event of one of these
-    rounds is missing, since the privacy spent is computed from them."""
+    """Removes the events after the first `rounds` rounds from events.jsonl, because a resumed run will write
+    them again.
+
+    With `counted`, raises if the event of one of these rounds is missing: the privacy that was spent is
+    computed from the events.
+    """
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
     if counted and lost:
@@ -294,13 +313,15 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
 
 
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
-    """Writes the tensors of the averaged model by name, with a card that says how to build the network."""
+    """Writes a model file: the tensors of a model by name, and its model card, which says how to build the
+    network."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
 
 def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the card of a model file."""
+    """Returns the tensors by name and the model card in a model file. Raises if the file cannot be read or
+    has no card."""
     try:
         plain_files.require_plain(path)
         with safe_open(path, "pt") as opened:
@@ -319,26 +340,28 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Returns the summary of a finished run; None if it is unfinished or damaged."""
+    """Returns the content of summary.json of a finished run; None if the run is unfinished or the file is
+    damaged."""
     summary = _object(path / "summary.json")
     return summary if isinstance(end_of(summary), float) else None
 
 
 def end_of(summary: dict[str, Any]) -> Any:
-    """Returns the final accuracy in the summary of a run: on test images, or on validation images if test
-    images are never used."""
+    """Returns the final accuracy in the summary of a run: on test images or cross-validation folds, otherwise
+    on validation images. Returns None if there is no accuracy."""
     return summary.get("accuracy", summary.get("validation_accuracy"))
 
 
 def broke_down(path: Path) -> str | None:
-    """Returns the error message if training diverged in this folder, else None. Continuing would not help,
-    since the same run would diverge again."""
+    """Returns the error message if the training in this folder diverged, otherwise None. Such a run cannot be
+    continued, because it would diverge again."""
     failure = _object(path / FAILURE)
     return str(failure.get("error")) if failure.get("kind") == DivergedError.__name__ else None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file as a dictionary; an empty one if the file is missing or damaged."""
+    """Returns the content of a JSON file as a dict. The dict is empty if the file is missing, damaged or not
+    an object."""
     try:
         content = plain_files.parse_json(plain_files.read(file, plain_files.CONFIG))
     except (OSError, ValueError):

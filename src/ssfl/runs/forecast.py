@@ -1,5 +1,5 @@
-"""Forecasts the time and memory of a run. Before the first round it measures one step, or one round if rounds
-are short."""
+"""Estimates the time and memory of a run before its first round. One training step is measured, or a whole
+round if rounds are short."""
 
 import os
 import threading
@@ -21,18 +21,18 @@ from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
-"""Seconds. If the first step takes longer than this, it is not measured again. If all steps of a round take
-longer, no whole round is tried before the run."""
+"""A limit in seconds for what is tried before the run. If the first step takes longer, no second step is
+measured. If all steps of a round would take longer, no whole round is measured."""
 SCORED, SCORED_FEATURES = 64, 8
-"""The number of test images on which an evaluation is timed. The second number is for networks with a frozen
-part, whose output must be computed first."""
+"""The number of test images on which the time of an evaluation is measured. The second number is for networks
+with a frozen part, whose output must first be computed for every image."""
 SAMPLED = 0.05
-"""Seconds between two measurements of the memory."""
+"""How many seconds pass between two measurements of the used memory."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expected cost of a run."""
+    """The expected cost of the remaining rounds of a run."""
 
     rounds: int
     round: float
@@ -41,12 +41,13 @@ class Forecast:
     evaluation: float
     """Seconds per evaluation."""
     compared: float
-    """Seconds for training the models that the run is compared with: the server-only model and
-    cross-validation folds."""
+    """Seconds for training the models that the run is compared with: the server-only model and the models of
+    the cross-validation."""
     features: float
-    """Seconds for computing features, the output of the network's frozen part, during training."""
+    """Seconds for computing features, the outputs of the network's frozen part, for the whole run."""
     memory: int
-    """Bytes used by all processes of the run."""
+    """The largest number of bytes that all processes of the run used while a step or round was tried. On a
+    GPU, it is the memory of the GPU."""
 
     @property
     def seconds(self) -> float:
@@ -55,9 +56,9 @@ class Forecast:
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
-    """Returns the forecast for the rounds after `state`; None if a step cannot be tried. This is the case if
-    steps are compiled, if they run in several processes, or if the method needs something that only a round
-    has."""
+    """Measures steps of a run and returns the forecast for the rounds after `state`. Returns None if steps
+    cannot be tried alone: if they are compiled, if they run in several processes of torchrun, or if trying
+    one fails."""
     if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
@@ -80,7 +81,8 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
 
 
 def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
-    """Returns lines of text that say what the run will do and what it will cost."""
+    """Returns lines of text that say what the run will do and, if `expected` is not None, how much time and
+    memory it will need."""
     federation, train = sim.config.federation, sim.config.train
     channels, height, width = sim.dataset.shape
     parameters = f"{sim.layout.weights:,} parameters"
@@ -119,7 +121,7 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
 
 
 def _users(sim: Simulation, state: State) -> float:
-    """Returns how many seconds the users of a round take."""
+    """Returns how many seconds the training of all users takes in a round, estimated from a few steps."""
     cohort, work, _ = sim.plan.prepare(sim.rounds - 1)
     count = min(len(cohort.users), sim.plan.at_once)
     if not count:
@@ -134,7 +136,8 @@ def _users(sim: Simulation, state: State) -> float:
 
 
 def _server(sim: Simulation, state: State) -> float:
-    """Returns how many seconds the server takes in a round."""
+    """Returns how many seconds the training of the server takes in a round, estimated from a few steps; 0 if
+    the server does not train."""
     if not sim.has_server or not sim.method.trains_server:
         return 0.0
     work = sim.plan.server_work(sim.rounds - 1)
@@ -144,8 +147,8 @@ def _server(sim: Simulation, state: State) -> float:
 
 
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
-    """Returns how many seconds all steps of some work take, measured on one step, or on two if steps are
-    short."""
+    """Returns how many seconds all steps of `work` take, estimated by calling `train` for one step and, if
+    steps are short, for two."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
     if work.played == 1 or first > LONG:
         return first * work.played
@@ -169,7 +172,7 @@ def _cut(work: Work, steps: int) -> Work:
 
 
 def _evaluation(sim: Simulation, state: State) -> float:
-    """Returns about how many seconds an evaluation takes."""
+    """Returns about how many seconds one evaluation takes, estimated from a few test images."""
     images = len(sim.dataset.test_labels) * (sim.config.run.test == "every") + len(sim.validation)
     most = SCORED if sim.pool.features is None else SCORED_FEATURES
     count = min(most, len(sim.dataset.test_labels))
@@ -179,8 +182,8 @@ def _evaluation(sim: Simulation, state: State) -> float:
 
 
 def _features(sim: Simulation) -> float:
-    """Returns about how many seconds it takes to compute the features (the output of the network's frozen
-    part) that are still missing: of training views, and of images that are evaluated."""
+    """Returns about how many seconds it will take to compute all features that are still missing. Features
+    are the outputs of the network's frozen part, for training views and for images that are evaluated."""
     if sim.pool.features is None:
         return 0.0
     held = [sim.validation, *([sim.parts.server] if sim.config.run.folds else [])]
@@ -192,8 +195,8 @@ def _features(sim: Simulation) -> float:
 
 
 def _timed(sim: Simulation, call: Callable[[], object]) -> float:
-    """Returns how many seconds a call takes. The time for computing features (the output of the network's
-    frozen part) is left out, since they are computed only once."""
+    """Returns how many seconds `call` takes. The time in which features (the outputs of the network's frozen
+    part) were computed is subtracted, because each is computed only once in a run."""
     features = sim.pool.features
     computed = 0.0 if features is None else features.seconds
     began = time.perf_counter()
@@ -206,8 +209,9 @@ def _timed(sim: Simulation, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _watched(device: torch.device) -> Iterator[list[int]]:
-    """Yields a list with one number: the largest memory in bytes that this process and its children have used
-    so far."""
+    """Measures memory inside the `with` block. Yields a list with one number, which is updated: the largest
+    number of bytes that this process and its children have used. After the block, on a GPU, it is the memory
+    of the GPU."""
     most, done = [0], threading.Event()
 
     def watch() -> None:
@@ -229,8 +233,9 @@ def _watched(device: torch.device) -> Iterator[list[int]]:
 
 
 def _held() -> int:
-    """Returns how many bytes of memory this process and its children use. Shared pages count once. Pages of
-    files, such as the decoded images, do not count, since the system can drop them."""
+    """Returns how many bytes of memory this process and its children use now. Memory that they share counts
+    once. Memory-mapped files, such as decoded images, do not count, because the system can free that memory
+    at any time."""
     total = 0
     for process in (os.getpid(), *_children()):
         with suppress(OSError, ValueError):

@@ -1,8 +1,7 @@
-"""The tests of `ssfl check`: rules that a method and a network must follow, because every engine relies on
-them.
+"""The tests of `ssfl check`: rules that a method and a network must follow, because all engines rely on them.
 
-Each rule is tried on the digits, in float64, with a few users and rounds. If one fails, the output names the
-likely cause.
+Each rule is tested on the digits, in float64, with a few users and rounds. If a rule is broken, the output
+names the likely cause.
 """
 
 import tempfile
@@ -29,33 +28,33 @@ from ssfl.runs.surroundings import reproducible
 from ssfl.simulate.simulation import Simulation
 
 CLOSE = 1e-6
-"""The largest relative difference that is allowed between the results of two engines, after five rounds in
-float64."""
+"""The largest relative difference that is allowed between the models that two engines train, after five
+rounds in float64."""
 SETTINGS = (
     "split.users=6", "split.server_labels=50", "federation.participants=4", "federation.rounds=5",
     "federation.period=3", "train.batch_size=16", "train.precision=float64", "train.momentum_policy=reset",
     "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
 )  # fmt: skip
 MASKED = (0.2, 0.95)
-"""The range of mask rates (shares of images that get a pseudo-label) in which comparing engines is
-meaningful. At a mask rate of 0 nothing is trained, so all engines agree."""
+"""The range of mask rates (shares of images that get a pseudo-label) that is good for comparing engines. At a
+mask rate of 0, for example, nothing is trained, so all engines agree even if the method is wrong."""
 THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
-"""For methods with a threshold: the values that are tried, one after another, until the mask rate is within
-`MASKED`."""
+"""Confidence thresholds that are tried, one after another, until the mask rate is within `MASKED`. They are
+for methods that have a threshold."""
 
 
 class Law(NamedTuple):
-    """The outcome of testing one rule."""
+    """The outcome of testing one rule: its name, whether it holds, and details."""
 
     name: str
     holds: bool
     detail: str
-    """The measurement and, if the rule fails, the likely cause."""
+    """What was measured and, if the rule is broken, the likely cause."""
 
 
 def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = None) -> list[Law]:
-    """Returns the outcome of every rule for a method, given by its name, import path or object, and for a
-    network."""
+    """Tests every rule and returns the outcomes. `method` is a method's name, import path or object, and
+    `model` a function that makes the network, or its import path."""
     overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
     config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
     with reproducible(), warnings.catch_warnings():
@@ -65,7 +64,8 @@ def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = 
 
 
 def _laws(config: Config, model: Factory | str | None, mask: float | None) -> Iterator[Law]:
-    """Yields the outcome of each rule, one after another."""
+    """Tests the rules one after another and yields each outcome. `mask` is the mask rate that was measured;
+    None if the method does not train users."""
 
     def law(name: str, why: str, *others: Callable[[], tuple[float, float]]) -> Law:
         try:
@@ -113,7 +113,8 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
 
 
 def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:
-    """Returns the config with a threshold at which some images get a pseudo-label, and the mask rate."""
+    """Returns the config with a threshold at which some images, but not all, get a pseudo-label; and the mask
+    rate, which is None if users do not train. A method without a threshold keeps its settings."""
     has_threshold = any(candidate.name == "threshold" for candidate in fields(config.method))
     tried = [config]
     if has_threshold:
@@ -133,8 +134,8 @@ def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Conf
 
 
 def _played(config: Config, model: Factory | str | None, rates: list[float] | None = None) -> State:
-    """Trains with this config, and returns the state after all rounds. The mask rate of each round is added
-    to `rates`."""
+    """Trains with this config and returns the state after the last round. If `rates` is a list, the mask rate
+    of each round is appended to it."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         state = sim.initial()
@@ -147,8 +148,8 @@ def _played(config: Config, model: Factory | str | None, rates: list[float] | No
 
 
 def _resumed(config: Config, model: Factory | str | None) -> State:
-    """Returns the same as `_played`, but interrupts the training after two rounds and continues from a
-    checkpoint, with a new simulation."""
+    """Trains like `_played`, but interrupts the run after two rounds and continues from a checkpoint with a
+    new simulation. Returns the state after the last round, which should be the same."""
     first = assemble.make(config, model)
     with closing(first.engine), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -173,9 +174,9 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
-    """Returns the largest difference between a step that is replayed from a recording and the same step
-    computed directly, and the largest number in the latter. A user's step is recorded in round 0 and replayed
-    with the tensors of round 3."""
+    """Tests whether a recorded training step can be replayed. A user's step is recorded in round 0 and
+    replayed with the tensors of round 3. Returns the largest difference to the gradient that is computed
+    directly, and the largest number in that gradient."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         if not sim.method.trains_users:
@@ -190,8 +191,8 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns a function of plain tensors that computes the gradient of a user's step, and its arguments in
-    this round."""
+    """Returns a function of plain tensors that computes the gradient of a user's first training step, and the
+    arguments of that function in this round. It is needed because only such a function can be recorded."""
     from ssfl.engines import local
     from ssfl.engines.vmap import Vmap
 
@@ -219,8 +220,8 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
 
 
 def _apart(one: State, two: State) -> tuple[float, float]:
-    """Returns the largest difference between the tensors of two states, and the largest weight of the first
-    one's averaged model."""
+    """Returns two numbers: the largest absolute difference between the tensors of two states, and the largest
+    absolute weight of the averaged model of `one`. Their ratio is the relative difference."""
     pairs = [(one.average, two.average), (one.streams, two.streams)]
     pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
     worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)

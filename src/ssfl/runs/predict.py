@@ -1,4 +1,4 @@
-"""Loads a trained model, predicts with it, and exports it."""
+"""Loads the trained model of a run, predicts classes with it, and exports it to files."""
 
 import io
 import json
@@ -24,16 +24,16 @@ from ssfl.runs import folder, resuming, surroundings
 from ssfl.simulate import scoring
 
 LONGEST = 1000
-"""The largest number of characters that the name of a class may have."""
+"""The largest number of characters in the name of a class, when a model file is read."""
 MOST_VIEWS = 64
-"""The largest number of views of an image over which a prediction can be averaged."""
+"""The largest number of test views over which a prediction can be averaged, when a model file is read."""
 SLACK = 1e-3
-"""Images given as floats should be from 0 to 1. They may be this far outside, because resizing can
-overshoot."""
+"""How far below 0 or above 1 the pixel values of float images may be. Resizing can put them slightly
+outside."""
 
 
 class Classifier(nn.Module):
-    """A trained network with its normalisation. It takes images and returns logits."""
+    """A trained network together with its normalisation: it takes images and returns logits."""
 
     mean: Tensor
     std: Tensor
@@ -43,7 +43,7 @@ class Classifier(nn.Module):
         self.network = network
         self.card = card
         self.saved = set(network.state_dict())
-        """The names of the tensors that an export writes; the frozen weights of your own network are not
+        """The names of the tensors that an export writes. The frozen weights of a user's own network are not
         among them."""
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
@@ -51,8 +51,8 @@ class Classifier(nn.Module):
         if not 255 <= self.white <= WHITE:
             raise ValueError(f"white is {self.white}")
         self.test_views, self.flip = int(card.get("test_views", 0)), bool(card.get("flip", False))
-        """How many views of an image `averaged` uses besides the image itself, and whether some of them are
-        mirrored."""
+        """The number of test views that `averaged` uses besides the image itself, and whether some of them
+        are mirrored."""
         self.register_buffer("mean", torch.tensor(card["mean"]))
         self.register_buffer("std", torch.tensor(card["std"]))
 
@@ -63,8 +63,8 @@ class Classifier(nn.Module):
             )
 
     def forward(self, images: Tensor | np.ndarray) -> Tensor:
-        """Returns the logits [N, classes] of images. These are a tensor [N, C, H, W], or an array [N, H, W]
-        or [N, H, W, 3] as in .npz files, uint8 or floats from 0 to 1."""
+        """Returns the logits [N, classes] for N images. The images are a tensor [N, C, H, W], or a numpy
+        array [N, H, W] or [N, H, W, 3]. They are uint8, or floats from 0 to 1."""
         if not isinstance(images, Tensor):
             images = torch.from_numpy(np.array(images)).to(self.mean.device)
             images = images.unsqueeze(-1) if images.dim() == 3 else images
@@ -84,27 +84,28 @@ class Classifier(nn.Module):
         return self.network(x.to(weight.dtype))  # type: ignore[no-any-return]
 
     def averaged(self, images: Tensor) -> Tensor:
-        """Returns the logits of uint8 images [N, C, H, W], averaged over each image and its test views
-        (data.test_views), as the run itself, `ssfl predict` and `ssfl evaluate` compute them."""
+        """Returns the logits [N, classes] for uint8 images [N, C, H, W], averaged over each image and its
+        test views (data.test_views). Evaluations, `ssfl predict` and `ssfl evaluate` use these logits."""
         views = (gentle.test_view(images, number, self.flip) for number in range(1, self.test_views + 1))
         return scoring.averaged(self, chain([images], views))
 
 
 class Averaged(nn.Module):
-    """The network of an exported program: it predicts as `ssfl predict` does."""
+    """The module that `export` saves as a program. Its predictions are those of `ssfl predict`."""
 
     def __init__(self, classifier: Classifier) -> None:
         super().__init__()
         self.classifier = classifier
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits [N, classes] of uint8 images [N, C, H, W]."""
+        """Returns the logits [N, classes] for uint8 images [N, C, H, W], averaged over test views."""
         return self.classifier.averaged(images)
 
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a model card (the description in a model file) that no run would write. It is
-    called before the network is built, since a wrong card could ask for a huge one."""
+    """Raises ValueError if a model card (the description in a model file) cannot come from a run, or does not
+    fit the tensors. It is called before the network is built, because a manipulated card could ask for a huge
+    network."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
         raise ValueError("its model card names no network")
     classes, shape = card.get("classes"), card.get("shape")
@@ -138,10 +139,11 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
-    """Returns the averaged model of a run, in eval mode, with `.classes`. If the run is not finished, it is
-    the model of the last checkpoint, with a warning.
+    """Returns the final model of a run as a `Classifier`, in eval mode; its class names are in `.classes`.
+    `run` is a run folder or an exported .safetensors file. If the run is not finished, the model of its last
+    checkpoint is returned, with a warning.
 
-    If the run used a network of your own, `model` is the function that builds it, or its import path.
+    If the run used a network of your own, `model` is the function that makes it, or its import path.
     """
     path = Path(run)
     if isinstance(model, str):
@@ -181,8 +183,8 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
 def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
-    """Returns the trained model with these tensors, in eval mode. The model card says how to build its
-    network."""
+    """Returns the trained model with these tensors as a `Classifier`, in eval mode. Its network is the one
+    that the model card names, or `make` makes it. `path` is the run folder, for messages."""
     network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
@@ -194,10 +196,10 @@ def network_of(
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Returns the network that a model card names. If it is not part of the package, it is built by `make` or
-    by its import path; raises if neither is known, or if the code has changed.
+    """Returns the network that a model card names. A network from outside the package is made by `make`, or
+    found by its import path. Raises if neither is possible, or if the code has changed since the training.
 
-    Frozen weights are taken from `tensors` if the model was saved with them.
+    Frozen weights are taken from `tensors` if the model file contains them.
     """
     name, classes = card["model"], len(card["classes"])
     channels, height, width = (int(size) for size in card["shape"])
@@ -232,7 +234,8 @@ def network_of(
 def _require_frozen(
     network: nn.Module, saved: dict[str, Tensor] | None, identity: dict[str, Any], path: Path
 ) -> None:
-    """Loads the `saved` tensors, and raises if the frozen weights are not those that the model was trained
+    """Raises if the network's frozen weights are not those with which the model was trained. If the model
+    file contained frozen weights (`saved`), they are loaded first. `identity` has the fingerprint to compare
     with."""
     if saved is not None:
         external.plain(network).load_state_dict(saved)
@@ -247,8 +250,8 @@ def _require_frozen(
 
 
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
-    """Returns the trained model: this network with these trained tensors. The network already has its frozen
-    weights."""
+    """Loads the trained `tensors` into a network that already has its frozen weights, and returns it as a
+    `Classifier`. Raises if the names of the tensors do not fit the network."""
     names = set(rows.layout_of(network).names)
     if card.get("whole"):
         names = set(external.plain(network).state_dict())
@@ -268,9 +271,11 @@ def predict(
     *,
     model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the class and confidence of each image file. A folder stands for all images in it.
+    """Returns for each image file a dict with "file", "class" and "confidence". A folder in `images` is
+    replaced by all image files in it. `run` and `model` are as in `load_model`.
 
-    If a file cannot be read, this raises; if a list `broken` is passed, a line is added to it instead.
+    Raises if a file cannot be read. But if `broken` is a list, a line about the file is appended to it
+    instead.
     """
     classifier = load_model(run, model)
     return [
@@ -286,8 +291,8 @@ def predict(
 def probabilities(
     classifier: Classifier, files: Sequence[Path], broken: list[str] | None
 ) -> Iterator[tuple[Path, Tensor]]:
-    """Yields each image file that can be read, and the probabilities of the classes. If a file cannot be
-    read, this raises; if a list `broken` is passed, a line is added to it instead."""
+    """Yields for each image file that can be read its path and the probabilities [classes]. Raises if a file
+    cannot be read. But if `broken` is a list, a line about the file is appended to it instead."""
     batch = scoring.at_once(classifier.shape)
     with progress.bar("predictions", len(files)) as advance:
         for start in range(0, len(files), batch):
@@ -308,8 +313,9 @@ def probabilities(
 
 
 def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
-    """Writes TARGET.safetensors, TARGET.json (the card) and TARGET.pt2 (a torch.export program), and returns
-    their paths.
+    """Writes the model of a run to three files and returns their paths: TARGET.safetensors (weights),
+    TARGET.json (model card) and TARGET.pt2 (a torch.export program). `run` and `model` are as in
+    `load_model`.
 
     The program takes uint8 images [N, C, H, W] and includes the normalisation and the test views.
     """
@@ -334,7 +340,8 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
 
 
 def free_files(target: str | Path) -> list[Path]:
-    """Returns the paths of the three files of an export; raises if one exists."""
+    """Returns the paths of the three files that `export` will write; raises if one of them exists. Creates
+    their folder if necessary."""
     target = Path(target)
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
@@ -354,8 +361,8 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Writes a model as a safetensors file, and its card as JSON, which says how image files are read.
-    Returns the paths."""
+    """Writes a model to a safetensors file and its model card to a JSON file, and returns the two paths. The
+    card also says how image files must be read and scaled."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"

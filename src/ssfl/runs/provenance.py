@@ -1,4 +1,4 @@
-"""The commit of the code that produced a result."""
+"""Finds out which commit of the code produced a result."""
 
 import os
 import subprocess
@@ -8,9 +8,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def commit() -> str | None:
-    """Returns the commit of this checkout, with a plus sign if the code was changed; None outside a checkout.
+    """Returns the git commit of this checkout, followed by "+" if the code was changed since; None if this is
+    not a git checkout.
 
-    For a copy without history, the environment variable SSFL_COMMIT can name the commit.
+    For a copy without git history, the environment variable SSFL_COMMIT can name the commit.
     """
     if recorded := os.environ.get("SSFL_COMMIT"):
         return recorded

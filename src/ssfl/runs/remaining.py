@@ -1,4 +1,4 @@
-"""Estimates the time that a run still needs, for the terminal and the board."""
+"""Estimates how much time a run still needs, for the terminal and the board."""
 
 import time
 
@@ -9,9 +9,9 @@ from ssfl.runs import baseline
 
 
 class Clock:
-    """Measures the seconds per round of a run, including everything between rounds. The time for computing
-    features (the output of the network's frozen part) is counted separately, since it is spent only in the
-    first rounds."""
+    """Estimates the remaining time of a run from the seconds per round so far, including everything between
+    rounds. The time for computing features (the output of the network's frozen part) is counted separately,
+    because it is spent only in the first rounds."""
 
     def __init__(self, config: Config, first: int, features: Features | None = None) -> None:
         self.config, self.first, self.features = config, first, features
@@ -20,8 +20,8 @@ class Clock:
         self.rounds = config.federation.rounds or 0
 
     def left(self, event: Event) -> float:
-        """Returns how many seconds are left after a round, for the other rounds and for the models that the
-        run is compared with."""
+        """Returns how many seconds the run still needs after the round of this event. They include the
+        remaining rounds, the server-only model and the cross-validation. Call it once after every round."""
         played: int = event["round"] - self.first
         phases = event.get("phases", {})
         self.server += float(phases.get("server", 0.0))

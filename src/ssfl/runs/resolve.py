@@ -1,6 +1,7 @@
-"""Turns a config into images, their owners, and a resolved config: one in which every setting has a value.
+"""Loads the images that a config names, divides them among the server and the users, and resolves the config:
+every setting that was left open gets a value.
 
-Every mistake that only the data can show is found here, before anything is written.
+Mistakes in a config that only the data can show are found here, before anything is written.
 """
 
 from dataclasses import replace
@@ -22,13 +23,13 @@ from ssfl.models import backbones, networks
 from ssfl.simulate.privacy import library
 
 VIEWS = 4
-"""The default number of weak and of strong views of an image for which the output of a network's frozen part
-is cached."""
+"""The default of model.cached_views: for how many weak and how many strong views of each image the output of
+a network's frozen part is stored."""
 
 
 def load_data(config: Config, data_object: Data | None = None) -> Dataset:
-    """Returns the images of `data_object`, or those that [data] names. Their augmentation is that of
-    data.views, unless the data have their own."""
+    """Returns the data set: the images of `data_object`, or those that the section [data] names. Its
+    augmentation is that of data.views, unless the data define their own."""
     dataset = _loaded(config, data_object)
     weak, strong = gentle.KINDS[config.data.views]
     return replace(
@@ -39,7 +40,8 @@ def load_data(config: Config, data_object: Data | None = None) -> Dataset:
 
 
 def _loaded(config: Config, data_object: Data | None) -> Dataset:
-    """Returns the images of `data_object`, of a function from outside, or of [data]."""
+    """Returns the data set from one of three sources: `data_object`, a user's function that data.name names
+    by an import path, or the files of [data]."""
     data = config.data
     if data_object is None and outside.is_path(data.name):
         data_object = _from_outside(data.name or "")
@@ -58,7 +60,8 @@ def _loaded(config: Config, data_object: Data | None) -> Dataset:
 
 
 def _from_outside(name: str) -> Data:
-    """Returns the data that a function outside the package returns. `name` is its import path."""
+    """Calls a user's function and returns the `ssfl.Data` that it returns. `name` is the import path of the
+    function."""
     data = outside.called(name, "data.name")
     if not isinstance(data, Data):
         raise ConfigError(
@@ -70,7 +73,8 @@ def _from_outside(name: str) -> Data:
 
 
 def with_data(config: Config, data: Data | str | None) -> Config:
-    """Returns the config with data that were passed from Python, as an object or an import path."""
+    """Returns the config in which data.name says that the data come from Python: "in memory" for an object,
+    or the import path. If `data` is None, the config is unchanged."""
     if data is None:
         return config
     if isinstance(data, str):
@@ -80,8 +84,8 @@ def with_data(config: Config, data: Data | str | None) -> Config:
 
 
 def planned_rounds(config: Config) -> float:
-    """Returns the number of rounds of a run. If it is computed from federation.epochs, it may be a
-    fraction."""
+    """Returns the number of rounds of a run: federation.rounds, or computed from federation.epochs. In the
+    latter case it may be a fraction."""
     federation = config.federation
     if federation.rounds is not None:
         return federation.rounds
@@ -90,7 +94,8 @@ def planned_rounds(config: Config) -> float:
 
 
 def resolve(config: Config, dataset: Dataset) -> Config:
-    """Returns the config with all settings filled in that depend on the data."""
+    """Returns the resolved config: all settings that were left open and depend on the data have values.
+    Raises if settings do not fit the data."""
     config = _with_owners(config, dataset)
     federation, split_settings = config.federation, config.split
     participants = federation.participants or split_settings.users
@@ -182,8 +187,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
 
 
 def _compared(config: Config, server_labels: int) -> bool:
-    """Returns whether a run also trains a server-only model. This needs users and a server that train; by
-    default it is done only for your own images."""
+    """Returns whether the run also trains a server-only model to compare with (run.baseline). This is
+    possible only if users train and the server has labels. By default it is done only for your own images."""
     is_own_data = config.data.path is not None or outside.is_outside(config.data.name)
     wanted = (
         is_own_data and config.run.engine != "dist" if config.run.baseline is None else config.run.baseline
@@ -192,7 +197,8 @@ def _compared(config: Config, server_labels: int) -> bool:
 
 
 def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
-    """Returns the section [model] with every default filled in."""
+    """Returns the section [model] in which network, number of cached views and path of the weights are filled
+    in."""
     model = config.model
     name, views = model.name or networks.suited(dataset.shape, gpu), model.cached_views
     if views is None:
@@ -202,7 +208,8 @@ def _chosen_model(config: Config, dataset: Dataset, gpu: bool) -> ModelSettings:
 
 
 def _with_owners(config: Config, dataset: Dataset) -> Config:
-    """Returns the config for data that name their owners, in which case [split] does not divide images."""
+    """Returns the config with split.scheme = "given" if the data say who owns which image, since the other
+    schemes then have no effect. Otherwise the config is unchanged."""
     if dataset.users is None:
         return config
     owners, users = len(dataset.users), config.split.users
@@ -218,7 +225,8 @@ def _with_owners(config: Config, dataset: Dataset) -> Config:
 
 
 def require_users(users: int, owners: int, folder: bool) -> None:
-    """Raises if split.users is not the number of users that the data name."""
+    """Raises if split.users (`users`) is not the number of users that the data name (`owners`). `folder` says
+    whether the data are a folder of images, for the message."""
     if users != owners:
         where = "unlabelled/ has a sub-folder for each of" if folder else "the data name"
         raise ConfigError(
@@ -230,14 +238,16 @@ def require_users(users: int, owners: int, folder: bool) -> None:
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
-    """Returns the indices of the validation images, and the indices of all other training images."""
+    """Returns the image numbers of the validation images, and those of all other training images. The
+    validation images are those that the data name, or a random part (data.validation)."""
     if dataset.validation is None:
         return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
     return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
 
 
 def _server_images(config: Config, dataset: Dataset) -> Index:
-    """Returns the labelled images of the server: those that the data name, or all that no user owns."""
+    """Returns the image numbers of the server's labelled images: those that the data name, or all labelled
+    images that no user owns."""
     _, available = set_aside(config, dataset)
     if config.split.labels_at == "users":
         return available[:0]
@@ -248,12 +258,13 @@ def _server_images(config: Config, dataset: Dataset) -> Index:
 
 
 def _absolute(path: str) -> str:
-    """Returns an absolute path, so that a run can be resumed from any folder."""
+    """Returns the absolute path, so that a run can be resumed from another working directory."""
     return str(Path(path).absolute())
 
 
 def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
-    """Returns which images the server and each user get, and the validation images."""
+    """Divides the training images. Returns which images the server and each user own, and the image numbers
+    of the validation images. Raises if a user would have no image."""
     settings = config.split
     labels = dataset.labels.numpy()
     if settings.users > len(labels):
@@ -284,7 +295,8 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
 
 
 def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the owners of images, without validation images, as the data name them."""
+    """Returns which images the server and each user own, if the data say so themselves. Images that are not
+    in `available`, the validation images, are left out."""
     labels, settings = dataset.labels.numpy(), config.split
     left = np.zeros(len(labels), bool)
     left[available] = True
@@ -296,8 +308,8 @@ def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
 
 
 def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns the owners of images as the section [split] divides them. If the data name the server's images,
-    the server keeps them."""
+    """Returns which of the `available` images the server and each user own, divided by the section [split].
+    If the data name the server's images, the server keeps these."""
     labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
     if dataset.server is not None:
         available, count = np.setdiff1d(available, dataset.server), 0

@@ -1,4 +1,4 @@
-"""The result of a run: its accuracy, its model file with a card, and summary.json."""
+"""Finishes a run: writes its model file with a model card, and summary.json, and returns its result."""
 
 import math
 import signal
@@ -24,40 +24,42 @@ SCORES = (
     "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
     "validation_accuracy", "validation_correct", "validation_count", "validation_interval",
 )  # fmt: skip
-"""The keys of summary.json that measure how good the model is."""
+"""The keys of summary.json that say how accurate the model is."""
 MODEL = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run."""
+    """The result of a run: its accuracy, its events and its folder."""
 
     accuracy: float
-    """The accuracy of the averaged model on the test images, after the last round; nan if test images are
-    never used."""
+    """The accuracy of the run's final model on the test images, or over the folds of a cross-validation; nan
+    if neither is used."""
     history: list[Event] = field(repr=False)
-    """The events in order: "round", "eval" and "diversity" objects."""
+    """All events of the run in order, each a dict: kinds "round", "eval", "diversity" and others."""
     path: Path
     """The run folder."""
     stopped: int | None = None
-    """The number of the last round, if Ctrl-C or SIGTERM came during it; else None. This run is finished, but
-    a series of runs must stop here."""
+    """The number of the last round, if Ctrl-C or SIGTERM came during it; otherwise None. This run is finished
+    all the same, but a command that does several runs must stop now."""
     stopped_by: int = signal.SIGINT
-    """The number of the signal that came in the last round, for Ctrl-C or SIGTERM. It has no meaning if
-    `stopped` is None."""
+    """The number of the signal that came during the last round: that of Ctrl-C or SIGTERM. It has no meaning
+    if `stopped` is None."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The content of summary.json: the accuracy with its count and interval, the verdict, the costs."""
+    """The content of summary.json: among others the accuracy with its count and interval, the verdict, the
+    time and the bytes sent."""
 
     @property
     def verdict(self) -> str | None:
-        """A sentence that says whether the unlabelled images helped; None if nothing was compared."""
+        """A sentence that says whether the unlabelled images helped; None if there was no comparison with a
+        server-only model."""
         judged = self.summary.get("verdict")
         return judged["text"] if isinstance(judged, dict) else None
 
     @property
     def score_text(self) -> str:
-        """The accuracy in words, with its count and interval. If there is none on test images or folds, it is
-        the one on validation images."""
+        """The final accuracy as text, with its count and interval. If there is no accuracy on test images or
+        folds, it is the one on validation images."""
         return text.ending(self.summary or last_event(self.history, "eval"))
 
 
@@ -69,7 +71,8 @@ def finish(
     events: list[Event],
     compared: Compared,
 ) -> Result:
-    """Writes the model and summary.json of a run that has played all its rounds, and returns its result."""
+    """Writes the model and summary.json of a run that has played all its rounds, and returns the result. If
+    the comparison (`compared`) decided for the server-only model, that model is written."""
     evaluation = last_event(events, "eval")
     chosen, final_state = sim, state
     if compared.alone is not None and compared.kept_alone:
@@ -110,8 +113,8 @@ def finish(
 
 
 def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
-    """Returns the entries of summary.json that say on which images the accuracy of a run was measured, and
-    its interval. These are the test images if there are any, else the cross-validation folds, else the
+    """Returns entries of summary.json: on which images the final accuracy was measured ("judged_by"), and its
+    confidence interval. They are the test images if there are any, otherwise the folds, otherwise the
     validation images."""
     if "accuracy" in evaluation:
         return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
@@ -130,13 +133,14 @@ def last_event(events: list[Event], kind: str) -> Event:
 
 
 def test_views(data: DataSettings) -> dict[str, Any]:
-    """Returns the entries of a model card about test views, the views over which predictions are averaged;
-    empty if there are none."""
+    """Returns the entries of a model card about test-time augmentation (data.test_views): the number of views
+    and whether they may be mirrored. The dict is empty if it is not used."""
     return {"test_views": data.test_views, "flip": bool(data.flip)} if data.test_views else {}
 
 
 def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
-    """Returns the card of a model file: what is needed to build and use the network."""
+    """Returns the model card, which is stored in a model file: what is needed to build the network, to
+    prepare images for it, and to name its classes."""
     return {
         "model": sim.config.model.name,
         "norm": sim.config.model.norm,
@@ -157,5 +161,5 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of a GPU, or the type of another device."""
+    """Returns the name of a GPU as its driver reports it, or the type of another device, such as "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

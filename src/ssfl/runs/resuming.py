@@ -1,5 +1,5 @@
-"""Makes the command that continues a run, to show it in messages. `folder.continuing` says whether a run can
-be continued."""
+"""Makes the command that continues a run, for messages to the user. `folder.continuing` says whether a run
+can be continued."""
 
 from pathlib import Path
 from shlex import join, quote
@@ -10,22 +10,23 @@ from ssfl.core import outside, plain_files
 from ssfl.engines import dist
 
 SERVE = "serve.json"
-"""The name of a file in the run folder. It has the options of `ssfl serve` with which the run was started or
-continued."""
+"""The name of a file in the run folder. It has the options with which `ssfl serve` last started or continued
+the run."""
 FLOWER = "flwr"
-"""A key in serve.json. Its value is the number of sites, if the run was started with `flwr run` instead of
-`ssfl serve`."""
+"""A key in serve.json. It is there if the run was started with `flwr run` instead of `ssfl serve`; its value
+is the number of sites."""
 OPTIONS = {
     "--keys": str, "--insecure": bool, "--sites": int, "--host": str, "--port": int, "--quorum": int,
     "--deadline": float, "--patience": float, "--share-model": bool,
 }  # fmt: skip
-"""The options of `ssfl serve` that may be in serve.json, with their types. Others are not repeated in the
-command that continues a run."""
+"""The options of `ssfl serve` that are repeated in the command that continues a run, with the types of their
+values."""
 
 
 def command(config: Config, path: Path) -> str:
-    """Returns the command that continues the run in a folder. If the run uses an object that was passed from
-    Python, it is a line of Python instead."""
+    """Returns the command that continues the run in a folder, such as "ssfl resume runs/anchored". If the run
+    uses an object that was passed from Python, it is a line of Python instead, since no command could pass
+    the object."""
     names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
     if outside.IN_MEMORY in names.values():
         return f"ssfl.resume({str(path)!r}{''.join(_arguments(names))})"
@@ -37,8 +38,9 @@ def command(config: Config, path: Path) -> str:
 
 
 def _arguments(names: dict[str, str | None]) -> list[str]:
-    """Returns the further arguments of a call of `ssfl.resume` as text: objects that must be passed again,
-    and import paths."""
+    """Returns the arguments of `ssfl.resume` after the folder, each as text such as ", data=data". They are
+    the objects that must be passed again, and import paths. `names` are the names of model, data and method
+    in the config."""
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = []
     for key, name in names.items():
@@ -50,7 +52,8 @@ def _arguments(names: dict[str, str | None]) -> list[str]:
 
 
 def _launcher(config: Config) -> str:
-    """Returns the part of the command that starts torchrun, if this process was started by it."""
+    """Returns the beginning of the command that starts torchrun, such as "torchrun --nproc-per-node 4 -m ";
+    "" if this process was not started by torchrun."""
     if config.run.engine != "dist" or dist.ranks() == 1:
         return ""
     here = dist.local_ranks()
@@ -59,8 +62,8 @@ def _launcher(config: Config) -> str:
 
 
 def _serving(path: Path, code: str) -> str:
-    """Returns the command that continues a federation of real sites, with the options of `ssfl serve` that it
-    was started with."""
+    """Returns the command that continues a federation of real sites, with the options with which `ssfl serve`
+    was started. `code` is text to append: options that name files with code."""
     try:
         saved: Any = plain_files.parse_json(plain_files.read(path / SERVE, plain_files.CONFIG))
     except (OSError, ValueError):

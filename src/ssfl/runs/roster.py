@@ -1,4 +1,5 @@
-"""The sites of a resumed run: those that it was started with, and those that got a key later."""
+"""The sites of a resumed federation of real sites: those with which the run was started, and those that got a
+key later."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,8 @@ from ssfl.simulate.rounds import TRUST
 
 
 def begun_with(path: Path) -> list[str]:
-    """Returns the names of the sites of a stopped run, in the order of their numbers; empty if sites had no
-    keys."""
+    """Returns the names of the sites with which the run in the folder `path` was started, in the order of
+    their numbers. The list is empty if the sites had no keys, and therefore no names."""
     try:
         return [str(name) for name in plain_files.parse_json(plain_files.read(path / "split.json"))["sites"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -23,8 +24,10 @@ def begun_with(path: Path) -> list[str]:
 
 
 def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tuple[Config, list[str]]:
-    """Returns the config and the sites of a resumed run. New sites get the next numbers. Sites whose key was
-    revoked no longer take part."""
+    """Returns the config and the names of the sites of a resumed run. `known` are the sites that have keys
+    now, and `count` is their number. Sites that got a key since then are added, with the next numbers. Sites
+    whose key was revoked keep their numbers, but can no longer take part. Raises if the sites are those of
+    another run."""
     begun, users = begun_with(path), config.split.users
     others = not set(known) & set(begun) if known and begun else count != max(users, len(begun))
     if others:
@@ -46,9 +49,10 @@ def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tu
 
 
 def joined(config: Config, sites: int) -> Config:
-    """Returns the config with this number of sites, if it is larger than at the start of the run.
+    """Returns the config with `sites` users, if that is more than the run was started with; otherwise the
+    config unchanged.
 
-    config.toml stays unchanged, because checkpoints refer to it; split.json names the sites.
+    config.toml itself stays unchanged, because checkpoints contain a hash of it. split.json names all sites.
     """
     users, federation = config.split.users, config.federation
     if sites <= users:
@@ -59,8 +63,8 @@ def joined(config: Config, sites: int) -> Config:
 
 
 def grown(state: State, users: int) -> State:
-    """Returns the state with entries for new sites. They have no refused updates, and the trust that the gate
-    has in them starts at zero."""
+    """Returns the state with entries for new sites, so that it has `users` of them. A new site has no refused
+    updates, and the gate's trust in it is zero."""
     new = users - len(state.strikes)
     trust = {name: F.pad(kept, (0, new)) for name, kept in state.memory.items() if name == TRUST}
     return replace(state, strikes=F.pad(state.strikes, (0, new)), memory=state.memory | trust)

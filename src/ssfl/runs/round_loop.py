@@ -1,4 +1,5 @@
-"""The loop over the rounds of a run: train, evaluate, write events and checkpoints, then finish."""
+"""The loop over the rounds of a run: train, evaluate, write events and checkpoints, and finally write the
+result."""
 
 import math
 import shutil
@@ -24,20 +25,21 @@ from ssfl.simulate import privacy
 from ssfl.simulate.simulation import Simulation
 
 SAVED = 120.0
-"""The longest time in seconds between two checkpoints, whatever `run.checkpoint_every` says."""
+"""A checkpoint is written at least every this many seconds, whatever `run.checkpoint_every` says."""
 Report = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What `ssfl.Federation` yields after each round."""
+    """What `ssfl.Federation` yields after each round: its number, its events and the new state."""
 
     round: int
     """The number of rounds played so far."""
     events: list[Event]
-    """The events of this round: a "round" object, and others."""
+    """The events of this round, each a dict: one of kind "round", and possibly an evaluation and others."""
     state: State = field(repr=False)
-    """The state that passes to the next round: the groups' models, their average, and the method's memory."""
+    """The state after this round: the groups' models, their average, and the method's memory. The next round
+    starts from it."""
 
 
 Playing = Generator[Done, None, "Result"]
@@ -45,25 +47,25 @@ Playing = Generator[Done, None, "Result"]
 
 @dataclass(frozen=True)
 class RestOfRun:
-    """The remaining rounds of a run, and everything that is needed to play them."""
+    """The rounds of a run that are still to be played, and everything that is needed to play them."""
 
     sim: Simulation
     path: Path
     """The run folder."""
     start: Checkpoint
-    """The checkpoint from which the run continues: the state after the rounds that were already played."""
+    """The checkpoint from which the run continues: the state after the last round that was played."""
     report: Report | None
     """A function that shows an event to the user; None to show nothing."""
     interrupted: Callable[[], int]
-    """A function that returns the number of the signal that asks the run to stop, or 0."""
+    """A function that returns the number of the signal that asked the run to stop, or 0 if none did."""
     evaluate: Callable[[State], Event]
     what: str = ""
-    """What the run is, in words, if it is inside the folder of another, such as a server-only run; "" for the
-    run itself."""
+    """For an inner run (a run inside the folder of another, such as the server-only run): its name in
+    messages. "" for the main run."""
 
 
 class Interrupted(Stopped):
-    """Ctrl-C or SIGTERM stopped the run, and it was saved."""
+    """Raised when Ctrl-C or SIGTERM stopped a run, after it was saved."""
 
     def __init__(self, path: Path, round: int, command: str, by: int = signal.SIGINT) -> None:
         super().__init__(f"stopped after round {round} and saved; continue with `{command}`", by)
@@ -71,7 +73,7 @@ class Interrupted(Stopped):
 
 
 class SweepInterrupted(Stopped):
-    """Ctrl-C or SIGTERM stopped a command that does several runs. The run that was under way has been
+    """Raised when Ctrl-C or SIGTERM stopped a command that does several runs, after the current run was
     saved."""
 
     def __init__(self, round: int, by: int = signal.SIGINT) -> None:
@@ -80,13 +82,13 @@ class SweepInterrupted(Stopped):
 
 
 def is_leader(config: Config) -> bool:
-    """Returns whether this process writes the run folder. Among the processes of torchrun, only the first
-    does."""
+    """Returns whether this process writes the run folder. With torchrun, only the first process does."""
     return config.run.engine != "dist" or dist.rank() == 0
 
 
 def conditions(sim: Simulation) -> dict[str, str]:
-    """Returns everything besides the config on which the last digits of a run's results depend."""
+    """Returns everything besides the config that can change the last digits of a run's results: versions,
+    device, engine, threads and others. Checkpoints record it, and a resumed run warns if it has changed."""
     settings = {name: str(getattr(sim.config.run, name)) for name in folder.CONDITIONS}
     ranks = {} if sim.ranks is None else {"ranks": str(sim.ranks.size)}
     frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
@@ -94,7 +96,8 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 
 def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
-    """Plays the remaining rounds of a run, and returns its result."""
+    """Plays the remaining rounds of a run in the folder `path`, from the checkpoint `start`, and returns the
+    result. `report` is called with each event."""
     crowded = sim.ranks is not None and sim.ranks.size > 1
     with interruptible(report is not None, crowded) as interrupted:
         left = playing(RestOfRun(sim, path, start, report, lambda: interrupted.by, sim.evaluate))
@@ -108,9 +111,10 @@ def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) 
 
 
 def playing(rest: RestOfRun) -> Playing:
-    """Yields after each of the remaining rounds. An error is recorded in the run folder.
+    """A generator that plays the remaining rounds: it yields after each round and finally returns the result.
+    An error is also recorded in the run folder.
 
-    Closing the generator early saves the last round.
+    Closing the generator early writes a checkpoint of the last round.
     """
     if rest.what or not is_leader(rest.sim.config):
         return (yield from _playing(rest, lambda event: None))
@@ -119,7 +123,7 @@ def playing(rest: RestOfRun) -> Playing:
 
 
 def _playing(rest: RestOfRun, tracked: Report) -> Playing:
-    """Does the work of `playing`, and passes each event to `tracked`."""
+    """Does the work of `playing`. Calls `tracked` with each event, to log it to the experiment tracker."""
     sim, path, report, evaluate = rest.sim, rest.path, rest.report, rest.evaluate
     state, line = rest.start.state, resuming.command(sim.config, path)
     totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | rest.start.totals
@@ -213,8 +217,8 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
 def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
-    """Plays a run inside the folder of another (`what` names it) from its last checkpoint, and returns its
-    last state."""
+    """Plays an inner run (such as the server-only run) in the folder `path`, from its last checkpoint if
+    there is one. Returns its last state. `what` is its name in messages."""
     start = _reopened(sim, path)
     if start is None:
         start = Checkpoint(sim.initial(), {}, conditions(sim))
@@ -228,8 +232,8 @@ def _inside(
 
 
 def _reopened(sim: Simulation, path: Path) -> Checkpoint | None:
-    """Returns the last checkpoint of a run inside another; None if the run must start anew, which gives the
-    same result."""
+    """Returns the last checkpoint of the inner run in the folder `path`. Returns None if the inner run must
+    start anew, because there is none or it is damaged; the result is then the same, but takes longer."""
     if not (path / "config.toml").is_file():
         return None
     try:

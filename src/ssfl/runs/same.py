@@ -1,4 +1,5 @@
-"""Checks whether the run in an existing folder has the settings that are wanted now."""
+"""Checks whether the run in an existing folder has the same settings as a config, before that run is
+continued."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from ssfl.runs import folder, resolve
 
 
 def require(config: Config, path: Path) -> None:
-    """Raises if the folder holds a run with other settings, for example because a method's defaults have
-    changed.
+    """Raises if the folder `path` holds a run with other settings than `config`. This can happen, for
+    example, if a method's defaults have changed in a new version.
 
-    Settings that depend on the images, and the location of the images, are not compared.
+    Settings that depend on the images, and the location of the images, are not compared. Without a run in the
+    folder, nothing happens.
     """
     if not (path / "config.toml").is_file():
         return

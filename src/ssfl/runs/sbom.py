@@ -1,9 +1,9 @@
-"""A software bill of materials (SBOM): the installed packages that ssfl needs, as CycloneDX JSON.
+"""Writes a software bill of materials (SBOM): the installed packages that ssfl needs, as CycloneDX JSON.
 
 python -m ssfl.runs.sbom [EXTRA ...] > sbom.json
 
-It reads only the metadata of installed packages, and follows the requirements of ssfl and of the named
-extras. Packages that are not installed are left out, and listed on standard error.
+Only the metadata of installed packages are read. The requirements of ssfl and of the named extras are
+followed. Packages that are not installed are left out, and listed on standard error.
 """
 
 import json
@@ -17,12 +17,14 @@ REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[([^\]]*)\])?(
 
 
 def plain(name: str) -> str:
-    """Returns the name of a package in its normalised form."""
+    """Returns the normalised name of a package, as PyPI uses it: lower case, with hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dict[str, set[str]], set[str]]:
-    """Returns the packages that ssfl needs, the requirements of each, and those that are not installed."""
+    """Returns three things about ssfl with these extras: the installed packages that it needs, by name; for
+    each package, the names of the packages that it requires; and the names of required packages that are not
+    installed."""
     packages: dict[str, metadata.Distribution] = {}
     edges: dict[str, set[str]] = {}
     missing: set[str] = set()
@@ -51,13 +53,16 @@ def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dic
 
 
 def _applies(marker: str | None, extra: str) -> bool:
-    """Returns whether a requirement belongs to this extra. Conditions on the platform are ignored."""
+    """Returns whether a requirement belongs to this extra, or, if `extra` is "", to the package without
+    extras. `marker` is the condition after the semicolon of the requirement. Conditions on the platform are
+    ignored."""
     named = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker or "")
     return plain(named[1]) == plain(extra) if named else not extra
 
 
 def describe(extras: Iterable[str] = ()) -> tuple[dict[str, Any], set[str]]:
-    """Returns the bill of materials, and the packages that are not installed."""
+    """Returns the bill of materials as a CycloneDX object, and the names of required packages that are not
+    installed."""
     packages, edges, missing = needed(extras)
     parts = []
     for name, package in sorted(packages.items()):

@@ -1,4 +1,4 @@
-"""A contact sheet: one PNG with the worst mistakes of a model."""
+"""Draws a contact sheet: one PNG that shows the most confident mistakes of a model."""
 
 import io
 from collections.abc import Sequence
@@ -16,12 +16,13 @@ from ssfl.runs.text import printable
 
 MOST, ACROSS, SIDE, LINE, GAP = 24, 6, 170, 17, 14
 MARK = {"Software": "ssfl evaluate"}
-"""The metadata that is written into the PNG file. Only a file with this metadata is ever overwritten."""
+"""Metadata that is written into the PNG file. An existing file is overwritten only if it has this
+metadata."""
 
 
 def write(evaluation: Evaluation, target: Path) -> Path | None:
-    """Writes the contact sheet, with the most confident mistakes first, and returns its path. Returns None if
-    there are no mistakes."""
+    """Writes the contact sheet of an evaluation to `target`, with the most confident mistakes first. Returns
+    its path, or None if there are no mistakes."""
     worst = evaluation.mistakes[:MOST]
     if not worst:
         return None
@@ -36,7 +37,8 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
 
 
 def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image.Image:
-    """Returns a sheet of the images, each with its prediction, its true class and its file name."""
+    """Returns a picture with all these images in rows, each with its predicted class, its true class and its
+    file name. `white` is the pixel value that becomes white in files with more than 8 bits per channel."""
     across = min(ACROSS, len(answers))
     down = -(-len(answers) // across)
     tall = SIDE + 3 * LINE + GAP
@@ -57,7 +59,8 @@ def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image
 
 
 def _picture(file: Path, white: int) -> Image.Image:
-    """Returns an image file in colour and in its own proportions."""
+    """Returns an image file in RGB, resized to fit into a square of the sheet without changing its
+    proportions."""
     pixels = pictures.decode(file, 3, None, white).transpose(1, 2, 0)
     image = Image.fromarray(np.ascontiguousarray(pixels))
     scale = SIDE / max(image.size)
@@ -66,8 +69,8 @@ def _picture(file: Path, white: int) -> Image.Image:
 
 
 def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Returns the line, shortened so that it fits under an image: if it is too long, its middle is left
-    out."""
+    """Returns the line of text in a length that fits under an image. If it is too long, dots replace its
+    middle."""
     line = printable(line)
     if font.getlength(line) <= SIDE:
         return line
@@ -78,7 +81,8 @@ def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
 
 
 def _require_ours(target: Path) -> None:
-    """Raises if the file exists and is not an earlier contact sheet."""
+    """Raises if `target` is a folder, or a file that is not an earlier contact sheet, so that no other file
+    is overwritten."""
     if target.is_dir():
         raise RunError(f"{target} is a folder: name a file in it, such as {target / 'mistakes.png'}")
     if not target.exists():

@@ -1,4 +1,4 @@
-"""`ssfl.Federation`: train round by round from Python."""
+"""`ssfl.Federation`: trains a run round by round from Python."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,18 +25,18 @@ RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
     "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
-"""The fields that evaluation events already have. A metric that you pass cannot have one of these names."""
+"""The fields that evaluation events already have. Metrics that a user passes must have other names."""
 
 
 class Federation:
-    """A federation that trains one round at a time: `for done in federation`.
+    """A run that trains one round at a time: `for done in federation`.
 
-    Each `done` has `round`, `events` and `state`. Leaving the loop pauses the run, a new loop continues it,
-    and `stop()` saves it and ends it. If the folder `out` exists, the run in it is continued. The results are
-    the same bytes as with `ssfl.run`.
+    Each `done` has `round`, `events` and `state`. Leaving the loop pauses the run, and a new loop continues
+    it. `stop()` saves the run and ends it. If the folder `out` exists, the run in it is continued. Results
+    are byte-identical to those of `ssfl.run`.
 
-    `metrics` are functions of the current model (see `model`) that return a number. Their values are added to
-    the "eval" events.
+    `metrics` maps names to functions. Each function takes the current model (see `model`) and returns a
+    number, which is added to the "eval" events under that name.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Federation:
                     value=name,
                 )
         self.result: Result | None = None
-        """The result of the run, after the last round."""
+        """The result of the run after its last round; None before."""
         self._asked = Stop()
         self._open = ExitStack()
         with reproducible(), enough_memory():
@@ -80,7 +80,8 @@ class Federation:
         data: Data | str | None,
         method: Method | None,
     ) -> None:
-        """Creates the run folder, or opens the existing one if its settings are the same."""
+        """Creates the run folder, or opens the existing one. Raises if the run in the folder has other
+        settings than `config`."""
         there = (self.path / "config.toml").is_file()
         if there:
             same.require(resolve.with_data(config, data), self.path)
@@ -91,7 +92,8 @@ class Federation:
             begun = train.begun(config, self.path, model, data)
         self._sim, start = self._open.enter_context(begun)
         self.state: State = start.state
-        """The state of the next round: the groups' models, their average, the method's memory."""
+        """The state after the last round that was played: the groups' models, their average, and the method's
+        memory."""
         rest = round_loop.RestOfRun(self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate)
         self._left: round_loop.Playing | None = round_loop.playing(rest)
         summary = folder.read_summary(self.path)
@@ -119,25 +121,25 @@ class Federation:
         return done
 
     def stop(self) -> None:
-        """Saves the last round and ends the run. A new `ssfl.Federation` with this folder, or `ssfl.resume`,
-        continues it."""
+        """Saves the last round and ends the run. To continue the run later, make a new `ssfl.Federation` with
+        the same folder, or call `ssfl.resume`."""
         self._end(None)
 
     def evaluate(self) -> Event:
-        """Returns the accuracy of the current model and your metrics, as in an "eval" event. Nothing is
-        written."""
+        """Evaluates the current model now. Returns the event with its accuracy and your metrics, as in "eval"
+        events. Nothing is written to the run folder."""
         with reproducible():
             torch.set_num_threads(self._threads)
             return self._evaluate(self.state)
 
     def model(self) -> predict.Classifier:
-        """Returns a copy of the current averaged model, which takes images and returns logits, like that of
-        `ssfl.load_model`."""
+        """Returns a copy of the current averaged model. Like the model of `ssfl.load_model`, it takes images
+        and returns logits."""
         return self._model(self.state)
 
     @property
     def config(self) -> Config:
-        """The resolved config: settings that depend on the data have their final values."""
+        """The resolved config: all settings that the user left open have their final values."""
         return self._sim.config
 
     @property
@@ -147,12 +149,12 @@ class Federation:
 
     @property
     def history(self) -> list[Event]:
-        """All events so far."""
+        """All events of the run so far, in order, each a dict."""
         return list(folder.read_events(self.path))
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The content of summary.json after the last round; None before."""
+        """The content of summary.json after the last round; None before the run is finished."""
         return folder.read_summary(self.path)
 
     def _end(self, result: Result | None) -> None:

@@ -10,13 +10,15 @@ from ssfl.errors import SsflError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that memory ran out; on a CPU, torch raises a RuntimeError for that."""
+    """Returns whether an error means that the memory is full. On a CPU, torch raises a plain RuntimeError for
+    that, which is recognised by its text."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Turns an out-of-memory error into one that names the settings to lower."""
+    """Turns an out-of-memory error inside the `with` block into an SsflError that names the settings to
+    lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -29,7 +31,8 @@ def enough_memory() -> Iterator[None]:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Makes torch as deterministic as possible, and restores its global settings afterwards."""
+    """Makes torch as deterministic as possible inside the `with` block, so that a run can be repeated.
+    Restores torch's global settings afterwards."""
     before = torch.get_deterministic_debug_mode()
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""Numbers, tables and splits as plain text for the terminal."""
+"""Formats numbers, tables and splits as plain text for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,24 +11,25 @@ MOST_USERS = 30
 
 
 def histogram(counts: list[int]) -> str:
-    """Returns a line of text with one bar for each class. The largest bar has full height, and zero is a
-    blank."""
+    """Returns a histogram as one line of text, with one block character for each class. The largest count has
+    full height, and a count of zero is a blank."""
     most = max([*counts, 1])
     return "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for count in counts)
 
 
 def printable(line: str) -> str:
-    """Returns the line, in which a question mark replaces every character that could control the terminal."""
+    """Returns the line with a question mark in place of every character that is not printable. File names and
+    class names could otherwise send control codes to the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
 def percent(share: float) -> str:
-    """Returns a share as a percentage."""
+    """Returns a share from 0 to 1 as text in percent, such as "81.5 %"."""
     return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """Returns a time with a suitable unit."""
+    """Returns a time as text with a suitable unit, such as "2.5 min"."""
     for least, unit, length in ((7200, "h", 3600), (120, "min", 60), (0.1, "s", 1)):
         if seconds >= least:
             return f"{seconds / length:.3g} {unit}"
@@ -36,19 +37,22 @@ def duration(seconds: float) -> str:
 
 
 def interval(correct: float, count: int) -> str:
-    """Returns the 95 % interval of the share `correct` / `count` as text, in percent."""
+    """Returns the 95 % confidence interval (Wilson) of the share `correct` / `count` as text, such as "78.1
+    to 84.6 %"."""
     low, high = statistics.wilson(correct, count)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
 def accuracy(correct: float, count: int) -> str:
-    """Returns the accuracy `correct` / `count` as text, with both numbers and its 95 % interval."""
+    """Returns the accuracy `correct` / `count` as text, with both numbers and its 95 % confidence
+    interval."""
     share = percent(correct / count) if count else "-"
     return f"{share} ({correct:,.0f} of {count:,}; 95 % interval {interval(correct, count)})"
 
 
 def ending(scores: Mapping[str, Any]) -> str:
-    """Returns the accuracy of a model in words, from its last evaluation or the summary of its run."""
+    """Returns the final accuracy of a run as text. `scores` is its last evaluation event or its summary.
+    Without test images, it is the validation accuracy."""
     for key, name in (("accuracy", "accuracy"), ("validation_accuracy", "validation accuracy")):
         if key not in scores:
             continue
@@ -62,7 +66,7 @@ def ending(scores: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns an aligned Markdown table; the first row is its header."""
+    """Returns a Markdown table with aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -70,7 +74,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def split(config: Config, described: dict[str, Any]) -> str:
-    """Returns which images the server and each user get, with a histogram of classes for each user."""
+    """Returns a description of a split as text: how many images the server and each user have, and a
+    histogram of their classes. `described` is the content of split.json."""
     users, classes = described["users"], described["classes"]
     sizes, rows = described["sizes"], described["user_classes"]
     wanted = config.split
@@ -122,7 +127,8 @@ def split(config: Config, described: dict[str, Any]) -> str:
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """Returns a line about classes without test images, if only some classes have test images."""
+    """Returns a line about the classes that have no test images, in a list. The list is empty if all classes
+    have some, or none has any. `counts` has the test images (or the accuracy) of each class."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if not missing or len(missing) == len(classes):
         return []
@@ -133,16 +139,16 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
 
 
 def loose(images: int) -> list[str]:
-    """Returns a line about images that are directly in the folder unlabelled/ although it has sub-folders;
-    empty if there are none."""
+    """Returns a line, in a list, that says that `images` images are directly in unlabelled/ although it has
+    sub-folders. The list is empty if `images` is 0."""
     if not images:
         return []
     return [f"{images} images directly in unlabelled/, beside its sub-folders, form one more user"]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
-    """Returns a sentence about the first user, as an example: how many images it has, and of which
-    classes."""
+    """Returns a sentence about user 0, as an example: how many images it has, and of which classes. `counts`
+    are its images of each class."""
     if not sum(counts):
         return f"user 0 has {size} images without labels"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])

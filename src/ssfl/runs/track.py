@@ -1,7 +1,7 @@
-"""Logs a run to TensorBoard, MLflow or Weights & Biases (`run.track`).
+"""Logs a run to an experiment tracker: TensorBoard, MLflow or Weights & Biases (`run.track`).
 
-The run folder remains the source of truth. A tracker gets each number of events.jsonl once. If the tracker
-fails, the run continues without it. A resumed run continues the same run in the tracker.
+The run folder has all results; the tracker gets a copy. It gets each number of events.jsonl once. If the
+tracker fails, the run continues without it. When a run is resumed, it continues the same run in the tracker.
 """
 
 import json
@@ -24,21 +24,21 @@ from ssfl.errors import ConfigError, SsflWarning, one_line
 from ssfl.runs.folder import read_events
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-"""The package that each value of run.track needs."""
+"""The Python package that each value of run.track needs."""
 Numbers = dict[str, float]
 
 
 class Backend(NamedTuple):
-    """An open connection to a tracker (TensorBoard, MLflow or Weights & Biases) for one run."""
+    """An open connection to an experiment tracker (TensorBoard, MLflow or Weights & Biases) for one run."""
 
     log: Callable[[int, Numbers], object]
-    """Logs the numbers of an event. Called with the round and the numbers by name."""
+    """A function that logs the numbers of one event. Its arguments are the round and the numbers by name."""
     close: Callable[[bool], object]
-    """Closes the tracker. Called with True if the run is finished."""
+    """A function that closes the connection. Its argument is whether the run is finished."""
 
 
 def require(name: str) -> None:
-    """Raises if the tracker is not installed."""
+    """Raises if the package of the tracker `name` (a value of run.track) is not installed."""
     if name in PACKAGES and find_spec(PACKAGES[name]) is None:
         raise ConfigError(
             f"run.track = {name!r}: this package is not installed; run `pip install {PACKAGES[name]}`",
@@ -50,8 +50,9 @@ def require(name: str) -> None:
 
 @contextmanager
 def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
-    """Yields a function that logs an event. Events in the run folder that were not logged before are logged
-    first."""
+    """Yields a function that logs an event to the tracker of run.track. Events that are already in the run
+    folder `path`, but were not logged, are logged first. With run.track = "none", the function does
+    nothing."""
     name = config.run.track
     if name == "none":
         yield lambda event: None
@@ -60,7 +61,8 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
     memory = Memory(path / "track.json", name)
 
     def attempt(what: Callable[[], Any]) -> Any:
-        """Calls a function of the tracker. If it fails, it warns once, and the tracker is no longer used."""
+        """Calls a function of the tracker and returns its result. If it fails, warns the user, returns None,
+        and the tracker is no longer used."""
         nonlocal backend
         try:
             return what()
@@ -92,10 +94,10 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
 
 
 class Memory:
-    """Records in the run folder what has been logged: the tracker's id of the run, and the last round of each
-    kind of event.
+    """Records, in a file of the run folder, what has been logged: the tracker's id of the run, and the last
+    logged round of each kind of event.
 
-    It is written before a number is sent. So a crash can lose a number, but never log one twice.
+    The file is written before a number is sent. So a crash can lose a number, but no number is logged twice.
     """
 
     def __init__(self, file: Path, tracker: str) -> None:
@@ -110,12 +112,12 @@ class Memory:
             pass
 
     def name(self, id: str) -> None:
-        """Saves the tracker's id of this run."""
+        """Saves the tracker's id of this run, so that a resumed run continues there."""
         self.id = id
         self._save()
 
     def note(self, event: Event) -> bool:
-        """Records an event, and returns whether it is new."""
+        """Records that an event is logged. Returns False if it was logged before."""
         if event["round"] <= self.logged.get(event["event"], -1):
             return False
         self.logged[event["event"]] = event["round"]
@@ -130,8 +132,8 @@ class Memory:
 
 
 def numbers(event: Event) -> Numbers:
-    """Returns the plain numbers of an event with names such as `eval/accuracy` or
-    `diversity/gradient_l2/definition`."""
+    """Returns all single numbers of an event, with names such as `eval/accuracy` or
+    `diversity/gradient_l2/definition`. Lists and texts are left out."""
     values: Numbers = {}
 
     def collect(name: str, value: Any) -> None:
@@ -146,8 +148,8 @@ def numbers(event: Event) -> Numbers:
 
 
 def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
-    """Returns a tracker that writes event files in RUN/tensorboard. When a run is resumed, they are written
-    again from its events."""
+    """Returns a connection to TensorBoard, which writes event files in RUN/tensorboard. When a run is
+    resumed, these files are deleted and written again from the run's events."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = path / "tensorboard"
@@ -166,8 +168,8 @@ def _tensorboard(path: Path, config: Config, memory: Memory) -> Backend:
 
 
 def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
-    """Returns a tracker that logs to the experiment "ssfl". MLflow's own settings (MLFLOW_TRACKING_URI) say
-    where."""
+    """Returns a connection to MLflow, which logs to the experiment "ssfl". The environment variable
+    MLFLOW_TRACKING_URI says to which server."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
@@ -192,8 +194,8 @@ def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
 
 
 def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
-    """Returns a tracker that logs to the project "ssfl", or as W&B's own settings (WANDB_PROJECT, WANDB_MODE)
-    say."""
+    """Returns a connection to Weights & Biases, which logs to the project "ssfl". Its own environment
+    variables (WANDB_PROJECT, WANDB_MODE) can change that."""
     import wandb
 
     opened = wandb.init(

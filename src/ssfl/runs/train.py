@@ -1,4 +1,5 @@
-"""`ssfl.run` and `ssfl.resume`: open a run folder, new or old, and play its rounds (`round_loop.py`)."""
+"""`ssfl.run` and `ssfl.resume`: open a new or an existing run folder and play its rounds
+(`round_loop.py`)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -37,13 +38,13 @@ def run(
     method: Method | None = None,
     forecast: bool = False,
 ) -> Result:
-    """Trains from the start in a new run folder `out` (default: the next free runs/METHOD), and returns the
-    result.
+    """Trains a run from the start, in the new folder `out` (default: the next free runs/METHOD), and returns
+    its result.
 
-    `config` may be a Config, the name of a preset, a TOML file or a folder of images. `model` is a function
-    without arguments that builds the network, any `nn.Module`. `data` is an `ssfl.Data`. Both may also be an
+    `config` is a Config, the name of a preset, a TOML file or a folder of images. `model` is a function
+    without arguments that makes the network, any `nn.Module`. `data` is an `ssfl.Data`. Both may also be an
     import path "FILE.py:name". `method` is an object of an `ssfl.Method` class. `report` is called with each
-    event. With `forecast`, it first gets the expected cost of the run, as an event with "lines".
+    event. With `forecast`, its first event has the expected cost of the run, as text in "lines".
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))
@@ -55,15 +56,15 @@ def run(
 
 
 def with_method(config: Config | str | Path, method: Method | None) -> Config:
-    """Returns the config with `method`, if one was passed. A config that is given by a name or a file is
-    loaded first."""
+    """Returns the config, with `method` in place of its section [method] if one was passed. If `config` is a
+    name or a path, it is loaded first."""
     if not isinstance(config, Config):
         return load_config(config, method=method)
     return config if method is None else replace(config, method=method)
 
 
 def plain_name(config: Config) -> str:
-    """Returns the name of the method in a form that is allowed in a folder's name."""
+    """Returns the name of the config's method, changed so that it can be the name of a folder."""
     return Path(config.method.name).name.replace(":", "-").replace(" ", "-")
 
 
@@ -76,10 +77,11 @@ def resume(
     data: Data | str | None = None,
     method: Method | None = None,
 ) -> Result:
-    """Continues a run from its last valid checkpoint, and returns its result, which is byte-identical to that
-    of an uninterrupted run.
+    """Continues the run in the folder `path` from its last valid checkpoint, and returns its result. The
+    result is byte-identical to that of an uninterrupted run.
 
-    If the network, the data or the method were passed to `ssfl.run`, pass them again.
+    If the network, the data or the method were passed to `ssfl.run` as objects, pass them again. `report` is
+    called with each event, and `warn` with each warning.
     """
     return _resume(Path(path), report, warn or (lambda message: None), None, model, data, method)
 
@@ -93,7 +95,8 @@ def _resume(
     data: Data | str | None = None,
     method: Method | None = None,
 ) -> Result:
-    """Does what `resume` does. `place` says where the images are now, if they may have moved."""
+    """Does the work of `resume`. `place` has the location of the images now, if they may have moved since the
+    run was started; otherwise it is None."""
     config = folder.read_config(path)
     if place is not None:
         moved = replace(config.data, root=place.root, path=place.path, download=place.download)
@@ -111,7 +114,8 @@ def _resume(
 def begun(
     config: Config, path: Path, model: Factory | str | None, data: Data | str | None
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
-    """Creates a run folder, locks it, and yields its simulation and the checkpoint before the first round."""
+    """Creates and locks a new run folder. Yields its simulation, and a checkpoint with the state before the
+    first round."""
     leads = is_leader(config)
     if leads:
         folder.require_free(path)
@@ -134,7 +138,9 @@ def reopened(
     warn: Warn,
     method: Method | None = None,
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
-    """Yields the simulation of an existing run folder, and its last valid checkpoint."""
+    """Prepares the run in an existing folder to be continued. Yields its simulation and its last valid
+    checkpoint. Raises if the data, the code or the frozen weights have changed. Warns if versions or the
+    device have changed."""
     if config.data.name == IN_MEMORY and data is None:
         raise RunError(
             f"the data of {path} were passed from Python: continue with `{resuming.command(config, path)}`",
@@ -162,7 +168,8 @@ def reopened(
 
 
 def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
-    """Raises if the frozen weights of your own network differ from those at the time of the checkpoint."""
+    """Raises if the frozen weights of the network are not those at the time of the checkpoint `start`. `now`
+    are the present conditions, which have a fingerprint of the frozen weights."""
     if start.conditions.get("frozen") != now.get("frozen"):
         ours = config.model.name in backbones.NAMES and config.model.weights is None
         restore = "use the version of ssfl that started it" if ours else "restore them"
@@ -175,7 +182,8 @@ def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path:
 
 
 def begin_or_resume(config: Config, path: Path, report: Report | None = None) -> Result:
-    """Starts a run in this folder, or continues the one that is there, and returns its result."""
+    """Starts a run in the folder `path`, or continues the run that is already there, and returns its result.
+    Raises if that run has other settings."""
     same.require(config, path)
     if (path / "config.toml").is_file():
         return _resume(path, report, lambda message: None, config.data)
@@ -183,13 +191,14 @@ def begin_or_resume(config: Config, path: Path, report: Report | None = None) ->
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """Returns in words which conditions have changed since the last checkpoint; "" if none have."""
+    """Returns in words which conditions (such as versions, device or threads) changed between `before` and
+    `now`; "" if none did."""
     changed = [(key, value) for key, value in before.items() if key in now and value != now[key]]
     return ", ".join(f"{key} was {value} and is now {now[key]}" for key, value in changed)
 
 
 def finished(path: Path) -> bool:
-    """Returns whether a run has played all its rounds and written its model."""
+    """Returns whether the run in this folder has played all its rounds and written a readable model."""
     if folder.read_summary(path) is None:
         return False
     try:
@@ -200,7 +209,8 @@ def finished(path: Path) -> bool:
 
 
 def check_unchanged(sim: Simulation, path: Path) -> None:
-    """Raises if the images differ from those that the run was started with."""
+    """Raises if the images, owners, normalisation or augmentations differ from those with which the run in
+    the folder `path` was started."""
     try:
         before = plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -215,8 +225,8 @@ def check_unchanged(sim: Simulation, path: Path) -> None:
 
 
 def _here(config: Config, warn: Warn) -> Config:
-    """Returns the config for this machine. If the machine lacks the device, another one is used, with a
-    warning."""
+    """Returns the config for this machine: if the machine does not have the config's device, run.device
+    becomes "auto", with a warning."""
     try:
         assemble.choose_device(config.run.device)
         return config
@@ -226,8 +236,8 @@ def _here(config: Config, warn: Warn) -> Config:
 
 
 def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factory | None:
-    """Returns the factory of the network if it was passed as an object, else None. Raises if code from a file
-    has changed."""
+    """Returns the function that makes the network, if it was passed as an object; None if the config names
+    the network. Raises if a needed object is missing, or if code from a file has changed."""
     name = config.model.name
     if isinstance(model, str):
         outside.trust(model)
@@ -249,8 +259,8 @@ def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factor
 
 
 def _with_its_method(config: Config, path: Path, method: Method | None) -> Config:
-    """Returns the config with the method that the run was started with. A method that was an object must be
-    passed again."""
+    """Returns the config with the method with which the run was started. Raises if a method that was passed
+    as an object is missing or has other settings, or if code from a file has changed."""
     name = config.method.name
     if name == outside.IN_MEMORY:
         if method is None:

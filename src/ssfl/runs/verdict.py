@@ -1,5 +1,5 @@
-"""The verdict of a run: whether the unlabelled images helped. It compares the run's model with a server-only
-model."""
+"""The verdict of a run: whether the unlabelled images helped. The run's federated model is compared with a
+server-only model on the same images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,31 +11,33 @@ from ssfl.core import statistics
 from ssfl.core.statistics import FEW, Paired
 
 WORDS = {"test": "test images", "validation": "validation images", "folds": "held-out labelled images"}
-"""Names for the images on which two models are compared."""
+"""The names, in messages, of the images on which two models are compared."""
 DECIDES = ("folds", "validation")
-"""The kinds of images (see `WORDS`) by which the model to keep is chosen, federated or server-only. Test
-images are never used for that."""
+"""The kinds of images (keys of `WORDS`) that decide which model is kept, the federated or the server-only
+one. Test images never decide this."""
 FEDERATED, SERVER_ONLY = "federated", "server-only"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The federated and the server-only model, compared on the same images."""
+    """A comparison of the federated and the server-only model on the same images."""
 
     on: str
-    """The images on which the models are compared: "test", "validation" or "folds" (held-out labelled
-    images)."""
+    """On which images the models are compared: "test", "validation" or "folds" (labelled images held out by
+    cross-validation)."""
     pair: Paired
-    """The paired comparison of the two models. The federated model is the first, and the server-only model
-    the second."""
+    """The paired statistics: how many images each model classifies correctly, with the interval of the
+    difference. The federated model is the first, the server-only model the second."""
     balanced: tuple[float | None, float | None] = (None, None)
     """The balanced accuracies of the federated and of the server-only model; None if unknown."""
     uneven: bool = False
-    """Whether the classes have very different numbers of images."""
+    """Whether the classes have very different numbers of images, so that the balanced accuracy is shown
+    too."""
 
     @property
     def conclusion(self) -> str:
-        """The outcome: "helped", "hurt", "unclear" or "too few" images."""
+        """The outcome: "helped" or "hurt" if the 95 % interval of the difference excludes zero; otherwise
+        "unclear", or "too few" with few images."""
         low, high = self.pair.interval
         if low > 0:
             return "helped"
@@ -62,8 +64,9 @@ class Comparison:
 
 
 def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: int) -> Comparison:
-    """Returns the comparison of two models on images with these true labels, given the classes that the
-    federated and the server-only model (`alone`) predict."""
+    """Returns the comparison of two models on the same N images. `labels` [N] are the true classes,
+    `federated` [N] and `alone` [N] the classes that the federated and the server-only model predict. `on`
+    names the images: "test", "validation" or "folds"."""
     truth = labels.tolist()
     balanced, rights = [], []
     for predicted in (federated.tolist(), alone.tolist()):
@@ -77,10 +80,11 @@ def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: 
 
 
 def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -> dict[str, Any]:
-    """Returns the verdict in the form in which it is stored: its text, its numbers, and which model is kept.
+    """Returns the verdict as it is stored in summary.json: its text, its numbers, and which model is kept.
+    `users` are the words for the users' data in the text.
 
-    The server-only model is kept if the unlabelled images hurt on images held out of training. Test images
-    are never used for this choice.
+    The server-only model is kept if the unlabelled images hurt on validation images or held-out folds. Test
+    images are never used for this choice.
     """
     shown = next(
         comparison
@@ -114,7 +118,8 @@ def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -
 
 
 def sentence(one: Comparison, users: str = "unlabelled images") -> str:
-    """Returns the outcome of a comparison in words."""
+    """Returns the outcome of a comparison as one or two sentences. `users` are the words for the users'
+    data."""
     images = WORDS[one.on]
     if one.conclusion == "too few":
         text = (
@@ -153,6 +158,7 @@ def _interval(one: Comparison) -> str:
 
 
 def _points(value: float) -> str:
-    """Returns a difference in percentage points with its sign, and with one more digit close to zero."""
+    """Returns a difference in percentage points as text with its sign: rounded to whole points, or to 0.1 if
+    it is below one point."""
     shown = f"{value:+.0f}" if abs(value) >= 0.95 else f"{value:+.1f}"
     return shown.replace("-", "−")
