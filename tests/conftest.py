@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("federation")
         if module == "test_docs" and config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("docs"))  # some pages use the same port
+        if module == "test_gate" and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("gate"))  # they share a run without attackers
 
 
 @pytest.fixture(scope="session", autouse=True)

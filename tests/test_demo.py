@@ -54,7 +54,7 @@ noise = np.random.default_rng(0).integers(0, 256, (112_800, 28, 28), dtype=np.ui
 y = np.arange(112_800) % 47
 np.savez(r"{tmp_path / "letters.npz"}", x_train=noise, y_train=y, x_test=noise[:940], y_test=y[:940])
 del noise
-config = ssfl.load_config("emnist", [r"data.path={tmp_path / "letters.npz"}", "federation.rounds=2"])
+config = ssfl.load_config("emnist", [r"data.path={tmp_path / "letters.npz"}", "federation.rounds=1"])
 result = ssfl.run(config, r"{tmp_path / "run"}")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

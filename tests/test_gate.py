@@ -373,7 +373,7 @@ def accuracy(folder: Path, *sets: str) -> float:
             "method.name=alternate",
             "method.threshold=0.6",
             "federation.groups=2",
-            "federation.rounds=40",
+            "federation.rounds=20",
             *sets,
         ]
         config = load_config("quickstart", [*given, f"run.seed={seed}", f"split.seed={seed}"])
