@@ -1,1 +1,2 @@
-"""The same federated jobs on ssfl and on other simulators, timed side by side; see README.md."""
+"""Benchmarks: speed comparisons of ssfl with other federated simulators, and measurements of accuracy and
+cost. See README.md."""

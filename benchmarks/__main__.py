@@ -1,6 +1,8 @@
-"""The same job on ssfl and on other simulators: a table and a JSON file.
+"""Runs the same federated job with ssfl and with other simulators, and reports the times as a table and a
+JSON file.
 
-Every contestant runs alone, in a process of its own. With --repeats, the order is reversed each time.
+Each simulator ("contestant") runs alone, in its own process. With --repeats, the order is reversed each time,
+so that none always runs first.
 """
 
 import argparse
@@ -13,11 +15,11 @@ from typing import Any
 from benchmarks import contest, jobs, report
 
 WARMUP = 1
-"""Rounds that are played first and not timed."""
+"""The number of rounds at the start that are not timed."""
 
 
 def main() -> int:
-    """Runs the command; returns 1 if a contestant failed."""
+    """Runs the benchmark command. Returns the exit code: 1 if a contestant failed, otherwise 0."""
     options = _options()
     job = jobs.JOBS[options.job]
     if options.data and not job.images:
@@ -58,6 +60,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
+    """Returns the options from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("job", choices=list(jobs.JOBS))
     parser.add_argument(
@@ -79,7 +82,8 @@ def _options() -> argparse.Namespace:
 
 
 def _pythons(overrides: list[str]) -> dict[str, str]:
-    """Returns the Python interpreter of each peer."""
+    """Returns the path of the Python interpreter for each other simulator, from options such as
+    "flower=PATH"."""
     beside = {peer: contest.ROOT / f".venv-{peer}" / "bin" / "python" for peer in contest.PACKAGES}
     there = {peer: str(path) for peer, path in beside.items() if path.exists()}
     return there | dict(one.split("=", 1) for one in overrides)

@@ -1,4 +1,5 @@
-"""One contestant, alone in its process: `python -m benchmarks.child SPEC.json`."""
+"""Runs one contestant alone in this process: `python -m benchmarks.child SPEC.json`. `contest.py` starts
+it."""
 
 import importlib
 import importlib.metadata
@@ -14,13 +15,14 @@ from benchmarks import jobs
 
 
 def home(contestant: str) -> str:
-    """Returns the module that runs a contestant."""
+    """Returns the name of the module that runs a contestant, such as "ours" or "pfl_peer"."""
     if contestant in ("loop", "vmap"):
         return "ours"
     return {"pfl": "pfl_peer", "flower": "flower_peer"}[contestant.partition("-")[0]]
 
 
 def main() -> None:
+    """Runs the contestant that SPEC.json describes, and writes its measurements as JSON."""
     spec = jobs.Spec(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
     os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if spec.contestant == "pfl" or spec.device == "cpu":

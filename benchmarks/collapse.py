@@ -1,6 +1,7 @@
-"""Draws what a collapse looks like, beside a run that does not collapse, from the recorded demo.
+"""Draws the picture of a collapse for the documentation, beside a run that does not collapse, from the
+results of the demo.
 
-python -m benchmarks.collapse [--results FOLDER] [--out FOLDER]
+  python -m benchmarks.collapse [--results FOLDER] [--out FOLDER]
 """
 
 import argparse
@@ -19,13 +20,13 @@ PANELS = {
     "FedAvg": "FedAvg collapses",
     "anchored (recommended)": "anchored: the server trains last",
 }
-"""The title of a run in results/demo.json, and that of its panel."""
+"""For each run to draw, by its name in results/demo.json: the title of its panel."""
 CURVES = {
     "accuracy": ("test accuracy", BLUE, "o-"),
     "mask_rate": ("mask rate", ORANGE, "--"),
     "pseudo_accuracy": ("correct pseudo-labels", GREY, ":"),
 }
-"""What is drawn: its name, its colour and its line."""
+"""The metrics to draw: the name, colour and line style of each."""
 
 
 def main() -> None:
@@ -37,7 +38,8 @@ def main() -> None:
 
 
 def collapse(demo: dict[str, Any]) -> Figure:
-    """Returns the figure: one panel for each of the two methods."""
+    """Returns the figure with one panel for each of the two methods. `demo` is the content of
+    results/demo.json."""
     runs = {run["title"]: run for run in demo["runs"] if run["seed"] == SEED}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
@@ -51,7 +53,8 @@ def collapse(demo: dict[str, Any]) -> Figure:
 
 
 def draw(axes: Axes, run: dict[str, Any]) -> None:
-    """Draws accuracy, mask rate and correct pseudo-labels of a run, in percent."""
+    """Draws the accuracy, the mask rate and the share of correct pseudo-labels of a run into a panel, in
+    percent."""
     for key, (name, colour, line) in CURVES.items():
         points = [(round_, 100 * value) for round_, value in run[key] if value is not None]
         axes.plot(*zip(*points, strict=True), line, color=colour, label=name, markersize=5)

@@ -1,4 +1,5 @@
-"""Runs one contestant in its own process, measures it, and ends all its processes."""
+"""Runs one contestant (ssfl or another simulator) in its own process, measures its time and memory, and ends
+all processes that it started."""
 
 import json
 import os
@@ -18,19 +19,19 @@ from ssfl.runs import provenance
 
 ROOT = provenance.ROOT
 PACKAGES = {"pfl": "pfl", "flower": "flwr"}
-"""The package that a peer needs."""
+"""The Python package that each of the other simulators needs."""
 LIMIT = 3600
 """Seconds after which a contestant is stopped."""
 
 
 def peer(name: str) -> str | None:
-    """Returns the peer (another simulator) in a contestant's name, such as "pfl" for "pfl-2"; None for ssfl's
-    own engines."""
+    """Returns the name of the other simulator ("peer") in a contestant's name, such as "pfl" for "pfl-2".
+    Returns None for ssfl's own engines."""
     return None if home(name) == "ours" else name.partition("-")[0]
 
 
 def missing(name: str, python: str, device: str) -> str | None:
-    """Returns why a contestant cannot run here; None if it can."""
+    """Returns the reason why a contestant cannot run on this machine, or None if it can."""
     package = PACKAGES.get(peer(name) or "")
     if package is None:
         return None
@@ -44,7 +45,8 @@ def missing(name: str, python: str, device: str) -> str | None:
 
 
 def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any]:
-    """Returns the contestant's measurements, its start time and its peak memory; or {"failed": why}."""
+    """Runs a contestant. Returns its measurements with its start time and peak memory, or {"failed": reason}.
+    It first waits up to `patience` seconds until the machine is idle."""
     result, asked = Path(spec.out), folder / "spec.json"
     result.unlink(missing_ok=True)
     asked.write_text(json.dumps(asdict(spec)), "utf-8")
@@ -64,19 +66,20 @@ def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any
             code = f"stopped after {LIMIT} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # its own session: whatever is left of it
+                os.killpg(child.pid, signal.SIGKILL)  # ends every process of the contestant's session
             peak = watch.stop()
         log.seek(0)
         tail = log.read().strip().splitlines()[-15:]
     if code != 0 or not result.exists():
         return {"failed": f"exit code {code}", "log": tail}
     measured: dict[str, Any] = json.loads(result.read_text("utf-8"))
-    # One process knows its own peak exactly; of several, the largest sum that was seen.
+    # A single process reports its exact peak. For several processes, it is the largest sampled sum.
     measured["memory"] = max(measured["memory"], peak or 0.0)
     return {"started": started, "others": [others, busy()], **measured}
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment, extended so that any interpreter finds the repository's modules."""
+    """Returns the environment variables of a contestant. They let any Python interpreter find this
+    repository's modules."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

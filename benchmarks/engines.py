@@ -1,6 +1,7 @@
-"""Measures which engine is faster on a CPU, by network, image and batch size. `engines.choice` uses this.
+"""Measures which engine, "loop" or "vmap", is faster on a CPU, by network, image size and batch size.
+`engines.choice` relies on the results.
 
-python -m benchmarks.engines [--json FILE]
+  python -m benchmarks.engines [--json FILE]
 
 It uses one thread and five users, and reports the fastest of several rounds of two steps each.
 """
@@ -29,7 +30,8 @@ USERS, STEPS, ROUNDS = 5, 2, 5
 
 
 def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple[float, float]:
-    """Returns the milliseconds of one user's step, and the megabytes that "vmap" reports to need."""
+    """Returns the milliseconds of one training step of one user, and the memory in MiB that the engine "vmap"
+    says it needs."""
     sim = assemble.make(
         load_config(
             "own",
@@ -54,7 +56,7 @@ def measure(model: str, norm: str, data: Path, batch: int, engine: str) -> tuple
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command: measures all combinations and prints a table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engines", description="Measure which engine is faster on a CPU."
     )

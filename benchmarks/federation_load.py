@@ -1,10 +1,11 @@
-"""Measures how many sites one centre can serve. The sites are light: no images, no torch, real TLS and keys.
+"""Measures how many sites one centre can serve. The sites are light: they have no images and no torch, but
+real TLS and keys.
 
-python -m benchmarks.federation_load --sites 10 30 100 --rounds 20 --json results/federation-load-cpu.json
+  python -m benchmarks.federation_load --sites 10 30 100 --rounds 20 --json results/federation-load-cpu.json
 
-Reported for each number of sites: seconds until all are admitted, seconds of a round with `--cohort` of them,
-CPU seconds of the SuperLink's process for each idle site and minute, and its memory at the start and at the
-end.
+For each number of sites it reports the seconds until all are connected, the seconds of a round with
+`--cohort` sites, the CPU seconds of the SuperLink's process per idle site and minute, and the memory of that
+process at the start and at the end.
 """
 
 import argparse
@@ -25,12 +26,12 @@ import numpy as np
 from ssfl.deploy import keys, silenced
 
 NUMBERS = 10_026
-"""Weights of the quickstart's network."""
+"""The number of weights in the model that is sent, the same as in the quickstart's network."""
 PER_PROCESS = 50
 
 
 def attend(address: str, files: list[Path]) -> None:
-    """Runs light sites in threads of this process until the run is over."""
+    """Runs light sites in threads of this process, one for each site file, until the run is over."""
     import httpx
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -70,7 +71,7 @@ def attend(address: str, files: list[Path]) -> None:
 
 
 def usage(pid: int) -> tuple[float, float]:
-    """Returns the CPU seconds and the memory (MiB) of a process."""
+    """Returns the CPU seconds that a process has used, and its memory in MiB."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     status = Path(f"/proc/{pid}/status").read_text()
@@ -78,7 +79,7 @@ def usage(pid: int) -> tuple[float, float]:
 
 
 def child_of(pid: int) -> int:
-    """Returns the SuperLink's process, which the centre started."""
+    """Returns the process number of the SuperLink, the child process of `pid`."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(file.read_text().rpartition(")")[2].split()[1])
@@ -90,7 +91,8 @@ def child_of(pid: int) -> int:
 
 
 def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) -> dict[str, Any]:
-    """Runs one federation of light sites, and returns its measurements."""
+    """Runs one federation of `count` light sites and returns its measurements. Each round asks `cohort` of
+    them; `idle` is how many seconds they are measured without work."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     from ssfl.deploy import link

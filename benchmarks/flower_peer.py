@@ -1,6 +1,7 @@
-"""Flower's simulation on Ray: a ClientApp that trains T steps in plain PyTorch, a ServerApp with FedAvg.
+"""The contestant Flower: its simulation on Ray, with a ClientApp that trains T steps in plain PyTorch and a
+ServerApp with FedAvg.
 
-The data and the network stay in each actor's process from one message to the next.
+The data and the network stay in each actor's process (a Ray worker) from one message to the next.
 """
 
 import functools
@@ -25,7 +26,8 @@ client = ClientApp()
 
 @functools.cache
 def task_of(text: str) -> peers.Task:
-    """Returns the job's data and network. They are loaded once in each actor's process."""
+    """Returns the job's data and network. They are loaded once in each actor's process. `text` is the job's
+    description as JSON."""
     task = peers.prepare(jobs.Spec(**json.loads(text)))
     torch.set_num_threads(1)  # one CPU for each client
     return task
@@ -33,7 +35,8 @@ def task_of(text: str) -> peers.Task:
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Trains one user for one round, and returns its reply."""
+    """Trains one user for one round from the model in the message, and returns the trained model as a
+    reply."""
     task = task_of(str(message.content.config_records["config"]["spec"]))
     config = task.config.train
     task.network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
@@ -57,8 +60,8 @@ def train(message: Message, context: Context) -> Message:
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Runs the job and returns its measurements. The ServerApp's evaluate_fn is called after each round and
-    notes the time."""
+    """Runs the job with Flower and returns the measurements. Round times are taken in the ServerApp's
+    evaluate_fn, which Flower calls after each round."""
     measured = jobs.Measured()
     network = peers.prepare(spec).network
     config = jobs.config(spec)
@@ -101,6 +104,6 @@ def run(spec: jobs.Spec) -> jobs.Measured:
         server, client, config.split.users,
         backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.25 if cuda else 0.0}},
     )  # fmt: skip
-    measured.ready, *measured.ends = measured.ends  # evaluate_fn is called before the first round, too
+    measured.ready, *measured.ends = measured.ends  # Flower also calls evaluate_fn before the first round
     measured.processes = len(processes)
     return measured

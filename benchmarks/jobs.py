@@ -1,7 +1,8 @@
-"""The jobs. Each is described once, by an ssfl config that every runtime reads.
+"""The training jobs that all simulators run. Each job is described once, by an ssfl config that every
+contestant reads.
 
-In each round, C users train T steps from the same model, and their mean is the next model. There is no
-server training and no evaluation. The learning rate is constant, and momentum starts at zero.
+In each round, C users train T steps from the same model, and the mean of their models is the next model.
+There is no server training and no evaluation. The learning rate is constant, and momentum starts at zero.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ import numpy as np
 from ssfl.config.loading import Config, load_config
 
 ROUND = ("split.server_labels=0", "train.cycles=0", "train.momentum_policy=reset")
-# Threshold 0: every pseudo-label counts, so no runtime has less to do. Without labels the loss falls to
-# zero; a small rate keeps it in sight, so that runtimes can be compared by it.
+# Threshold 0: every pseudo-label is used, so all simulators do the same work. Without labels the loss falls
+# to zero. With a small learning rate it falls slowly, so that the losses of simulators can be compared.
 CONSISTENCY = (
     "method.name=crl-gn",
     "method.teacher_mode=eval",
@@ -26,7 +27,7 @@ CONSISTENCY = (
 
 @dataclass(frozen=True)
 class Job:
-    """A job: a preset, what differs from it, and the images it needs."""
+    """A training job: a preset, the settings that differ from it, and the images that it needs."""
 
     title: str
     preset: str
@@ -34,11 +35,11 @@ class Job:
     rounds: int
     """The default number of timed rounds."""
     images: int = 0
-    """How many random training images are made if there is no file; 0: the preset has its own images."""
+    """How many random training images are made if there is no data file. 0: the preset has its own images."""
     shape: tuple[int, ...] = ()
     classes: int = 0
     note: str = ""
-    """A note for readers of the table."""
+    """A note that is printed below the table."""
 
 
 JOBS = {
@@ -78,12 +79,13 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """The task of one contestant, sent to its process as JSON."""
+    """What one contestant has to run: the job, the device and the number of rounds. It is sent to its process
+    as JSON."""
 
     job: str
     contestant: str
     rounds: int
-    """The number of rounds, including the warm-up."""
+    """The number of rounds, including the warm-up rounds."""
     data: str | None
     device: str
     out: str
@@ -91,31 +93,31 @@ class Spec:
 
 @dataclass
 class Measured:
-    """The measurements of a contestant, sent back as JSON. Times are those of the system's monotonic
-    clock."""
+    """The measurements of a contestant, which its process sends back as JSON. Times are in seconds of the
+    system's monotonic clock."""
 
     ready: float = 0.0
-    """When data and model were ready."""
+    """The time at which data and model were ready."""
     ends: list[float] = field(default_factory=list)
-    """When each round ended."""
+    """The time at which each round ended."""
     losses: list[float] = field(default_factory=list)
-    """Each round's mean local loss."""
+    """The mean loss of the users' steps in each round."""
     steps: int = 0
-    """The number of local steps of all users and rounds."""
+    """The number of training steps, over all users and rounds."""
     images: int = 0
-    """The number of images in these steps."""
+    """The number of images in these steps. It shows whether the contestant did the whole job."""
     processes: int = 1
     threads: int = 0
-    """CPU threads of torch in each process."""
+    """The number of CPU threads that torch uses in each process."""
     memory: float | None = None
-    """The peak memory of the process, MiB."""
+    """The peak memory of the process in MiB."""
     gpu_memory: float | None = None
-    """The peak GPU memory of torch in this process, MiB."""
+    """The peak GPU memory that torch used in this process, in MiB."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def config(spec: Spec, overrides: Sequence[str] = ()) -> Config:
-    """The job as an ssfl config."""
+    """Returns the job as an ssfl config, with these further settings."""
     job = JOBS[spec.job]
     data = [f"data.path={spec.data}"] if spec.data else []
     run = [f"federation.rounds={spec.rounds}", f"run.device={spec.device}"]
@@ -123,12 +125,13 @@ def config(spec: Spec, overrides: Sequence[str] = ()) -> Config:
 
 
 def participants(config: Config) -> int:
-    """C, users per round."""
+    """Returns C, the number of users per round."""
     return config.federation.participants or config.split.users
 
 
 def draw_images(job: Job, folder: Path) -> Path:
-    """Writes a file of random images in the job's shape. The speed does not depend on their content."""
+    """Writes a data file with random images in the job's shape into `folder`, and returns its path. Random
+    images suffice, because the speed does not depend on their content."""
     random = np.random.default_rng(1)
     path = folder / "random.npz"
     arrays = {}

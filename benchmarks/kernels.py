@@ -1,9 +1,10 @@
-"""Finds fast tiles for the GPU kernels: every candidate is checked against plain layers, then timed.
+"""Finds fast tile sizes for the GPU kernels. Every candidate is checked against PyTorch's layers, then timed.
 
-python -m benchmarks.kernels [--only NAME ...] [--processes N] [--seconds S] [--json FILE]
+  python -m benchmarks.kernels [--only NAME ...] [--processes N] [--seconds S] [--json FILE]
 
-The tables in `ssfl/models/kernels` are chosen by hand from its results. Nothing is timed when a run begins.
-Candidates are compiled and checked by several processes, each with a limit, and timed by a single process.
+The tables in `ssfl/models/kernels` were chosen by hand from the results. A run does not time anything at its
+start. Candidates are compiled and checked by several processes, within a time limit, and timed by a single
+process.
 """
 
 import argparse
@@ -35,12 +36,13 @@ CONVOLUTIONS = {
     ],
     "cnn": [(32, 64, 26, 3, 1, 0)],
 }  # fmt: skip
-"""Inputs, outputs, pixels of a side, kernel, stride and padding."""
+"""The convolutions of each network: input channels, output channels, image side in pixels, kernel size,
+stride and padding."""
 NORMS = {
     "resnet18": [(64, 32, 32), (128, 32, 16), (256, 32, 8), (512, 32, 4)],
     "wide_resnet": [(32, 16, 32), (64, 32, 16), (128, 32, 8)],
 }
-"""Channels, groups and pixels of a side."""
+"""The normalisation layers of each network: channels, groups and image side in pixels."""
 MODELS = {"resnet18": (10, 1), "wide_resnet": (10,), "cnn": (47, 10, 1)}
 IMAGES, CLOSE = 64, 0.02
 PRODUCTS = [
@@ -48,35 +50,44 @@ PRODUCTS = [
     (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 64, 64, 4, 4), (256, 64, 64, 4, 2),
     (128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4),
 ]  # fmt: skip
-"""Pixels, outputs and channels of a tile; warps and stages."""
+"""Candidate tiles for convolutions: pixels, output channels and input channels of a tile, then Triton's warps
+and stages."""
 FILTERS = [
     (64, 128, 128, 8, 3, False), (64, 128, 256, 8, 3, False), (128, 128, 128, 8, 3, False),
     (64, 128, 64, 8, 4, True), (64, 64, 64, 4, 4, True), (128, 64, 64, 4, 3, True), (64, 64, 64, 4, 5, False),
 ]  # fmt: skip
-"""The same, and whether three taps go together."""
+"""Candidate tiles for the gradient of the filters: the same five numbers, and whether three taps of a 3×3
+filter are computed together."""
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
-    """Returns random bfloat16 numbers on the GPU."""
+    """Returns a tensor of random normal bfloat16 numbers on the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the distance of two tensors, as a fraction of the second one's norm."""
+    """Returns the relative error of `ours`: the norm of the difference divided by the norm of `theirs`."""
     return float((ours.float() - theirs).norm() / theirs.norm())
 
 
 def last(x: Tensor) -> Tensor:
-    """Returns images with their channels last in memory."""
+    """Returns images or filters with the channels as the last dimension, contiguous in memory, as the kernels
+    expect."""
     return x.movedim(-3, -1).contiguous()
 
 
 Candidate = tuple[Any, Callable[[], Any]]
+"""A candidate's name, and the function that computes with it."""
 
 
 def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[Iterator[Candidate], Tensor]:
-    """Returns ways to compute a convolution or one of its gradients, and the result that each should give."""
+    """Returns the candidates for computing a convolution or one of its gradients, and the correct result to
+    compare with.
+
+    `case` is a line of `CONVOLUTIONS`. `way` is "forward", "images" (gradient of the images) or "filters"
+    (gradient of the filters).
+    """
     from ssfl.models.kernels import triton_conv, triton_tma
 
     inputs, outputs, size, kernel, stride, padding = case
@@ -134,7 +145,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             elif not (rest[2] and kernel != 3):
                 taps = kernel if rest[2] else kernel**2
                 tiles = models * taps * (outputs // tile.outputs) * (inputs // tile.channels)
-                few = images < IMAGES  # when they are checked: with one part and with several
+                few = images < IMAGES  # few images mean a check: try one part and two parts
                 for parts in (1, 2) if few else [max(1, each // tiles) for each in (132, 264, 528, 1056)]:
                     how = (g_last, x_last, models, kernel, stride, padding, tile, bool(rest[2]), parts)
                     yield from fresh(seen, (*tile, rest[2], parts), partial(triton_tma.weights_grad, *how))
@@ -143,14 +154,20 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
 
 
 def fresh(seen: set[Any], name: Any, function: Callable[[], Any]) -> Iterator[Candidate]:
-    """Yields a candidate unless it was tried before."""
+    """Yields the candidate unless its name is in `seen`. Several entries of a table can give the same
+    tile."""
     if name not in seen:
         seen.add(name)
         yield list(name), function
 
 
 def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[Iterator[Candidate], Tensor]:
-    """Returns ways to compute group or batch normalisation, and the result that each should give."""
+    """Returns the candidates for computing a normalisation layer or its gradient, and the correct result to
+    compare with.
+
+    `case` is a line of `NORMS`. `way` contains "group" or "batch", and possibly "back" (gradient) and "add"
+    (with a sum before the ReLU).
+    """
     from ssfl.models.kernels import triton_batch, triton_norm
 
     channels, groups, size = case
@@ -196,7 +213,7 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
                 each_holds = tall * wide // (32 * warps)
                 if wide >= 8 and 16 <= each_holds <= 64 and tall * wide <= 65536:
                     yield [tall, wide, warps], partial(group, (tall, wide, warps))
-            for part in (16, 32, 64, 128, 256):  # read twice
+            for part in (16, 32, 64, 128, 256):  # tiles smaller than an image, which is then read twice
                 for warps in (4, 8):
                     if wide in (16, 32, 64) and part < tall and part * wide // (32 * warps) in (8, 16):
                         yield [part, wide, warps], partial(group, (part, wide, warps))
@@ -218,7 +235,8 @@ def norms(case: tuple[int, ...], models: int, images: int, way: str) -> tuple[It
 
 
 def check(task: tuple[Any, ...], file: Path) -> None:
-    """Compiles every candidate, compares its result with plain layers, and writes one line for each."""
+    """Compiles every candidate of a task and compares its result with PyTorch's layers. Writes a line [name,
+    relative error or reason] for each to `file`."""
     make, _, case, way, _ = task
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     candidates, expected = make(case, 2, 16, way)
@@ -239,7 +257,8 @@ def check(task: tuple[Any, ...], file: Path) -> None:
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Returns microseconds: the median of five replays of several recorded calls."""
+    """Returns the microseconds of one call of the function on the GPU: the median over five replays of a CUDA
+    graph."""
     function()
     torch.cuda.synchronize()
     graph, count = torch.cuda.CUDAGraph(), 5
@@ -258,12 +277,13 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def label(candidate: Any, way: str) -> str:
-    """Returns a candidate's name, without the number of parts, which depends on the models."""
+    """Returns a candidate's name as text. For "filters", the number of parts is left out, because it depends
+    on the number of models."""
     return json.dumps(candidate[:-1] if way == "filters" and candidate != "old" else candidate)
 
 
 def tasks(only: list[str]) -> list[tuple[Any, ...]]:
-    """Returns all cases to try."""
+    """Returns all combinations of layer and direction to try, for the networks in `only`."""
     cases: list[tuple[Any, ...]] = []
     for name in only:
         for case in CONVOLUTIONS[name]:
@@ -276,7 +296,7 @@ def tasks(only: list[str]) -> list[tuple[Any, ...]]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command: checks all candidates, times the correct ones, and writes the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description="Find fast tiles for the GPU kernels."
     )

@@ -1,10 +1,10 @@
-"""Writes docs/leaderboard.md from the files of contests in results/leaderboard/.
+"""Writes docs/leaderboard.md from the contest files in results/leaderboard/.
 
     python -m benchmarks.leaderboard            # writes the page
     python -m benchmarks.leaderboard --check    # exit code 1 if the page is not up to date
 
-Files of one protocol (the same data, split, network and user images) share a table. A seed's split is the
-same in all of them, so that methods of different files can be compared seed by seed.
+Contests with the same protocol (data, split, network and user images) share a table. The same seed has the
+same split in all of them, so methods of different files can be compared seed by seed.
 """
 
 import argparse
@@ -61,24 +61,25 @@ split is a new protocol. Run at least `anchored`, `semifl` and `server-only` in 
 
 
 class Unfit(Exception):
-    """A file cannot be used for the page."""
+    """Raised if a contest file cannot be used for the page, for example because it does not say how it was
+    made."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method of one file."""
+    """The results of one method in one contest file."""
 
     standing: dict[str, Any]
     file: str
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Test accuracy in %, by seed."""
+        """The test accuracy of each seed in percent."""
         return {run["seed"]: 100 * run["accuracy"] for run in self.standing["runs"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command. Returns the exit code: 1 if --check finds that the page is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leaderboard", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def page(files: Sequence[Path]) -> str:
-    """Returns the whole page as Markdown."""
+    """Returns the whole leaderboard page as Markdown, made from these contest files."""
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for file in files:
         contest = json.loads(file.read_text("utf-8"))
@@ -120,7 +121,8 @@ def page(files: Sequence[Path]) -> str:
 
 
 def _require_fit(name: str, contest: dict[str, Any]) -> None:
-    """Raises Unfit if a file does not say how its numbers were measured."""
+    """Raises `Unfit` if a contest file does not say how it was made, did not tune the learning rate, or comes
+    from uncommitted code."""
     for key in ("command", "date", "versions", "standings"):
         if not contest.get(key):
             raise Unfit(f"{name} has no {key}: make it with `ssfl contest`")
@@ -134,7 +136,8 @@ def _require_fit(name: str, contest: dict[str, Any]) -> None:
 
 
 def protocol(contest: dict[str, Any]) -> str:
-    """Returns what files must have in common to share a table, in words."""
+    """Returns the protocol of a contest as a title, such as its data, split and network. Contests with the
+    same title share a table."""
     one = next((one for one in contest["standings"] if one["images"]), contest["standings"][0])
     data, split, model = (one["config"][section] for section in ("data", "split", "model"))
     federation, train = one["config"]["federation"], one["config"]["train"]
@@ -155,8 +158,8 @@ def protocol(contest: dict[str, Any]) -> str:
 
 
 def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns the table of a protocol, best method first. Methods with failed seeds come after those
-    without."""
+    """Returns the Markdown table of one protocol, best method first. Methods with diverged seeds come after
+    all others."""
     rows = [Row(one, name) for name, contest in contests for one in contest["standings"]]
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     lines = [HEAD, ("---",) * len(HEAD)]
@@ -175,6 +178,8 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _between(first: Row, other: Row) -> str:
+    """Returns as text how many percentage points the first method is better than the other, with the 95 %
+    interval over their common seeds."""
     gap = difference(first.accuracies, other.accuracies)
     if gap is None:
         return "no common seed"

@@ -1,4 +1,4 @@
-"""How busy a Linux machine is, and the memory of a process with its descendants."""
+"""Measures how busy a Linux machine is, and how much memory a process and its descendants use."""
 
 import os
 import threading
@@ -7,11 +7,12 @@ from pathlib import Path
 
 PROC = Path("/proc")
 IDLE = 0.2
-"""The machine counts as idle if fewer cores than this are busy."""
+"""The machine is treated as idle if fewer than this many cores are busy."""
 
 
 def busy(patience: float = 0.0) -> float | None:
-    """Returns how many cores other processes use; waits up to `patience` seconds for an idle machine."""
+    """Returns how many cores are busy on this machine, measured over one second, or None if it cannot be
+    measured. If the machine is not idle, it waits and measures again for up to `patience` seconds."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -26,38 +27,41 @@ def busy(patience: float = 0.0) -> float | None:
 
 
 def _idle() -> float:
-    """Returns the idle seconds of all cores together."""
+    """Returns the seconds that all cores together have been idle since the machine started."""
     return float((PROC / "uptime").read_text("utf-8").split()[1])
 
 
 class Watch(threading.Thread):
-    """Samples the memory (proportional set size) of a process and its descendants. Pages that they share
-    count once."""
+    """A thread that samples the memory of a process and its descendants, and keeps the largest value. Memory
+    that they share is counted once (proportional set size)."""
 
     def __init__(self, root: int, every: float = 0.5) -> None:
         super().__init__(daemon=True)
         self.root, self.every = root, every
         self.peak: float | None = None
-        """MiB."""
+        """The largest memory so far in MiB; None if it could not be read."""
         self.done = threading.Event()
 
     def run(self) -> None:
+        """Samples the memory every `every` seconds until `stop` is called."""
         while not self.done.wait(self.every):
             sizes = [size for size in map(_size, _tree(self.root)) if size is not None]
             if sizes:
                 self.peak = max(self.peak or 0.0, sum(sizes) / 1024)
 
     def stop(self) -> float | None:
+        """Ends the thread, and returns the largest memory in MiB."""
         self.done.set()
         self.join()
         return self.peak
 
 
 def _tree(root: int) -> list[int]:
+    """Returns the process numbers of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for stat in PROC.glob("[0-9]*/stat"):
         try:
-            # "pid (name) state parent ...", and a name may hold anything
+            # the line is "pid (name) state parent ...", and the name may contain any character
             parent = int(stat.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
         except OSError:
             continue
@@ -69,7 +73,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _size(process: int) -> int | None:
-    """Returns the memory of a process in KiB."""
+    """Returns the memory of a process in KiB, or None if it has ended."""
     try:
         lines = (PROC / str(process) / "smaps_rollup").read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,5 @@
-"""ssfl itself: rounds as `Simulation.play` plays them, with the engine `loop` or `vmap`."""
+"""The contestants of ssfl itself, with the engine `loop` or `vmap`. Rounds are run by `Simulation.play`, as
+in `ssfl run`."""
 
 import time
 
@@ -13,10 +14,11 @@ from ssfl.runs.surroundings import reproducible
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Runs the rounds with ssfl. Threads and other settings are the library's defaults."""
+    """Runs the job's rounds with ssfl and returns the measurements. Threads and other settings are the
+    library's defaults."""
     overrides = [f"run.engine={spec.contestant}"]
     if spec.device != "cpu" and spec.contestant == "vmap":
-        overrides.append("run.compile=true")  # as a run of the usual length would choose
+        overrides.append("run.compile=true")  # a run of usual length would choose this too
     with reproducible():
         simulation = assemble.make(jobs.config(spec, overrides))
         measured = jobs.Measured(threads=torch.get_num_threads())
@@ -33,7 +35,7 @@ def run(spec: jobs.Spec) -> jobs.Measured:
         state = simulation.initial()
         measured.ready = time.monotonic()
         for _ in range(spec.rounds):
-            state, events = simulation.play(state)  # reads the losses, so the device is done
+            state, events = simulation.play(state)  # it reads the losses, so it waits for the device
             measured.ends.append(time.monotonic())
             measured.losses.append(events[0]["loss"])
     return measured

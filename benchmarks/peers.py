@@ -1,7 +1,8 @@
-"""The parts that all peers share: data, split, network, views and loss, in plain PyTorch.
+"""What the programs of all other simulators ("peers") share: data, split, network, augmentation and loss, in
+plain PyTorch.
 
 Users of these simulators would write nn.Modules and use torch's random numbers, so this code does too. Only
-the views come from ssfl, since the job is to train on them.
+the augmentation comes from ssfl, because training on augmented images is part of the job.
 """
 
 from dataclasses import dataclass
@@ -19,26 +20,29 @@ from ssfl.runs import assemble
 
 @dataclass
 class Task:
-    """A job as a peer's program needs it, on its device."""
+    """A job as the program of another simulator needs it: data, network and counters, on its device."""
 
     config: Config
     images: Tensor
-    """uint8, or already normalised if no views are made."""
+    """[N, C, H, W]: all training images as uint8, or normalised floats if the job uses no augmentation."""
     labels: Tensor
     users: list[Tensor]
-    """Each user's images, as ssfl splits them."""
+    """For each user, the positions of its images, in the same split as in ssfl."""
     mean: Tensor
     std: Tensor
     network: nn.Module
     threshold: float = 0.0
-    """The confidence from which a pseudo-label is used."""
+    """A pseudo-label is used if its confidence is at least this."""
     steps: int = 0
+    """The number of training steps so far, counted in `loss`."""
     seen: int = 0
+    """The number of images in these steps."""
     total: float | Tensor = 0.0
-    """Counted in `loss`: steps, images, the sum of the steps' losses."""
+    """The sum of the losses of these steps."""
 
     def draw(self, user: int) -> tuple[Tensor, Tensor]:
-        """Returns the T · B images of a user's round, taken from new permutations of its images."""
+        """Returns the T · B images, and their labels, that a user trains on in a round. They are taken from
+        random permutations of the user's images."""
         mine = self.users[user]
         count = self.config.federation.period * self.config.train.batch_size
         turns = -(-count // len(mine))
@@ -47,7 +51,8 @@ class Task:
         return self.images[chosen], self.labels[chosen]
 
     def loss(self, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss of one local step."""
+        """Returns the loss of one training step on these images, and counts the step. For a supervised job it
+        is the cross-entropy with the labels, otherwise the consistency loss."""
         if self.config.method.name == "supervised":
             network.train()
             losses = objectives.supervised(network(images), labels)
@@ -65,12 +70,14 @@ class Task:
         return loss
 
     def _views(self, images: Tensor, name: str) -> Tensor:
+        """Returns weak or strong views of the images, normalised. `name` is "weak" or "strong"."""
         count = augment.WEAK_DRAWS if name == "weak" else augment.STRONG_DRAWS
         make = augment.weak_views if name == "weak" else augment.strong_views
         drawn = torch.randint(-(2**63), 2**63 - 1, (len(images), count), device=images.device)
         return augment.normalise(make(images, drawn, False), self.mean, self.std, torch.float32)
 
     def sgd(self, parameters: object, lr: float) -> torch.optim.SGD:
+        """Returns the job's SGD optimizer for these parameters."""
         train = self.config.train
         return torch.optim.SGD(
             parameters,  # type: ignore[arg-type]
@@ -79,7 +86,8 @@ class Task:
 
 
 def prepare(spec: jobs.Spec) -> Task:
-    """Returns the job's data as ssfl loads and splits them, and its network with ssfl's initial weights."""
+    """Returns the job's data as ssfl loads and splits them, and its network in plain PyTorch with ssfl's
+    initial weights."""
     made = assemble.make(jobs.config(spec))
     data, config, device = made.dataset, made.config, made.device
     assert not config.data.flip or config.method.name == "supervised"
@@ -100,7 +108,8 @@ def prepare(spec: jobs.Spec) -> Task:
 
 
 def plain(name: str, classes: int, shape: tuple[int, int, int]) -> nn.Sequential:
-    """Returns a job's network in plain PyTorch; its parameters have ssfl's order."""
+    """Returns the network `name` in plain PyTorch. Its parameters are in the same order as in ssfl's network,
+    so that weights can be copied."""
     channels, height, width = shape
     if name == "small":
         return nn.Sequential(

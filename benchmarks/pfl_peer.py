@@ -1,4 +1,4 @@
-"""pfl: SimulatedBackend, FederatedAveraging, PyTorchModel and its own local training loop.
+"""The contestant pfl: its SimulatedBackend, FederatedAveraging, PyTorchModel and its own local training loop.
 
 With several processes it is started by torchrun, which pfl detects.
 """
@@ -26,7 +26,7 @@ from benchmarks import jobs, peers
 
 
 class Module(nn.Module):
-    """A network with `loss` and `metrics`, as PyTorchModel requires."""
+    """A network with the methods `loss` and `metrics`, which pfl's PyTorchModel requires."""
 
     def __init__(self, task: peers.Task) -> None:
         super().__init__()
@@ -37,12 +37,13 @@ class Module(nn.Module):
         return self.task.loss(self.network, images, labels)
 
     def metrics(self, images: Tensor, labels: Tensor) -> dict[str, Weighted]:
-        """pfl always evaluates in its first iteration. This evaluation is cheap, and part of the warm-up."""
+        """Returns the metrics of pfl's evaluation. pfl always evaluates in its first iteration; this
+        evaluation is cheap and part of the warm-up."""
         return {"nothing": Weighted(0.0, len(images))}
 
 
 class Clock(TrainingProcessCallback):  # type: ignore[misc]
-    """Notes each round's end and its sum of losses."""
+    """A callback that records when each round ends, and the sum of its losses."""
 
     def __init__(self, task: peers.Task) -> None:
         self.task = task
@@ -58,8 +59,8 @@ class Clock(TrainingProcessCallback):  # type: ignore[misc]
 
 
 def run(spec: jobs.Spec) -> jobs.Measured:
-    """Runs the job and returns its measurements. Every process returns the same numbers, summed over all
-    processes."""
+    """Runs the job with pfl and returns the measurements. Every process returns the same numbers, summed over
+    all processes."""
     workers = pytorch_ops.distributed
     assert workers is not None
     np.random.seed(1)  # noqa: NPY002  pfl draws from numpy's global generator, alike in all processes
@@ -77,7 +78,7 @@ def run(spec: jobs.Spec) -> jobs.Measured:
     def dataset(user: int) -> Dataset:
         return Dataset(task.draw(user), user_id=str(user))
 
-    # each user once before anybody again, so a cohort never holds the same user twice
+    # every user is drawn once before any is drawn again, so no user is in a cohort twice
     users = FederatedDataset(dataset, get_user_sampler("minimize_reuse", list(range(len(task.users)))))
     train = task.config.train
     clock = Clock(task)

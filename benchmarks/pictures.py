@@ -1,9 +1,10 @@
-"""Measures `ssfl run FOLDER` on large pictures: seconds until round 1 and until the verdict, memory, and the
-forecast. Each folder is run twice: with an empty cache, and with what the first run cached.
+"""Measures `ssfl run FOLDER` on large images: seconds until the first round and until the verdict, memory,
+and the accuracy of the time forecast. Each folder is run twice: with an empty cache, and with the cache of
+the first run.
 
-python -m benchmarks.pictures [--folder FOLDER] [--wait 600] [--json FILE]
+  python -m benchmarks.pictures [--folder FOLDER] [--wait 600] [--json FILE]
 
-Without a folder, it draws 1,000 pictures of mixed sizes, grey and colour: 60 labelled ones of four classes,
+Without a folder, it draws 1,000 images of mixed sizes, grey and colour: 60 labelled images of four classes,
 and 940 unlabelled ones in three sub-folders.
 """
 
@@ -27,7 +28,7 @@ from ssfl.runs.folder import versions
 
 CLASSES = ("disc", "square", "stripes", "cross")
 LABELLED = 15
-"""Labelled pictures of each class."""
+"""The number of labelled images of each class."""
 SITES = {"site-a": 400, "site-b": 320, "site-c": 220}
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 EXPECTED = re.compile(r"about ([\d.]+) (ms|s|min|h) \(.* per round\)")
@@ -57,7 +58,8 @@ def main() -> None:
 
 
 def draw(folder: Path) -> Path:
-    """Draws JPEG pictures of 160 to 640 pixels: a shape for each class, on noise; two thirds are grey."""
+    """Writes JPEG images with sides of 160 to 640 pixels into `folder`, and returns it. Each class has a
+    shape, drawn on noise; two thirds of the images are grey."""
     generator = np.random.default_rng(0)
     places = [folder / name for name in CLASSES for _ in range(LABELLED)]
     for site, count in SITES.items():
@@ -74,7 +76,7 @@ def draw(folder: Path) -> Path:
 
 
 def shape(canvas: ImageDraw.ImageDraw, kind: int, width: int, height: int, level: int) -> None:
-    """Draws the shape of a class in the middle."""
+    """Draws the shape of class `kind` in the middle of an image, in the grey `level`."""
     left, top, right, bottom = width // 4, height // 4, 3 * width // 4, 3 * height // 4
     colour, line = (level, level, level), max(4, width // 20)
     if kind == 0:
@@ -90,7 +92,8 @@ def shape(canvas: ImageDraw.ImageDraw, kind: int, width: int, height: int, level
 
 
 def measure(folder: Path, scratch: Path, name: str, sets: list[str]) -> dict[str, Any]:
-    """Runs the command that a person would type, and returns what it took."""
+    """Runs `ssfl run FOLDER` as a user would, and returns its times in seconds, its memory and its
+    forecast."""
     out, cache = scratch / f"run, {name}", scratch / "cache"
     words = ["run", str(folder), "--out", str(out), *(word for one in sets for word in ("--set", one))]
     environment = os.environ | {"SSFL_CACHE": str(cache)}
@@ -133,7 +136,7 @@ def measure(folder: Path, scratch: Path, name: str, sets: list[str]) -> dict[str
 
 
 def _read(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> None:
-    """Notes each line of a process and when it came."""
+    """Appends each line that a process prints to `lines`, with the time at which it came."""
     assert process.stderr is not None
     for line in process.stderr:
         lines.append((time.perf_counter(), line.rstrip()))

@@ -1,4 +1,4 @@
-"""Draws the cost of participants and users from the measured results.
+"""Draws how the cost of a round depends on the numbers of participants and users, from the files in results/.
 
 python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
 """
@@ -17,7 +17,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from benchmarks.steps import BATCH
 
 TERAFLOPS, TERABYTES = 790, 4.8
-"""The assumed rates of an H200 per second: bfloat16 products in tensor cores, and memory."""
+"""The assumed speed of an H200 GPU: 10^12 bfloat16 operations per second in its tensor cores, and 10^12 bytes
+per second from its memory."""
 BLUE, ORANGE, GREY = "#1f5fa8", "#c4570a", "#6b6b6b"
 STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: a smaller file
@@ -55,12 +56,14 @@ def main() -> None:
 
 
 def read(path: Path) -> Result:
+    """Returns the content of a JSON file."""
     result: Result = json.loads(path.read_text("utf-8"))
     return result
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes an SVG file that has the same bytes each time: without a date, a version or a path."""
+    """Writes the figure as an SVG file and returns its path. The file has the same bytes each time, because
+    it contains no date, version or path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type")) if path.suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
@@ -69,24 +72,26 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def straight(rows: list[Result]) -> tuple[float, float]:
-    """Returns two numbers of a straight line fitted to a step's milliseconds: those that do not depend on C,
-    and those per user. The fit minimises squared relative errors."""
+    """Fits a straight line to the milliseconds of a step of C users. Returns the part that does not depend on
+    C, and the milliseconds per user. The fit minimises squared relative errors."""
     users, spent = columns(rows, "users", "step_ms")
     each, fixed = np.polyfit(users, spent, 1, w=1 / spent)
     return float(fixed), float(each)
 
 
 def floor(row: Result) -> float:
-    """Returns the milliseconds that arithmetic or memory alone would take, whichever is longer."""
+    """Returns a lower bound for a step's milliseconds: the time that its arithmetic or its memory traffic
+    alone would take, whichever is longer."""
     return max(float(row["gigaflop"]) / TERAFLOPS, float(row["gigabyte"]) / TERABYTES)
 
 
 def columns(rows: list[Result], *names: str) -> list[np.ndarray]:
+    """Returns the values of these fields in all rows, one array per field."""
     return [np.array([row[name] for row in rows], float) for name in names]
 
 
 def cost(participants: Result, users: Result) -> Figure:
-    """Returns the figure with both panels."""
+    """Returns the figure with two panels: time against participants, and time against users."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         left, right = figure.subplots(1, 2)
@@ -100,7 +105,8 @@ def cost(participants: Result, users: Result) -> Figure:
 
 
 def draw_participants(axes: Axes, result: Result) -> None:
-    """Draws the time of a step of all users against C, between its two bounds."""
+    """Draws the time of a step of all users against the number of participants C, together with its lower
+    bound and a fitted line."""
     users, spent = columns(result["rows"], "users", "step_ms")
     fixed, each = straight(result["rows"])
     ends = np.array([0.8, 620.0])
@@ -131,7 +137,7 @@ def draw_participants(axes: Axes, result: Result) -> None:
 
 
 def draw_users(axes: Axes, result: Result) -> None:
-    """Draws seconds against K: until the first round, and per round."""
+    """Draws the seconds until the first round, and the seconds per round, against the number of users K."""
     users, start, spent = columns(result["rows"], "users", "start_seconds", "round_seconds")
     participants = next(s.partition("=")[2] for s in result["settings"] if "participants" in s)
     for seconds, colour, marker, name, digits in (

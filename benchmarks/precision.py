@@ -1,4 +1,4 @@
-"""Compares the accuracy of bfloat16 and float32: the same runs in both, with several seeds.
+"""Compares the accuracy of training in bfloat16 and in float32: the same runs in both, with several seeds.
 
 python -m benchmarks.precision --data FILE.npz [--rounds N] [--seeds N] [--set KEY=VALUE ...] [--json FILE]
 """
@@ -46,6 +46,8 @@ def main() -> None:
 
 
 def begin(settings: list[str], precision: str, seed: int, folder: Path) -> "subprocess.Popen[str]":
+    """Starts `ssfl run` with these settings, precision and seed in its own process, and returns the
+    process."""
     sets = [*settings, f"train.precision={precision}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
     words = [word for setting in sets for word in ("--set", setting)]
     out = str(folder / f"{precision}-{seed}")
@@ -54,6 +56,7 @@ def begin(settings: list[str], precision: str, seed: int, folder: Path) -> "subp
 
 
 def finish(process: "subprocess.Popen[str]", precision: str, seed: int) -> dict[str, Any]:
+    """Waits for a run to end, and returns its result."""
     output, _ = process.communicate()
     if process.returncode:
         sys.exit(f"the run with {precision}, seed {seed} failed")

@@ -1,4 +1,4 @@
-"""Makes the JSON file and the table from the contestants' measurements."""
+"""Makes the JSON file and the table of the simulator benchmark from the contestants' measurements."""
 
 import datetime
 import json
@@ -17,10 +17,12 @@ from benchmarks.machine import IDLE
 from ssfl.runs import provenance, text
 
 OURS = ("loop", "vmap")
+"""The contestants that are engines of ssfl."""
 
 
 def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Returns the content of the JSON file; `runs_of` holds each contestant's runs, including failed ones."""
+    """Returns the content of the JSON file: the job's settings and the results of each contestant. `runs_of`
+    has all runs of each contestant, including failed ones."""
     config = jobs.config(spec)
     users, steps, batch = jobs.participants(config), config.federation.period, config.train.batch_size
     settings = {
@@ -50,7 +52,8 @@ def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]
 
 
 def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int]) -> dict[str, Any]:
-    """Returns one contestant's pooled runs; a run that did not complete the job is not counted."""
+    """Returns the results of one contestant over its repeated runs: times, memory and losses. If one run
+    failed or did not do the expected number of steps and images, returns why instead."""
     for run in runs:
         if "not_run" in run or "failed" in run:
             return run
@@ -75,7 +78,7 @@ def _contestant(runs: list[dict[str, Any]], warmup: int, expected: dict[str, int
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Returns the table of contestants as Markdown."""
+    """Returns a Markdown table with one line per contestant, followed by notes."""
     head = (
         "runtime", "s / round", "min–max", "images / s", "× our best", "memory, MiB", "GPU, MiB",
         "start, s", "first round, s", "processes × threads", "last loss",
@@ -108,7 +111,8 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def circumstances(module: str) -> dict[str, Any]:
-    """Returns when, where and with which versions `python -m module` measured."""
+    """Returns how a measurement was made, for its JSON file: command, date, machine, commit and versions.
+    `module` is the benchmark's module."""
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -118,12 +122,13 @@ def circumstances(module: str) -> dict[str, Any]:
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Writes a readable JSON file."""
+    """Writes a result as an indented JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _cpu() -> str:
+    """Returns the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -133,11 +138,12 @@ def _cpu() -> str:
 
 
 def gpus() -> list[str]:
-    """Returns the names of the machine's GPUs."""
+    """Returns the names of this machine's GPUs."""
     return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
 def _output(command: list[str]) -> str:
+    """Returns the output of a command, or "" if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:

@@ -1,13 +1,16 @@
-"""Measures the effect of attackers on the accuracy: without a defence, with the gate, with robust averages.
+"""Measures how attackers reduce the accuracy: without a defence, with the gate, and with robust averages.
 
-python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [--validation] [--json FILE]
+  python -m benchmarks.robustness [--data FILE.npz] [--rounds N] [--seeds N ...] [--validation] [--json FILE]
 
-Some sites send bad updates in every round, all sites take part in every round, and their images are skewed.
-Every run is paired with the clean run of the same seed: no attackers, plain mean, no gate. Without --data the
-images are scikit-learn's digits. The file of --json is written after every run, and runs that it already has
-are not run again, so several calls can fill one file. A run that fails is listed there, and the others go on.
-Accuracy is on the test images; with --validation it is on a part of the training images. Use that to choose
---reach, the length to which the gate cuts updates.
+Some sites send bad updates in every round. All sites take part in every round, and their images are skewed.
+Every run is compared with the clean run of the same seed: no attackers, plain mean, no gate. Without --data
+the images are scikit-learn's digits.
+
+The file of --json is written after every run. Runs that it already has are not repeated, so several calls can
+fill one file. A run that fails is listed there, and the others continue.
+
+The accuracy is on the test images. With --validation it is on a part of the training images; use that to
+choose --reach, the length to which the gate cuts updates.
 """
 
 import argparse
@@ -42,7 +45,7 @@ LETTERS = [
 ]
 COMMON = ["method.name=anchored", "split.skew=0.8", "federation.period=16", "train.momentum_policy=reset"]
 SITES = {"1 of 4": (4, 0.25), "1 of 10": (10, 0.1), "3 of 10": (10, 0.3)}
-"""The number of sites, and the share of bad ones."""
+"""The number of sites, and the fraction of them that attack."""
 ATTACKS: dict[str, list[str]] = {
     "none": [],
     "sign flip": ["federation.attack=sign"],
@@ -63,20 +66,22 @@ CLEAN = ("none", "no defence")
 
 
 class Case(NamedTuple):
-    """One run."""
+    """One run of the benchmark: sites, attack, defence, seed and settings."""
 
     sites: str
     attack: str
     defence: str
     seed: int
     reach: float
+    """The length to which the gate cuts updates, as a multiple of the usual length."""
     settings: tuple[str, ...]
-    """Settings that all runs have."""
+    """The settings that all runs have in common."""
     validation: bool
+    """Whether the accuracy is on validation images instead of test images."""
 
 
 def settings_of(case: Case) -> list[str]:
-    """Returns the settings of one run."""
+    """Returns the settings of one run, each as `section.key=value`."""
     users, share = SITES[case.sites]
     sets = ["data.validation=0.1", "run.test=never"] if case.validation else ["run.test=every"]
     sets += [*case.settings, f"split.users={users}", *ATTACKS[case.attack], *DEFENCES[case.defence]]
@@ -85,18 +90,18 @@ def settings_of(case: Case) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """The result of one run."""
 
     case: Case
     accuracy: float = 0.0
-    """0 if it diverged."""
+    """The accuracy from 0 to 1; 0 if training diverged."""
     seconds: float = 0.0
     error: str = ""
-    """Why there is no accuracy."""
+    """The reason why there is no accuracy; "" if the run succeeded or diverged."""
 
 
 def play(case: Case) -> Outcome:
-    """Runs one case, and returns how it ended."""
+    """Runs one case and returns its result. Errors do not raise; they are part of the result."""
     gate.REACH = case.reach
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +109,7 @@ def play(case: Case) -> Outcome:
             result = ssfl.run(ssfl.load_config("quickstart", settings_of(case)), Path(folder) / "run")
         except DivergedError:
             return Outcome(case, 0.0, time.perf_counter() - began)
-        except Exception as error:  # such as a full GPU: the other runs go on
+        except Exception as error:  # for example a full GPU: the other runs continue
             return Outcome(case, seconds=time.perf_counter() - began, error=one_line(error))
         last = next(event for event in reversed(result.history) if event["event"] == "eval")
     accuracy = float(last["validation_accuracy" if case.validation else "accuracy"])
@@ -112,8 +117,8 @@ def play(case: Case) -> Outcome:
 
 
 def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
-    """Runs the cases in several processes, and yields each when it ends. A process that dies or fails costs
-    one run, and another process takes its place."""
+    """Runs the cases in several processes, and yields each result when its run ends. If a process dies or its
+    run fails, only this run is lost: a new process continues with the others."""
     waiting, ended = Queue[Case](), Queue[Outcome]()
     for case in cases:
         waiting.put(case)
@@ -130,7 +135,7 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
                 outcome = pool.submit(play, case).result()
             except BrokenProcessPool:
                 outcome = Outcome(case, error="its process died, perhaps for want of memory")
-            if outcome.error:  # what is left of a failed run, such as a broken GPU context, may hurt the next
+            if outcome.error:  # a broken GPU context, for example, could make the next run fail too
                 pool.shutdown(wait=False)
                 pool = None
             ended.put(outcome)
@@ -144,14 +149,14 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
 
 
 def _place(case: Case) -> tuple[int, int, int, float]:
-    """Returns the position of a run in the table, to sort runs by."""
+    """Returns the position of a run in the table, for sorting."""
     sites, attack = list(SITES).index(case.sites), list(ATTACKS).index(case.attack)
     return sites, attack, list(DEFENCES).index(case.defence), case.reach
 
 
 def rows_of(accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, Any]]:
-    """Returns a row for each kind of run that has ended: its accuracies, and the differences to clean runs of
-    the same seeds."""
+    """Returns one row for each kind of run that has ended with all seeds: its accuracies, and their
+    differences from the clean runs of the same seeds."""
     rows = []
     for case in sorted((case for case in accuracies if case.seed == seeds[0]), key=_place):
         if any(case._replace(seed=seed) not in accuracies for seed in seeds):
@@ -190,7 +195,7 @@ def main() -> None:
         f"run.eval_every={options.rounds}",
         f"run.checkpoint_every={options.rounds}",
         "run.threads=1",
-        "run.baseline=false",  # by default a run on a file would also train a model without the sites
+        "run.baseline=false",  # the default would also train a baseline without the sites
     ]
     sets += DIGITS if options.data is None else [*LETTERS, f"data.path={options.data}"]
     both = (*sets, *options.set)
@@ -233,7 +238,8 @@ def main() -> None:
 
 
 def earlier(file: Path | None, protocol: dict[str, Any], like: Case) -> dict[Case, dict[str, Any]]:
-    """Returns the runs that earlier calls with the same settings have written to the file."""
+    """Returns the runs that earlier calls with the same settings have written to the file. `like` is one case
+    of this call, whose settings must match."""
     if file is None or not file.is_file():
         return {}
     before = json.loads(file.read_text())
@@ -244,7 +250,8 @@ def earlier(file: Path | None, protocol: dict[str, Any], like: Case) -> dict[Cas
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """Returns a table: the accuracy in %, and in brackets the difference to the clean run."""
+    """Returns a table as text: the accuracy in percent and, in brackets, the difference from the clean
+    run."""
     columns = list(dict.fromkeys((row["defence"], row["reach"]) for row in rows))
     lines = list(dict.fromkeys((row["sites"], row["attack"]) for row in rows))
     cells = {(row["sites"], row["attack"], row["defence"], row["reach"]): row for row in rows}
@@ -262,6 +269,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 
 def _on(validation: bool) -> str:
+    """Returns the name of the images on which the accuracy is measured."""
     return "a tenth of the training images" if validation else "the test images"
 
 

@@ -1,10 +1,10 @@
-"""Measures cross-validated accuracy on a folder of your own images with a pretrained network.
+"""Measures the cross-validated accuracy of a pretrained network on a folder of your own images.
 
     python benchmarks/scans.py FOLDER --set model.train=head --out results/scans.json
 
-FOLDER has one sub-folder for each class and `unlabelled/` with one for each site. Every variant trains on
-four fifths of the labelled pictures and all unlabelled ones, and predicts the last fifth. Folds keep the
-pictures of a patient together, as far as file names show them.
+FOLDER has one sub-folder for each class, and `unlabelled/` with one sub-folder for each site. Every variant
+trains on four fifths of the labelled images and all unlabelled ones, and predicts the last fifth. Images of
+the same patient, as far as file names show it, are in the same fold.
 """
 
 import argparse
@@ -35,15 +35,19 @@ SIZE, VIEWS = 224, 4
 
 
 def patient(file: Path) -> str:
-    """Returns the patient that a file name shows: the name without its short last parts."""
+    """Returns the patient's identifier in a file name: the name without its short last parts, such as "-01"
+    or "_left"."""
     name = re.sub(r"-(jpe?g|png)$", "", file.stem)
     return re.sub(r"([-_][0-9A-Za-z]{1,4})+$", "", name)
 
 
 def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarray], list[str]]:
-    """Returns pictures [N, H, W, 3], labels (-1: none), class names, the pictures of each site, and patients.
-    Pictures are decoded as by `ssfl run FOLDER` if some are in colour, so that both use the same cached
-    features."""
+    """Returns five things: all images [N, H, W, 3]; their labels (-1 without a label); the class names; for
+    each site, the positions of its images; and the patient of each image.
+
+    Images are decoded in the same way as by `ssfl run FOLDER` on colour images, so that both use the same
+    cached features.
+    """
     named = sorted(one for one in folder.iterdir() if one.is_dir() and one.name not in ("unlabelled", "test"))
     sites = sorted(one for one in (folder / "unlabelled").iterdir() if one.is_dir())
     files: list[Path] = []
@@ -60,7 +64,8 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray, list[str], list[np.ndarr
 
 
 def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> list[np.ndarray]:
-    """Returns the held-out labelled pictures of every fold in every repetition."""
+    """Returns the positions of the held-out labelled images, one array for each fold of each repetition.
+    Images of one patient are in the same fold."""
     labelled = np.flatnonzero(labels >= 0)
     groups = np.array(patients)[labelled]
     return [
@@ -75,8 +80,9 @@ def folds(labels: np.ndarray, patients: list[str], count: int, repeats: int) -> 
 def regressions(
     images: np.ndarray, labels: np.ndarray, classes: list[str], held: list[np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the results of logistic regression on lite0's features without unlabelled images, by its
-    strength C and by the views that it learns from. A held-out image is predicted from one plain view."""
+    """Returns the results of a baseline without unlabelled images: logistic regression on the features of the
+    network lite0. There is one result for each regularisation strength C and each kind of views to learn
+    from. Held-out images are predicted from one view without augmentation."""
     module = backbones.lite0(len(classes))
     scale = (backbones.MEAN,) * 3, (backbones.STD,) * 3
     labelled = np.flatnonzero(labels >= 0)
@@ -111,7 +117,8 @@ def trained(
     config: ssfl.Config, images: np.ndarray, labels: np.ndarray, classes: list[str],
     owners: list[np.ndarray], held: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """Returns how many held-out images of each class a run's model classifies correctly."""
+    """Trains with `config` on all images except the held-out ones. Returns for each class how many held-out
+    images the model classifies correctly."""
     rest = np.setdiff1d(np.arange(len(labels)), held)
     moved = np.full(len(labels), -1)
     moved[rest] = np.arange(len(rest))
@@ -128,7 +135,8 @@ def trained(
 
 
 def measured(labels: np.ndarray, held: list[np.ndarray], right: list[np.ndarray]) -> dict[str, Any]:
-    """Returns the accuracy of each class over all folds, and the accuracy in each fold."""
+    """Returns the balanced accuracy and the accuracy of each class over all folds, and the accuracy in each
+    fold. `right` has the number of correct images by fold and class."""
     counts = np.array([np.bincount(labels[one], minlength=len(right[0])) for one in held])
     hits = np.array(right)
     each = (hits.sum(0) / counts.sum(0)).tolist()
@@ -150,7 +158,7 @@ def main(words: list[str] | None = None) -> None:
         "--variant",
         action="append",
         default=[],
-        help="NAME:key=value key=value ..., where NAME alone is without unlabelled pictures",
+        help="NAME:key=value key=value ...; the name `alone` trains without unlabelled images",
     )
     parser.add_argument("--regression", action="store_true", help="only logistic regression on features")
     parser.add_argument("--folds", type=int, default=5)
@@ -175,7 +183,7 @@ def main(words: list[str] | None = None) -> None:
             _tell(report, name, result, asked.out)
     for name, sets in variants.items():
         config = ssfl.load_config(asked.config, [*asked.set, *sets.split()])
-        if name == "alone":  # the same without the unlabelled pictures
+        if name == "alone":  # trains without the unlabelled images
             config = replace(config, method=methods.find("server-only")())
         began = time.perf_counter()
         right = [trained(config, images, labels, classes, owners, one) for one in held]
@@ -184,7 +192,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _tell(report: dict[str, Any], name: str, result: dict[str, Any], out: Path | None) -> None:
-    """Prints a variant's result, and writes all results so far."""
+    """Adds the result of a variant to the report, prints it, and writes the report to `out`."""
     report["results"][name] = result
     shares = " ".join(f"{100 * one:.0f}" for one in result["class_accuracy"])
     print(f"{name}: balanced {100 * result['balanced_accuracy']:.1f} % ({shares})", flush=True)

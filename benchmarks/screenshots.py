@@ -1,8 +1,9 @@
-"""Trains four runs on the digits and takes the documentation's screenshots of the report and the board.
+"""Trains four runs on the digits, and takes the screenshots of the report and the board for the
+documentation.
 
-python -m benchmarks.screenshots [--runs FOLDER] [--out FOLDER] [--json FILE]
+  python -m benchmarks.screenshots [--runs FOLDER] [--out FOLDER] [--json FILE]
 
-Needs Chromium, chromedriver and selenium. Finished runs in the folder are used again.
+It needs Chromium, chromedriver and selenium. Runs in the folder that are finished are not repeated.
 """
 
 import argparse
@@ -30,7 +31,7 @@ RUNS = {
     "grouping": ["run.diversity_every=5", "method.name=grouping", "method.threshold=0.95"],
     "server-only": ["method.name=server-only"],
 }
-"""The runs by name, and what each changes in the quickstart."""
+"""The runs to train, by name: the settings that differ from the quickstart."""
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def report(chrome: "Chrome", runs: Path, names: list[str], size: tuple[int, int], out: Path) -> None:
-    """Takes a picture of the top of a report on some runs."""
+    """Writes a report on these runs and takes a screenshot of its top, `size` pixels (width, height)."""
     written = (runs / f"{out.stem}.html").resolve()
     page.write([runs / name for name in names], written)
     shot(chrome, written.as_uri(), *size, out)
@@ -64,7 +65,8 @@ def report(chrome: "Chrome", runs: Path, names: list[str], size: tuple[int, int]
 def shot(
     chrome: "Chrome", address: str, width: int, height: int, out: Path, clicked: list[str] | None = None
 ) -> None:
-    """Opens a page, clicks on the given elements, waits until charts are drawn and takes a picture."""
+    """Opens a page, clicks on the given elements, waits until the charts are drawn, and saves a screenshot as
+    `out`."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -81,12 +83,13 @@ def shot(
 
 
 def _is_true(script: str, chrome: "Chrome") -> bool:
+    """Returns whether a script in the page returns true."""
     return bool(chrome.execute_script(script))
 
 
 @contextmanager
 def browser() -> Iterator["Chrome"]:
-    """Yields a headless Chromium."""
+    """Yields a Chromium browser without a window, and closes it at the end."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -108,7 +111,7 @@ def browser() -> Iterator["Chrome"]:
 
 @contextmanager
 def board(runs: Path) -> Iterator[str]:
-    """Runs `ssfl board` on a free port, and yields its address."""
+    """Starts `ssfl board` for the runs on a free port and yields its address. Stops it at the end."""
     command = [sys.executable, "-m", "ssfl", "board", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -120,7 +123,7 @@ def board(runs: Path) -> Iterator[str]:
 
 
 def record(runs: Path) -> dict[str, Any]:
-    """Returns how the runs were made, and their curves."""
+    """Returns how the runs were made, and their curves, for the JSON file."""
     made: dict[str, Any] = {"command": "python -m benchmarks.screenshots", "runs": {}}
     for name, settings in RUNS.items():
         summary = json.loads((runs / name / "summary.json").read_text("utf-8"))

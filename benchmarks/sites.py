@@ -1,10 +1,11 @@
-"""Measures what a real site costs the centre: CPU seconds of a waiting site and of a round, bytes, memory.
+"""Measures what a real site costs the centre: CPU seconds while the site waits and in a round, bytes, and
+memory.
 
-python -m benchmarks.sites [--sites N ...] [--model NAME] [--json FILE]
+  python -m benchmarks.sites [--sites N ...] [--model NAME] [--json FILE]
 
-A real `ssfl serve` with TLS and a key for each site, in processes of its own. The sites are threads of this
-process that speak the protocol and return nearly the model they were sent, so only the exchange is measured.
-`ssfl join` prints the time of a site's own training after each round. Needs Flower.
+It starts a real `ssfl serve` in its own process, with TLS and a key for each site. The sites are threads of
+this process. They speak the protocol but do not train: they return almost the same model. So only the
+communication is measured. `ssfl join` prints how long a site's own training takes. It needs Flower.
 """
 
 import argparse
@@ -36,14 +37,15 @@ from ssfl.runs.folder import versions
 
 ROUNDS = 5
 WATCHED = 20.0
-"""Seconds for which waiting sites are watched."""
+"""For how many seconds the cost of waiting sites is measured."""
 TICK = os.sysconf("SC_CLK_TCK")
 Row = dict[str, float]
 
 
 @dataclass
 class Crowd:
-    """What the sites of this process have done."""
+    """The shared state of all sites in this process: how many requests for work they have made, and whether
+    they should stop."""
 
     asked: int = 0
     done: threading.Event = field(default_factory=threading.Event)
@@ -51,13 +53,15 @@ class Crowd:
 
 
 def stand_in(address: str, own: int, key: keys.SiteKey, crowd: Crowd) -> None:
-    """A site that sends back nearly the model that it received."""
+    """Runs a site that does not train: it sends back almost the same model. `own` is the site's number. It
+    connects again if the connection is lost."""
     while not crowd.done.is_set():
-        with connection.connected(address, key, 120) as line, suppress(httpx.HTTPError):  # lost: once more
+        with connection.connected(address, key, 120) as line, suppress(httpx.HTTPError):  # connect again
             _attend(line, own, key.name, crowd)
 
 
 def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> None:
+    """Answers the centre's messages over this connection until the run is over."""
     while not crowd.done.is_set():
         message = line.receive()
         with crowd.lock:
@@ -70,7 +74,7 @@ def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> N
         if message.metadata.message_type.startswith("train"):
             sent: Any = message.content["model"]
             (row,) = sent.to_numpy_ndarrays()
-            # another model, as after training: Flower sends equal ones once
+            # all models must differ, because Flower sends equal models only once
             content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
             metrics |= dict.fromkeys(METRICS, 0.0)
         else:
@@ -81,7 +85,8 @@ def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> N
 
 @dataclass
 class Relay:
-    """Counts the bytes between the sites and the centre, encrypted as they are."""
+    """Passes all connections on to the centre and counts their bytes, still encrypted: `up` to the centre,
+    `down` to the sites."""
 
     port: int
     to: int
@@ -100,7 +105,7 @@ class Relay:
                 threading.Thread(target=self._pass, args=(source, target, way), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
-        with suppress(OSError):  # one side is gone
+        with suppress(OSError):  # one side has closed the connection
             while chunk := source.recv(1 << 16):
                 setattr(self, way, getattr(self, way) + len(chunk))
                 target.sendall(chunk)
@@ -132,7 +137,7 @@ def show(row: Row) -> None:
 
 
 def images(folder: Path) -> None:
-    """Writes a few labelled images for the centre."""
+    """Writes 20 labelled images of two classes into `folder`, for the centre."""
     generator = np.random.default_rng(0)
     for number in range(20):
         home = folder / str(number % 2)
@@ -142,7 +147,8 @@ def images(folder: Path) -> None:
 
 
 def measure(root: Path, count: int, model: str) -> Row:
-    """Runs a federation of `count` sites: first all but one wait, then all take part in the rounds."""
+    """Runs a federation of `count` sites and returns its costs. First all sites but one wait for the last
+    one; then all take part in the rounds."""
     port, relayed = free_port(), free_port()
     folder, out = root / f"keys-{count}", root / f"run-{count}"
     keys.init(folder, ["127.0.0.1"])
@@ -198,7 +204,8 @@ def measure(root: Path, count: int, model: str) -> Row:
 
 
 def until(true: Callable[[], bool], centre: subprocess.Popen[bytes]) -> None:
-    """Waits until a condition holds; stops if the centre stops."""
+    """Waits until the function `true` returns True. Ends this program if the centre stops or if the wait
+    takes too long."""
     end = time.monotonic() + 500
     while not true():
         if centre.poll() is not None and not true():
@@ -209,27 +216,28 @@ def until(true: Callable[[], bool], centre: subprocess.Popen[bytes]) -> None:
 
 
 def child(parent: int) -> int:
-    """Returns the SuperLink that the centre has started."""
+    """Returns the process number of the SuperLink that the centre has started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended in the meantime
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 return int(stat.parent.name)
     sys.exit("the centre has no SuperLink")
 
 
 def seconds(pid: int) -> float:
-    """Returns the CPU time that a process has used."""
+    """Returns the CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def peak(pid: int) -> float:
-    """Returns the peak memory of a process, MiB."""
+    """Returns the peak memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def free_port() -> int:
+    """Returns the number of a free port on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

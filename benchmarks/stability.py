@@ -1,10 +1,11 @@
-"""Tests whether a method works for one user and many, even and skewed splits, few and all participants, and
-users with other kinds of images. Only the federation changes.
+"""Tests whether a method works in different federations: one user and many, even and skewed splits, few and
+all participants, and users with inverted images. All other settings stay the same.
 
-python -m benchmarks.stability [--config NAME] [--methods A ...] [--cases N ...] [--seeds N ...] [--json FILE]
+  python -m benchmarks.stability [--config NAME] [--methods A ...] [--cases N ...] [--seeds N ...]
+  [--json FILE]
 
-Accuracy is on the test images after the last round. "users" are the least, mean and most accuracy on the
-users' own training images, whose labels a simulation knows.
+The accuracy is on the test images after the last round. The column "users" has the smallest, mean and largest
+accuracy on the users' own training images, whose labels a simulation knows.
 """
 
 import argparse
@@ -39,11 +40,12 @@ CASES: dict[str, list[str]] = {
     "half of the users in negative": ["split.users=10"],
 }
 NEGATIVE = {"one user in negative": 1, "half of the users in negative": 5}
-"""How many users have inverted images."""
+"""In these cases, the number of users whose images are inverted (negatives)."""
 
 
 def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dict[str, Any]:
-    """Plays one run; returns its result."""
+    """Runs one method in one case with one seed. Returns the test accuracy, each user's accuracy and the mask
+    rate, or {"ended": reason} if training diverged."""
     names = [f"method.name={method}", f"run.seed={seed}", f"split.seed={2018 + seed}"]
     wanted = ssfl.load_config(config, [*CASES[case], *names, *sets])
     data = resolve.load_data(wanted)
@@ -70,7 +72,7 @@ def play(config: str, method: str, case: str, seed: int, sets: list[str]) -> dic
 
 
 def _on(sim: Simulation, row: Tensor, images: Any) -> float:
-    """Returns the accuracy on some training images."""
+    """Returns the accuracy of the model `row`, from 0 to 1, on the training images with these positions."""
     return sim.score(row, sim.pool.images[images], sim.pool.labels[images].cpu())[0]
 
 
@@ -101,7 +103,8 @@ def main() -> None:
 
 
 def _line(case: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a case's row of the table."""
+    """Returns the cells of one case in the table: the accuracy of each method, and the users' accuracies with
+    the first method."""
     cells, here = [case], [row for row in rows if row["case"] == case]
     for method in options.methods:
         ends = [row["accuracy"] for row in here if row["method"] == method and "accuracy" in row]

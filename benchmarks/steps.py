@@ -1,10 +1,10 @@
-"""Measures a step of all users on this machine, beside the time that arithmetic and memory alone would take.
+"""Measures the time of one training step of all users on this machine, and the least work that a step needs.
 
-python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
+  python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
 
-A step: choice of images, weak view, weak forward, strong view, strong forward and backward, optimizer;
-B = 64 images of each of C users. It is timed on the host over whole rounds of 16 steps, including the wait
-for the device.
+A step consists of the choice of images, the weak view and its forward pass, the strong view and its forward
+and backward pass, and the optimizer, for B = 64 images of each of C users. It is timed on the host over whole
+rounds of 16 steps, including the wait for the device.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from ssfl.simulate.simulation import Simulation
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
+    """One line of the table: a network, its images, the number of users and the engine."""
 
     model: str
     norm: str
@@ -61,7 +61,8 @@ STEPS, BATCH, IMAGES = 16, 64, 20_000
 
 
 def make(case: Case, device: str, folder: Path) -> Simulation:
-    """Returns the paper's round on random images. The speed does not depend on their content."""
+    """Returns a simulation of the paper's round with random images, ready to run. The speed does not depend
+    on the images' content."""
     job = Job("", "", (), 0, IMAGES, case.shape, case.classes)
     folder.mkdir(exist_ok=True)
     data = folder / "random.npz"
@@ -84,8 +85,12 @@ def make(case: Case, device: str, folder: Path) -> Simulation:
 
 
 def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) -> dict[str, Any]:
-    """Returns the milliseconds of a step of the users, of a step of the server, and of the rest of a
-    round."""
+    """Returns the times of one case: milliseconds of a step of all users, of a step of the server, of a whole
+    round and of an evaluation. Also returns the seconds of the first round, the peak GPU memory, and the
+    least work (`floor`).
+
+    `ballast` is the number of bytes that were allocated to make the GPU's memory smaller.
+    """
 
     def wait() -> None:
         if torch.cuda.is_available():
@@ -140,11 +145,12 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
 
 
 def floor(case: Case, sim: Simulation) -> dict[str, float]:
-    """Returns the least work of a step: its arithmetic, and the bytes of weights and activations.
+    """Returns the least work of a step of all users: its arithmetic in 10^9 operations ("gigaflop"), and the
+    memory traffic of weights and activations in 10^9 bytes ("gigabyte").
 
-    Weights: read twice and written once in bfloat16, gradients written and read, and an optimizer that
-    reads and writes float32 weights and momentum. Activations: those that the backward pass needs are
-    written and read once; the weak pass writes and reads as many.
+    Weights are read twice and written once in bfloat16, gradients are written and read, and the optimizer
+    reads and writes float32 weights and momentum. Activations that the backward pass needs are written and
+    read once; the weak pass writes and reads as many.
     """
     network = network_of(sim.config, sim.dataset).train()
     one = torch.zeros(1, *sim.dataset.shape)
@@ -171,7 +177,7 @@ def floor(case: Case, sim: Simulation) -> dict[str, float]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command: measures the chosen cases, and prints and writes the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.steps", description="Measure the time of a step."
     )
@@ -183,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ballast = torch.empty(0, dtype=torch.int8)
-    if options.leave:  # as if the card were smaller
+    if options.leave:  # fills memory, as if the GPU had less of it
         much = int(torch.cuda.mem_get_info()[0] - 1e9 * options.leave)
         ballast = torch.empty(much, dtype=torch.int8, device="cuda")
     rows = []

@@ -1,10 +1,11 @@
-"""Compares the speed of two versions: runs `benchmarks.steps` of this checkout and of another one in turns.
+"""Compares the speed of two versions of ssfl: it runs `benchmarks.steps` of this checkout and of another one
+in turns.
 
     git worktree add ../before COMMIT
     python -m benchmarks.turns ../before --only cnn-47 resnet18-10 --json results/turns.json
 
-Each measurement has its own process, so both versions compile for themselves, and a machine that becomes
-slower or faster meanwhile does so for both. The other checkout uses its own benchmarks/steps.py.
+Each measurement has its own process, so each version compiles its own code. If the machine becomes slower or
+faster meanwhile, it affects both versions. The other checkout uses its own benchmarks/steps.py.
 """
 
 import argparse
@@ -24,7 +25,8 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def measured(checkout: Path, words: list[str]) -> dict[str, Any]:
-    """Returns what one call of `benchmarks.steps` in a checkout writes: its rows, and its commit."""
+    """Runs `benchmarks.steps` in a checkout with these options, and returns the JSON that it writes: rows and
+    commit."""
     path = os.pathsep.join([str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.json"
@@ -39,7 +41,8 @@ def measured(checkout: Path, words: list[str]) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the medians over the turns of both versions for each case, and the ratio now / before."""
+    """Returns for each case the median times of both versions over all turns, and the ratio of the new time
+    to the old time."""
     cases = []
     for name in dict.fromkeys(row["name"] for row in rows):
         entry: dict[str, Any] = {"name": name}

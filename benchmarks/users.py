@@ -1,6 +1,7 @@
-"""Measures the cost of K users: seconds until the first round, and per round, with fixed images.
+"""Measures how the cost of a run grows with the number of users K, for a fixed number of images: seconds
+until the first round, and seconds per round.
 
-python -m benchmarks.users [--images N] [--participants C] [--repeats N] [--json FILE]
+  python -m benchmarks.users [--images N] [--participants C] [--repeats N] [--json FILE]
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main() -> None:
     tries: dict[int, list[Row]] = {users: [] for users in options.users}
     with tempfile.TemporaryDirectory() as folder:
         data = generate(Path(folder) / "images.npz", options.images)
-        for i in range(options.repeats):  # in turn, so that a busy minute does not fall on one row alone
+        for i in range(options.repeats):  # rows take turns, so that a busy minute affects all of them
             for users, rows in tries.items():
                 overrides = [f"data.path={data}", f"split.users={users}", *settings]
                 rows.append(measure(overrides, Path(folder) / f"{users}-{i}"))
@@ -72,7 +73,8 @@ def show(rows: list[Row]) -> None:
 
 
 def generate(path: Path, count: int) -> Path:
-    """Writes an .npz of 8x8 images in ten classes: a pattern for each class, plus noise."""
+    """Writes a data file (.npz) with `count` training images of 8x8 pixels in ten classes, and returns its
+    path. Each class has a pattern, to which noise is added."""
     generator = np.random.default_rng(0)
     patterns = generator.integers(0, 200, (10, 8, 8), dtype=np.uint8)
     y_train, y_test = generator.permutation(np.arange(count) % 10), np.arange(1000) % 10
@@ -84,7 +86,8 @@ def generate(path: Path, count: int) -> Path:
 
 
 def measure(overrides: list[str], out: Path) -> Row:
-    """Measures a run and its resumption with the commands that a person would type."""
+    """Measures `ssfl run` and then `ssfl resume` with these settings. Returns seconds, peak memory and file
+    sizes."""
     sets = [word for override in overrides for word in ("--set", override)]
     start, peak = begin(["run", *sets, "--out", str(out), "--quiet"], out, 1)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
@@ -98,7 +101,7 @@ def measure(overrides: list[str], out: Path) -> Row:
         "split_bytes": (out / "split.json").stat().st_size,
         "checkpoint_bytes": newest.stat().st_size,
     }
-    # as if it had been killed in the last round
+    # delete what was written after round ROUNDS - 1, as if the run had been killed then
     for lost in (newest, out / "summary.json", out / "model.safetensors"):
         lost.unlink()
     kept = [json.dumps(event) + "\n" for event in events if event["round"] < ROUNDS]
@@ -108,7 +111,8 @@ def measure(overrides: list[str], out: Path) -> Row:
 
 
 def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
-    """Returns the seconds from the command to the start of its first round, and its peak memory in MiB."""
+    """Runs an ssfl command to its end. Returns the seconds from its start until its first round begins, and
+    its peak memory in MiB. `round` is the number of that round."""
     events = out / "events.jsonl"
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "ssfl", *words])
@@ -124,12 +128,13 @@ def begin(words: list[str], out: Path, round: int) -> tuple[float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if taken is None or process.returncode:
         sys.exit(f"ssfl {' '.join(words)} failed")
-    scale = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    scale = 2**20 if sys.platform == "darwin" else 2**10  # macOS reports bytes, other systems KiB
     return seen - began - taken, usage.ru_maxrss / scale
 
 
 def round_seconds(events: Path, round: int) -> float | None:
-    """Returns the seconds of a round from its event, once it is written."""
+    """Returns how many seconds a round took, from events.jsonl, or None if the round's event is not there
+    yet."""
     for line in events.read_text().splitlines(keepends=True):
         if line.endswith("\n") and (event := json.loads(line))["round"] == round:
             return float(event["seconds"])

@@ -1,10 +1,11 @@
-"""Compares variants of one method over many splits, to measure the effect of each part.
+"""Compares variants of one method over several splits, to measure the effect of each part of the method.
 
-python -m benchmarks.variants {anchored,norms,screen} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
+  python -m benchmarks.variants {anchored,norms,screen} [--config NAME] [--seeds N] [--jobs N] [--json FILE]
 
-A seed sets weights, draws and the split. Accuracy is on validation images, which are set aside before the
-split and never trained on, because the variants of `anchored` are there to choose from. Differences are to
-the first variant, paired by seed, with their standard error. Finished runs are not run again.
+A seed sets the weights, the random draws and the split. Accuracy is on validation images, because the
+variants are used to choose settings. These images are set aside before the split and never trained on. Each
+variant is compared with the first one, seed by seed; the table shows the mean difference with its standard
+error. Finished runs are not repeated.
 """
 
 import argparse
@@ -55,7 +56,7 @@ ANCHORED: Variants = {
     ],
     "server-only": ["method.name=server-only"],
 }
-"""`anchored` with one change each, and the methods that it is based on."""
+"""The method `anchored`, variants of it with one change each, and the methods that it is based on."""
 _SERVERS = "model.norm_statistics=server"
 _NORMS: Variants = {
     "FedAvg, GroupNorm": ["method.name=crl-gn"],
@@ -74,7 +75,8 @@ NORMS: Variants = {
     for skew in (0.0, 0.4, 1.0)
     for name, sets in _NORMS.items()
 }
-"""GroupNorm beside BatchNorm; the authors' code tests with the server's running statistics."""
+"""GroupNorm compared with BatchNorm, for three skews R. The authors' code evaluates with the server's running
+statistics."""
 SCREEN: Variants = {
     "anchored": [],
     "server: batches of 64": ["train.server_batch_size=64"],
@@ -102,19 +104,22 @@ SCREEN: Variants = {
     "semifl, learning rate 0.03": ["method.name=semifl", "train.lr=0.03"],
     "cbafed": ["method.name=cbafed"],
 }  # fmt: skip
-"""Ideas to screen with one seed on photographs (learning rate 0.1); those that help get more seeds."""
+"""Ideas to try with one seed on photographs (learning rate 0.1). Those that help are repeated with more
+seeds."""
 SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
+"""The sets of variants, by the name that the command takes."""
 
 
 def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
-    """Plays one run; returns its result."""
+    """Runs one variant with one seed, unless it is finished. Returns its accuracies, seconds, device and
+    commit; the accuracies are None if training diverged."""
     folder = options.out / f"{options.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
     seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
     sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
     config = load_config(options.config, sets)
     same.require(config, folder)
     if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
-        with suppress(DivergedError):  # a result as well: the others go on
+        with suppress(DivergedError):  # divergence is a result too, and the other runs continue
             train.begin_or_resume(config, folder)
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
@@ -122,7 +127,8 @@ def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -
 
 
 def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
-    """Returns the setting of rounds that gives the same number of steps with another T, if rounds are set."""
+    """Returns the setting federation.rounds that gives a variant with another period T the same total number
+    of steps. Returns [] if T is the same or the number of rounds is not set."""
     federation = load_config(options.config, options.sets).federation
     longer = load_config(options.config, [*options.sets, *sets]).federation
     if federation.rounds is None or longer.period == federation.period:
@@ -159,7 +165,8 @@ def main() -> None:
 
 
 def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns the mean and deviation of each variant, and its difference to the first on the same seeds."""
+    """Returns the lines of the table: each variant's mean and standard deviation, and its mean difference
+    from the first variant over common seeds."""
     accuracies = {
         name: {row["seed"]: 100 * row["validation_accuracy"] for row in rows
                if row["variant"] == name and row["validation_accuracy"] is not None}

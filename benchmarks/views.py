@@ -1,13 +1,14 @@
-"""Measures what a finite number V of cached views costs (`model.cached_views`): accuracy and CPU seconds.
+"""Measures the effect of caching only V augmented views of each image (`model.cached_views`): accuracy and
+CPU seconds.
 
-python -m benchmarks.views FOLDER --views 1 2 4 8 --partitions 3 --json FILE
-python -m benchmarks.views digits --views 1 2 4 8 0 --partitions 3 --json FILE
-python -m benchmarks.views FOLDER --views 4 --set data.test_views=0 --json FILE
+  python -m benchmarks.views FOLDER --views 1 2 4 8 --partitions 3 --json FILE
+  python -m benchmarks.views digits --views 1 2 4 8 0 --partitions 3 --json FILE
+  python -m benchmarks.views FOLDER --views 4 --set data.test_views=0 --json FILE
 
-FOLDER has one sub-folder for each class and `unlabelled/`. Every run is `ssfl run FOLDER` with another V and
-another partition of the labelled images into folds. "digits" are scikit-learn's, enlarged to 64 pixels: 60
-labelled ones, 600 unlabelled ones at three users, and 1,000 test images. V = 0 makes new views in every step,
-which is the limit of many views, and runs the whole network in every step.
+FOLDER has one sub-folder for each class, and `unlabelled/`. Every run is `ssfl run FOLDER` with another V and
+another partition of the labelled images into folds. "digits" are scikit-learn's digits, enlarged to 64
+pixels: 60 labelled images, 600 unlabelled ones at three users, and 1,000 test images. V = 0 makes new views
+in every step and runs the whole network on them, which is the limit of many views.
 """
 
 import argparse
@@ -54,7 +55,8 @@ def main() -> None:
 
 
 def measure(folder: str, views: int, partition: int, sets: list[str]) -> dict[str, Any]:
-    """Returns the accuracy with and without the unlabelled images, and what the run took."""
+    """Runs one V on one partition. Returns the numbers of correct images with and without the unlabelled
+    images, the balanced accuracies, and the run's CPU and wall seconds."""
     sets = [f"model.cached_views={views}", f"split.seed={partition}", *sets]
     data = digits(partition) if folder == "digits" else None
     if data is None:
@@ -80,8 +82,8 @@ def measure(folder: str, views: int, partition: int, sets: list[str]) -> dict[st
 
 
 def digits(partition: int) -> ssfl.Data:
-    """Returns enlarged digits. Each partition has other labelled images, and all have the same test
-    images."""
+    """Returns enlarged digits as data in memory. The test images are always the same; each partition has
+    other labelled images."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -112,12 +114,12 @@ def digits(partition: int) -> ssfl.Data:
 
 
 def stored() -> int:
-    """Returns how many views are in the cache."""
+    """Returns how many files of computed features are in the cache."""
     return sum(1 for _ in (cache.root() / "features").glob("*/*.npy"))
 
 
 def seconds() -> float:
-    """Returns the CPU seconds of this process and of its ended children."""
+    """Returns the CPU seconds that this process and its ended child processes have used."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
 

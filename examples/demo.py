@@ -1,4 +1,4 @@
-"""Four methods on real handwritten digits: same images, same split, same test set (`make demo`).
+"""Compares four methods on real handwritten digits, with the same images, split and test set (`make demo`).
 
 python examples/demo.py [--out FOLDER] [--rounds N] [--seeds N] [--json FILE]
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait should sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads sleep
 
 import ssfl
 from ssfl.report import plots
@@ -33,6 +33,7 @@ do the users improve the model."""
 
 
 def main() -> None:
+    """Trains every method with every seed, prints a table and draws the curves."""
     parser = argparse.ArgumentParser(description="Four methods on real handwritten digits.")
     parser.add_argument("--out", type=Path, help="folder for the runs and the picture")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
@@ -67,8 +68,8 @@ def main() -> None:
 
 
 def table(results: dict[str, list[ssfl.Result]]) -> str:
-    """Returns a table with each method's accuracy, and with the share and the correctness of pseudo-labels in
-    the last round."""
+    """Returns a table as text with one line per method: its test accuracy, its mask rate, and the share of
+    correct pseudo-labels in the last round."""
     lines = [f"{'method':<26}{'accuracy':>16}{'mask rate':>12}{'pseudo-labels correct':>23}"]
     for title, runs in results.items():
         accuracies = [100 * run.accuracy for run in runs]
@@ -85,7 +86,8 @@ def table(results: dict[str, list[ssfl.Result]]) -> str:
 
 
 def record(results: dict[str, list[ssfl.Result]]) -> dict[str, Any]:
-    """Returns what was run, on which device, at which commit, and every curve."""
+    """Returns everything that documents the demo, for the JSON file: settings, device, commit, and the curves
+    of every run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )

@@ -1,4 +1,4 @@
-"""The two apps that Flower runs. All their code comes with ssfl."""
+"""The ServerApp and the ClientApp that `flwr run` starts. Their code is part of ssfl."""
 
 from ssfl.deploy.flower import client, server
 

@@ -1,16 +1,16 @@
-"""An example of your own method: AdaMatch (Berthelot et al. 2022), written with public names only.
+"""An example of your own method: AdaMatch (Berthelot et al. 2022), written only with public names of ssfl.
 
     ssfl run --set method.name=examples/own/adamatch.py:AdaMatch
     ssfl contest --methods alternate,examples/own/adamatch.py:AdaMatch --seeds 3
 
-AdaMatch has two ideas. First, the threshold is relative: a share of the mean confidence on labelled images.
-So it rises while the model learns. Second, pseudo-labels are aligned: predictions are divided by their mean
-over unlabelled images and multiplied by that over labelled ones. So no class takes over.
+AdaMatch has two ideas. First, the threshold is relative: it is a fraction of the mean confidence on labelled
+images, so it rises while the model learns. Second, pseudo-labels are aligned: predictions are divided by
+their mean over unlabelled images and multiplied by their mean over labelled images. So no class dominates.
 
-What differs here: users hold no labelled images, so both means are over a user's own images in a round.
-Alignment divides by the mean to the power `align`, which moves the labels towards equally frequent classes.
-With a power of 1, a user that holds one class would lose it. Labels are made once a round, and AdaMatch's
-interpolation of logits is left out. The defaults of both fields were not tuned.
+This version differs in four points. Users have no labelled images, so both means are over a user's own images
+in a round. Alignment divides by the mean to the power `align`, which moves the labels towards equally
+frequent classes; with a power of 1, a user with only one class would lose it. Pseudo-labels are made once a
+round. AdaMatch's interpolation of logits is left out. The defaults of both settings were not tuned.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ import ssfl
 
 @dataclass(frozen=True)
 class AdaMatch(ssfl.Method):
-    """Users make pseudo-labels once a round, relative to their mean confidence; the server trains last."""
+    """Users make pseudo-labels once a round, with a threshold relative to their mean confidence. The server
+    trains after the users."""
 
     share: float = ssfl.setting(0.9, least=0, most=1, what="a share of the mean confidence")
-    """An image gets a pseudo-label when its confidence is at least this share of the mean."""
+    """An image gets a pseudo-label if its confidence is at least this fraction of the mean confidence."""
     align: float = ssfl.setting(0.5, least=0, most=1, what="0 leaves predictions as they are")
-    """How strongly predictions of frequent classes are reduced."""
+    """How strongly the probabilities of frequently predicted classes are reduced: 0 not at all, 1 fully."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 
@@ -34,7 +35,8 @@ class AdaMatch(ssfl.Method):
         return ("strong",)
 
     def label(self, look: ssfl.Look) -> ssfl.Labels:
-        """Returns the pseudo-labels of the round's images, from predictions [n, images, classes]."""
+        """Returns the pseudo-labels of a user's images for this round, made from the model's predictions [n,
+        images, classes] for n users."""
         threshold = self.share * look.probabilities.amax(-1).mean(1, keepdim=True)
         aligned = look.probabilities / look.probabilities.mean(1, keepdim=True).clamp(min=1e-6) ** self.align
         aligned = aligned / aligned.sum(-1, keepdim=True)
@@ -42,10 +44,10 @@ class AdaMatch(ssfl.Method):
         return ssfl.parts.labelled(look._replace(probabilities=aligned), confident)
 
     def user_loss(self, step: ssfl.Step) -> ssfl.Losses:
-        """Returns the cross-entropy of strong views with these pseudo-labels."""
+        """Returns the cross-entropy of the strong views with the pseudo-labels that `label` made."""
         return ssfl.parts.round_labels(step)
 
     def round(self, state: ssfl.State, fed: ssfl.Fed) -> ssfl.State:
-        """Returns the state after a round: the users' mean replaces the model, and the server then
-        trains it."""
+        """Returns the state after a round: the mean of the users' models replaces the model, and the server
+        then trains it."""
         return ssfl.parts.server_last(state, fed, fed.train_users(state.streams))

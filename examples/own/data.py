@@ -1,4 +1,4 @@
-"""An example of your own data: a torch data set, and a partition that says who holds which image."""
+"""An example of your own data: a torch data set, and a partition that says who owns which image."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import ssfl
 
 
 class Digits(Dataset[Any]):
-    """Any map-style data set works: its items are pairs (image, label)."""
+    """A torch data set of digits. Any map-style data set works if its items are pairs (image, label)."""
 
     classes = tuple("0123456789")
 
@@ -30,20 +30,21 @@ class Digits(Dataset[Any]):
 
 
 def darker(images: Tensor, draws: Tensor) -> Tensor:
-    """Returns a strong view: every image keeps between half and all of its brightness."""
+    """Returns strong views of the images: each image is multiplied by a random factor between 0.5 and 1."""
     share = 0.5 + 0.5 * ssfl.augment.uniform(draws[:, 0])
     return (images * share.view(-1, 1, 1, 1)).to(torch.uint8)
 
 
 def load() -> ssfl.Data:
-    """Returns the data for `ssfl run --set data.name=examples/own/data.py:load`."""
+    """Returns the data of a whole simulated federation, for `ssfl run --set
+    data.name=examples/own/data.py:load`."""
     train, test = Digits(0, 1400), Digits(1400, 1797)
-    writers = np.array_split(np.arange(100, 1400), 13)  # the scans lie in the order of their writers
+    writers = np.array_split(np.arange(100, 1400), 13)  # images are ordered by writer
     return ssfl.Data.of(train, test, server=range(100), users=writers, strong=darker)
 
 
 def labelled() -> ssfl.Data:
-    """Returns the images of the centre of a real federation.
+    """Returns the labelled images of the centre of a real federation.
 
     ssfl serve --data examples/own/data.py:labelled --keys keys
     """
@@ -51,7 +52,7 @@ def labelled() -> ssfl.Data:
 
 
 def unlabelled() -> Tensor:
-    """Returns the images of one of its sites.
+    """Returns the unlabelled images of one site of a real federation.
 
     ssfl join HOST:8443 --data examples/own/data.py:unlabelled --key a.site
     """
@@ -59,7 +60,7 @@ def unlabelled() -> Tensor:
 
 
 def main(out: str | Path = "runs/own-data", rounds: int = 20) -> ssfl.Result:
-    """Trains a federation on these images."""
+    """Trains a simulated federation on this data and returns the result."""
     config = ssfl.load_config("own", [f"federation.rounds={rounds}", "train.batch_size=32", "train.warmup=0"])
     return ssfl.run(config, out, data=load())
 

@@ -1,11 +1,12 @@
-"""Your own network: a small vision transformer, about a million parameters, for images of 32×32 pixels.
+"""An example of your own network: a small vision transformer with about a million parameters, for images of
+32×32 pixels.
 
     ssfl run --set model.name=examples/own/vit.py:make --set data.size=32
     ssfl predict runs/quickstart scan.png --with examples/own/vit.py
 
-or, from Python, `python examples/own/vit.py`. A network is a function without arguments that makes any
-`nn.Module`. The module takes float images [B, C, H, W] and returns logits [B, classes]. Every user trains a
-copy of it. Parameters with `requires_grad=False` would stay fixed and never be sent.
+Or run `python examples/own/vit.py`. ssfl needs a function without arguments that returns an `nn.Module`. The
+module takes float images [B, C, H, W] and returns logits [B, classes]. Every user trains a copy of it.
+Parameters with `requires_grad=False` would stay fixed and never be sent.
 """
 
 import torch
@@ -15,7 +16,8 @@ import ssfl
 
 
 class ViT(nn.Module):
-    """Patches of 4×4 pixels, position embeddings, five transformer layers, and the mean over patches."""
+    """A small vision transformer: patches of 4×4 pixels, position embeddings, five transformer layers, and a
+    classifier on the mean over the patches."""
 
     def __init__(self, classes: int, channels: int = 1, size: int = 32, width: int = 128) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class ViT(nn.Module):
 
 
 def make() -> nn.Module:
-    """Returns a network for ten classes of grey images, such as the digits."""
+    """Returns the network for ten classes of grey images, such as the digits. ssfl calls this function."""
     return ViT(classes=10)
 
 
