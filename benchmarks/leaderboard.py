@@ -20,43 +20,46 @@ from ssfl.runs.provenance import ROOT
 
 FILES = ROOT / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
-HEAD = ("method", "test accuracy, %", "first minus this, 95 % interval", "seeds", "collapsed",
-        "user images, million", "passes, million", "server images, million", "chosen", "file")  # fmt: skip
+HEAD = ("method", "test accuracy, %", "points behind the first method (95 % interval)", "seeds",
+        "collapsed runs", "user images, million", "users' passes, million", "server images, million",
+        "chosen settings", "file")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
-This page compares methods under one protocol, best first, and shows how to add your own. It is for
-readers who choose a method and for authors of methods. [Contest](contest.md) says what is the same for all
-methods, and how each chose its learning rate and threshold.
+This page compares methods under one protocol, best first, and shows how to add your own method. It is for
+readers who choose a method and for authors of methods. [Contest](contest.md) explains the protocol, and how
+each method chose its learning rate and threshold.
 
-- **Accuracy** is that on the test images after the last round: mean and standard deviation over seeds. A
-  seed has its own split, weights and draws, the same for every method.
-- **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the two methods
-  apart.
+How to read a table:
+
+- **The heading** is the protocol. There are K users, and C of them take part in a round. R is the skew of
+  their classes, from 0 (all users alike) to 1. Each user takes T steps in a round, with batches of B images.
+- **Accuracy** is measured on the test images after the last round. It is the mean and standard deviation
+  over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
+- **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the method from
+  the first one.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
   training diverged.
+- **Passes** are images that went forward and backward through the network.
+- **Chosen** are the learning rate and the threshold that the method chose on validation images.
 
-Older contests are on [another page](results-contest.md). There, `semifl`, `fl2` and `cbafed` had rules that
-have been corrected since. On letters five rivals chose a learning rate. On photographs and digits no method
-did.
-
-`python -m benchmarks.leaderboard` writes this page from the files in `results/leaderboard/`, which `ssfl
-contest` made. Each file has the resolved configs, versions, device, date and commit of its runs, and the
-score of every try.
+Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
+`cbafed`.
 """
 ADD = """
 ## Add a row
 
 1. Commit your code: runs of uncommitted changes are refused.
-2. Run your method under the protocol of a table, beside a method that is in it. The command is below the
-   table. Your own method is `FILE.py:Name` ([Add a method](add-a-method.md)). For example: `ssfl contest
-   quickstart --methods my.py:Mine,anchored --seeds 3 --out runs/mine`, with the `--set`s of the table. Let
-   the contest choose the learning rate, and change nothing else.
+2. Run your method together with a method of the table, under the same protocol. Take the command below the
+   table and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
+   `my.py` is your file and `Mine` the method in it ([Add a method](add-a-method.md)). The contest chooses
+   the learning rate.
 3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
-4. Write this page again with `python -m benchmarks.leaderboard`. Open a pull request with the file, the page
-   and your method's file.
+4. Write this page again with `python -m benchmarks.leaderboard`, which reads all files in
+   `results/leaderboard/`.
+5. Open a pull request with the JSON file, this page and your method's file.
 
-Test images choose nothing: a contest uses them once, after the last round. A table of another data set or
-split is a new protocol. Run at least `anchored`, `semifl` and `server-only` in it, with three seeds.
+Another data set or split is another protocol and gets its own table. Run at least `anchored`, `semifl` and
+`server-only` in it, with three seeds.
 """
 
 
