@@ -3,9 +3,11 @@ real TLS and keys.
 
   python -m benchmarks.federation_load --sites 10 30 100 --rounds 20 --json results/federation-load-cpu.json
 
-For each number of sites it reports the seconds until all are connected, the seconds of a round with
-`--cohort` sites, the CPU seconds of the SuperLink's process per idle site and minute, and the memory of that
-process at the start and at the end.
+For each number of sites it reports:
+- the seconds until all sites are connected
+- the seconds of a round with `--cohort` sites
+- the CPU seconds of the SuperLink's process per idle site and minute
+- the memory of that process at the start and at the end
 """
 
 import argparse

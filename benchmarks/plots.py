@@ -105,8 +105,8 @@ def cost(participants: Result, users: Result) -> Figure:
 
 
 def draw_participants(axes: Axes, result: Result) -> None:
-    """Draws the time of a step of all users against the number of participants C, together with its lower
-    bound and a fitted line."""
+    """Draws the measured time of a step of all users against the number of participants C. It adds two fitted
+    lines (the fixed part and the part proportional to C) and the lower bound from memory traffic."""
     users, spent = columns(result["rows"], "users", "step_ms")
     fixed, each = straight(result["rows"])
     ends = np.array([0.8, 620.0])

@@ -111,8 +111,8 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def circumstances(module: str) -> dict[str, Any]:
-    """Returns how a measurement was made, for its JSON file: command, date, machine, commit and versions.
-    `module` is the benchmark's module."""
+    """Returns how a measurement was made, for its JSON file: command, date, commit and machine. `module` is
+    the name of the benchmark's module."""
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -2,9 +2,9 @@
 
   python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
 
-A step consists of the choice of images, the weak view and its forward pass, the strong view and its forward
-and backward pass, and the optimizer, for B = 64 images of each of C users. It is timed on the host over whole
-rounds of 16 steps, including the wait for the device.
+A step trains on B = 64 images of each of C users. It consists of the choice of images, the weak view and its
+forward pass, the strong view with forward and backward pass, and the optimizer. It is timed on the host over
+whole rounds of 16 steps, including the wait for the device.
 """
 
 import argparse

@@ -86,8 +86,8 @@ def table(results: dict[str, list[ssfl.Result]]) -> str:
 
 
 def record(results: dict[str, list[ssfl.Result]]) -> dict[str, Any]:
-    """Returns everything that documents the demo, for the JSON file: settings, device, commit, and the curves
-    of every run."""
+    """Returns everything that documents the demo, for the JSON file: command, commit, and the summary and
+    curves of every run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )

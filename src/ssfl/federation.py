@@ -130,7 +130,7 @@ class Users:
     indices: Tensor
     """[m]: the numbers of the m users whose models were used in the average."""
     groups: tuple[tuple[int, ...], ...]
-    """For each group, the positions of its members in `indices`."""
+    """For each group, the positions in `indices` of the group's members."""
     momentum: Momentum
     declared: frozenset[str] = frozenset()
     _rows: Tensor | None = None
@@ -209,8 +209,8 @@ class Fed(Protocol):
         """Returns the model `row` [P + Q] after training on the server's labelled images."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
-        """Returns the probabilities [m, B, classes] that each of m models [m, P + Q] predicts for B uint8
-        images."""
+        """Returns the class probabilities [m, B, classes] of m models [m, P + Q] for B uint8 images [B, C, H,
+        W]."""
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """Returns a model's balanced accuracy minus the accuracy of guessing: 1 divided by the number of
@@ -287,7 +287,8 @@ class Method:
         return ("weak", "strong")
 
     def passes(self) -> int:
-        """Returns how many forward and backward passes a user makes for each image in a step."""
+        """Returns how many forward and backward passes a user makes for each image in a training step.
+        Contests use it to compare methods at equal cost."""
         return 1
 
     def check(self, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""`ssfl cache`: save, load or delete what was compiled for a GPU."""
+"""`ssfl cache`: save, load or delete the code that was compiled for a GPU."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from ssfl.cli.verbs import Verbs
 app = typer.Typer(
     name="cache",
     cls=Verbs,
-    help="Save, load or delete what was compiled for a GPU. With it a run need not compile again, even on "
+    help="Save, load or delete the code compiled for a GPU. With it a run need not compile again, even on "
     "another machine with the same kind of GPU and the same versions of torch, Triton, Python and ssfl."
     "\n\nExample: ssfl cache save compiled.zip",
     no_args_is_help=True,
@@ -19,9 +19,10 @@ app = typer.Typer(
 
 @app.command()
 def save(file: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
-    """Save the compile cache as one file.
+    """Save the compiled GPU code as one file.
 
-    Example: ssfl cache save compiled.zip"""
+    Example: ssfl cache save compiled.zip
+    """
     from ssfl.core import compile_cache
     from ssfl.runs.text import printable
 
@@ -31,9 +32,10 @@ def save(file: Annotated[Path, typer.Argument(help="The file to write.")]) -> No
 
 @app.command()
 def load(file: Annotated[Path, typer.Argument(help="A file that `ssfl cache save` wrote.")]) -> None:
-    """Load a saved compile cache. Only load files you trust: they hold code that later runs execute.
+    """Load compiled GPU code from a file. Only load files you trust: later runs execute this code.
 
-    Example: ssfl cache load compiled.zip"""
+    Example: ssfl cache load compiled.zip
+    """
     from ssfl.core import compile_cache
 
     loaded = compile_cache.load(file)
@@ -42,9 +44,10 @@ def load(file: Annotated[Path, typer.Argument(help="A file that `ssfl cache save
 
 @app.command()
 def clear() -> None:
-    """Delete the compile cache; the next run compiles again.
+    """Delete the compiled GPU code; the next run compiles again.
 
-    Example: ssfl cache clear"""
+    Example: ssfl cache clear
+    """
     from ssfl.core import cache, compile_cache
     from ssfl.runs.text import printable
 

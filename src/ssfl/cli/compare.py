@@ -1,4 +1,4 @@
-"""`ssfl compare`: find the first round, user and quantity in which two runs differ."""
+"""`ssfl compare`: check whether two runs gave the same results, and show the first difference."""
 
 import typer
 
@@ -7,9 +7,11 @@ from ssfl.runs.text import printable
 
 
 def compare(first: RunFolder, second: RunFolder) -> None:
-    """Find the first round, user and quantity in which two runs differ. The exit code is 1 if they differ.
+    """Check whether two runs gave the same results, and show the first difference. The exit code is 1 if they
+    differ.
 
-    Example: ssfl compare runs/a runs/b"""
+    Example: ssfl compare runs/a runs/b
+    """
     from ssfl.runs import compare as comparison
 
     settings = comparison.settings(first, second)

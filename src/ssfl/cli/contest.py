@@ -1,4 +1,5 @@
-"""`ssfl contest`: compare methods under one protocol."""
+"""`ssfl contest`: compare methods under one protocol, that is, with the same data, split, network and user
+work."""
 
 import shlex
 import sys
@@ -56,9 +57,10 @@ def contest(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Compare methods under one protocol.
+    """Compare methods on the same data, split and network, with the same user work.
 
-    Example: ssfl contest emnist-47 --methods grouping,semifl"""
+    Example: ssfl contest emnist-47 --methods grouping,semifl
+    """
     from ssfl.config.loading import check_overrides
     from ssfl.core import outside
 

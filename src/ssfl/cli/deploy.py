@@ -36,9 +36,10 @@ def keys_init(
         typer.Option(help="A host name or address at which sites reach the centre; repeatable."),
     ] = None,
 ) -> None:
-    """Make the centre's certificate.
+    """Make a keys folder with the centre's certificate.
 
-    Example: ssfl keys init --host fl.example.org"""
+    Example: ssfl keys init --host fl.example.org
+    """
     require_flower()
     from ssfl.deploy import keys
 
@@ -50,9 +51,10 @@ def keys_init(
 def keys_add(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Make a key for a site.
+    """Make a key for a new site, in a file to send to the site.
 
-    Example: ssfl keys add hospital-a"""
+    Example: ssfl keys add hospital-a
+    """
     require_flower()
     from ssfl.deploy import keys
 
@@ -63,9 +65,10 @@ def keys_add(
 def keys_replace(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Replace the key of a site, also while the centre is running.
+    """Replace the key of a site by a new one, also while the centre is running.
 
-    Example: ssfl keys replace hospital-a"""
+    Example: ssfl keys replace hospital-a
+    """
     require_flower()
     from ssfl.deploy import keys
 
@@ -76,9 +79,11 @@ def keys_replace(
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Revoke the key of a site, also while the centre is running.
+    """Revoke the key of a site, so that it can no longer take part. This also works while the centre is
+    running.
 
-    Example: ssfl keys revoke hospital-a"""
+    Example: ssfl keys revoke hospital-a
+    """
     require_flower()
     from ssfl.deploy import keys
 

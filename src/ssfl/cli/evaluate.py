@@ -36,9 +36,10 @@ def evaluate(
     """Evaluate the model on a folder of labelled images.
 
     Prints the accuracy with its interval, the balanced accuracy, the accuracy of each class, the confusion
-    matrix and the calibration, and writes a picture of the worst mistakes.
+    matrix and the calibration. Also writes a picture of the worst mistakes.
 
-    Example: ssfl evaluate runs/own more-scans"""
+    Example: ssfl evaluate runs/own more-scans
+    """
     from ssfl.core import outside, progress
     from ssfl.runs import evaluate as judge
     from ssfl.runs import sheet as sheets

@@ -46,9 +46,10 @@ From = Annotated[
 
 @app.command()
 def ls(json_only: Json = False) -> None:
-    """List the rows of the experiment table.
+    """List the paper's fifty experiments, the rows of its experiment table.
 
-    Example: ssfl paper ls"""
+    Example: ssfl paper ls
+    """
     from ssfl.paper import rows
 
     described = [_row(row) for row in rows.ROWS]
@@ -71,9 +72,10 @@ def show(
     sets: Sets = None,
     json_only: Json = False,
 ) -> None:
-    """Show a row, its runs, and the settings of the first run as a config file.
+    """Show one row of the experiment table: its runs, and the settings of the first run as a config file.
 
-    Example: ssfl paper show 21"""
+    Example: ssfl paper show 21
+    """
     from ssfl.config.loading import as_dict, to_toml
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, tables
@@ -117,9 +119,10 @@ def run(
     out: Annotated[Path, typer.Option(help="The folder for the runs.")] = Path("runs/paper"),
     quiet: Quiet = False,
 ) -> None:
-    """Run rows; continue stopped runs and skip finished ones.
+    """Run rows of the experiment table. Stopped runs are continued, and finished ones are skipped.
 
-    Example: ssfl paper run 21 --data digits --scale 0.1"""
+    Example: ssfl paper run 21 --data digits --scale 0.1
+    """
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, sweep
 
@@ -141,9 +144,10 @@ def table(
     places: From = None,
     json_only: Json = False,
 ) -> None:
-    """Print a table of the paper from finished runs.
+    """Print a table of the paper, with our results from finished runs beside the published ones.
 
-    Example: ssfl paper table 2"""
+    Example: ssfl paper table 2
+    """
     from ssfl.paper import results, rows, tables
 
     lines = tables.lines(rows.table(number), results.read(places or [Path("runs/paper")]))

@@ -1,4 +1,4 @@
-"""`ssfl run`: train a federation."""
+"""`ssfl run`: train a model with a simulated federation."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +27,12 @@ def run(
     quiet: Quiet = False,
     json_only: Json = False,
 ) -> None:
-    """Train a federation.
+    """Train a model with a simulated federation.
 
     CONFIG may also be a folder of images, with a sub-folder for each class and a sub-folder unlabelled/.
 
-    Example: ssfl run scans"""
+    Example: ssfl run scans
+    """
     from ssfl.config.loading import PROJECT, check_early
     from ssfl.core import outside, progress
 

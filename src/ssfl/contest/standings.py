@@ -30,7 +30,7 @@ class Standing:
     """How many images the users trained on in one run; an image counts in every step that uses it. With
     `--equal images` it is the same for every method that trains users."""
     megabytes: float
-    """Megabytes sent to and from users in one run."""
+    """Megabytes that users sent and received in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
     """The learning curve: points (user images so far, megabytes so far, validation accuracy in percent). Each
@@ -165,8 +165,8 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
 
 
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns how many percentage points the first method is better than this one: [mean, low, high], where
-    low and high are the ends of the 95 % interval. Returns None for the first method itself.
+    """Returns how many percentage points the first method is better than this one, as [mean, low, high]. Low
+    and high are the ends of the 95 % interval. Returns None for the first method itself.
 
     Differences are taken seed by seed, since both methods have the same split for the same seed.
     """

@@ -1,6 +1,6 @@
-"""A site's connection to the centre. It speaks Flower's Fleet protocol, as a SuperNode does.
+"""A site's connection to the centre. It uses Flower's Fleet protocol, as Flower's SuperNode does.
 
-Flower's own loop ends its process after the centre was restarted. Here the site connects again.
+Flower's own loop ends the process when the centre was restarted. Here the site connects again.
 """
 
 import ssl

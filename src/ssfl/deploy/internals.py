@@ -73,7 +73,8 @@ CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 RUN = "x-ssfl-run"
 """The name of the HTTP header in which the centre sends the number of its run."""
 SERVER = Node(node_id=1)
-"""Flower's node for the SuperLink itself."""
+"""The node number under which Flower knows the SuperLink itself; the centre sends its messages as this
+node."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Flower's error codes for an answer that did not arrive completely before its time ran out."""
 TYPES: dict[str, tuple[Any, Any]] = {

@@ -11,7 +11,7 @@ AT_ONCE = 5
 """How many refusals of one sender are reported at once in each period. For strangers (senders without a known
 key), each reason is reported only once."""
 PERIOD = 60.0
-"""Seconds between two summaries."""
+"""Seconds between two summaries of refused requests."""
 SENDERS = 20
 """How many senders are counted separately in a period. Further strangers are counted together as `OTHERS`."""
 OTHERS = "other addresses"

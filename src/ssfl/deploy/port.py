@@ -31,12 +31,12 @@ from ssfl.errors import SsflError
 HANDSHAKE = 20.0
 """How many seconds a TLS handshake may take."""
 HEADERS = 20.0
-"""How many seconds a new connection has to send a signed request, and how many seconds a site has to complete
-headers that it began to send."""
+"""A new connection must send a signed request within this many seconds. A site must complete headers that it
+began to send within the same time."""
 IDLE = 75.0
 """How many seconds a site's connection may stay open without a request."""
 ANSWER = 900.0
-"""Seconds after which any request is given up."""
+"""A request that takes longer than this many seconds is given up."""
 HEAD = 65_536
 """How many bytes a connection may send before the headers of its request are complete."""
 STRANGERS = 64

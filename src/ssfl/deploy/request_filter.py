@@ -37,7 +37,7 @@ the array."""
 ENDLESS = "headers that are too long"
 """The reason that is reported if a connection is closed because its headers are too long."""
 FROM_CENTRE = 1 << 30
-"""The largest request of the centre, in bytes."""
+"""The largest size of a request that the centre itself sends, in bytes."""
 STALLED = 60.0
 """A request is given up if no more bytes of its body arrive for this many seconds."""
 HOLD = 15.0

@@ -1,7 +1,8 @@
-"""A site: it has unlabelled images and opens one connection to the centre. It listens on no port.
+"""A site: the process that `ssfl join` starts. It has unlabelled images and opens one connection to the
+centre. It does not listen on any port.
 
-To the centre's SuperLink this is a Flower SuperNode. It runs ssfl's ClientApp in its own process and ignores
-the app bundle that Flower would install and run. A centre sends numbers and settings, never code.
+To the centre's SuperLink a site is a Flower SuperNode. It runs ssfl's ClientApp in its own process and
+ignores the app bundle that Flower would install and run. A centre sends numbers and settings, never code.
 """
 
 import json

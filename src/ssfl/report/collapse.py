@@ -25,7 +25,7 @@ class Collapse:
     text: str
     bad: bool = False
     since: int | None = None
-    """The round in which the collapse began, or None if there was none."""
+    """The first round with the signs of a collapse. None if the run has not collapsed, or has recovered."""
 
 
 def judge(run: Run) -> Collapse:
