@@ -78,8 +78,8 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Raises if labels are where they cannot be used (at users that the method does not train), or are
-    missing where a setting needs them (at the server)."""
+    """Raises if users have labels but the method does not train users, or if a setting needs labels at the
+    server but the server has none."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -195,7 +195,8 @@ def _check_dist(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    """Raises if users would reveal more than their clipped and noised updates, so that ε would not hold."""
+    """Raises if users would send or reveal more than their clipped and noised updates. The reported ε of
+    differential privacy would then be wrong."""
     privacy, method, users = config.privacy, config.method, config.split.users
     if privacy.clip is None or privacy.noise is None:
         raise ConfigError(
@@ -232,7 +233,7 @@ def obstacle(config: Config, needs: tuple[str, ...]) -> str:
     `needs` lists what the caller cannot provide. The method is an obstacle if it requires one of them (see
     `NEEDS` in `federation.py`), or if its users keep models of their own.
     """
-    from ssfl.federation import NEEDS  # it imports torch
+    from ssfl.federation import NEEDS  # here and not above, because it imports torch
 
     method = config.method
     if method.start == "user":

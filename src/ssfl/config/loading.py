@@ -124,7 +124,7 @@ def check_early(source: str | Path | None, overrides: Iterable[str] = ()) -> Non
     overridden: dict[str, Any] = {}
     apply(overridden, overrides)
     if "name" not in overridden.get("method", {}) and is_image_folder(source):
-        check_overrides(overrides)  # the method is chosen when the images are known
+        check_overrides(overrides)  # the method is chosen later, by the images
     elif isinstance(name, str):
         methods.check_name(name)
         values = {key: value for key, value in sections.get("method", {}).items() if key != "name"}
@@ -205,7 +205,7 @@ def as_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """Returns the config as TOML; a setting that is None is left out."""
+    """Returns the config as the text of a TOML file. Settings that are None are left out."""
     blocks = []
     for section, values in as_dict(config).items():
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
@@ -316,8 +316,8 @@ def _set(sections: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Returns the value that a text on the command line stands for: a TOML value, a number such as .4 (which
-    TOML does not allow), or else the text itself."""
+    """Returns the value of a text that the user typed, such as 3 for "3". The text is read as TOML, or as a
+    number such as .4, which TOML does not allow. Otherwise the text itself is returned."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -336,8 +336,8 @@ def _check_section(section: str, values: Any) -> None:
 
 
 def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
-    """Returns a section as an object of its dataclass `kind`. Raises if a value does not fit the type or
-    limits of its field, if a key is unknown, or if a setting without default is missing."""
+    """Returns a section as an object of its dataclass `kind`. Raises if a key is unknown, if a value does not
+    fit its field, or if a setting without default is missing."""
     limits, typed = limits_of(kind), {}
     try:
         hints = typing.get_type_hints(kind)

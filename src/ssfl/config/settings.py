@@ -40,8 +40,8 @@ class DataSettings:
     """The part of a folder's labelled images that is held out for testing if the folder has no sub-folder
     test/. With run.folds, none are held out: each labelled image is tested in its fold."""
     validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
-    """The part of the training images that is set aside as validation images, before the split. Nobody trains
-    on them; they are used to choose settings."""
+    """The part of the labelled training images that is set aside as validation images, before the split.
+    Nobody trains on them; they are used to choose settings."""
     flip: bool | None = None
     """Whether augmentation may mirror an image left to right. Default: no for digits, svhn and emnist, and no
     if most of your own images are grey; otherwise yes."""
@@ -69,12 +69,13 @@ class SplitSettings:
     users: int = setting(10, least=1, most=10_000_000, what="users")
     """K, the number of users. If the data say who owns which image, it is the number of owners."""
     skew: float = setting(0.4, least=0, most=1, what="0 is iid, 1 is one main class each")
-    """R, the non-iidness: 0 is iid, 1 is one main class each (scheme "skew")."""
+    """R, how much the users' class mixtures differ (scheme "skew"): 0 is iid, 1 is one main class for each
+    user."""
     server_labels: int | None = setting(None, least=0, most=10**9, what="images")
     """N_s, the number of labelled images at the server, equally many of each class. Default: at most 100 per
     class, or all labelled images if the data also have unlabelled ones."""
     labels_at: str = setting("server", choices=("server", "users", "both"))
-    """Who holds labels: "server", "users" or "both"."""
+    """Who has labelled images: only the "server", only the "users", or "both"."""
     user_labels: int | None = setting(None, least=0, most=10**9, what="images")
     """The number of labelled images of all users together, if users have labels. Default: the value of
     server_labels."""
@@ -82,8 +83,8 @@ class SplitSettings:
     """Give every user a copy of the server's images in addition to its own, as the method DataSharing
     does."""
     alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
-    """The parameter α of the Dirichlet distribution (scheme "dirichlet"): a small value gives each user few
-    classes, a large value gives all users about the same mixture."""
+    """The parameter α of the Dirichlet distribution (scheme "dirichlet"). With a small value, each user has
+    few classes. With a large value, all users have about the same mixture."""
     capped: bool = False
     """With scheme "dirichlet", classes are divided one after another. With capped = true, a user that already
     has its fair share of all images gets none of the remaining classes, as in SemiFL's code. The users'
@@ -104,9 +105,10 @@ class ModelSettings:
     name: str | None = setting(
         None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
     )
-    """small, cnn, resnet9, resnet18, vgg11 or wide_resnet; lite0, which starts from ImageNet weights (extra
-    "pretrained"); or a function that makes any nn.Module: "FILE.py:name" or "package.module:name". Default:
-    what suits the image size; without a GPU one that a CPU can train."""
+    """The network: small, cnn, resnet9, resnet18, vgg11 or wide_resnet. Or lite0, which starts from ImageNet
+    weights (extra "pretrained"). Or a function that makes any nn.Module: "FILE.py:name" or
+    "package.module:name". Default: one that suits the image size and, without a GPU, can be trained on a
+    CPU."""
     train: str = setting("head", choices=("head", "last", "all"))
     """Which layers of lite0 are trained: "head" (only the last layer), "last" (the last block, the last
     convolution and the head) or "all". The other layers are frozen and never sent."""
@@ -114,15 +116,15 @@ class ModelSettings:
     """Start from the weights in this .safetensors file. Default: random weights, or ImageNet weights for
     lite0."""
     cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
-    """V, for a network whose first part is frozen: compute the output of that part once, for V weak and V
-    strong views of every image, and train on the stored outputs. Default: 4 for lite0 unless all its layers
-    are trained, otherwise 0."""
+    """V, for networks whose first part is frozen. The output of that part is computed once for V weak and V
+    strong views of every image, and training uses the stored outputs. Default: 4 for lite0 unless all its
+    layers are trained, otherwise 0."""
     norm: str = setting("group", choices=("group", "batch", "none"))
-    """Normalisation: "group", "batch" or "none"."""
+    """The normalisation layers of the network: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
-    """With batch normalisation, where the running statistics of the averaged model come from: "average" (the
-    mean over users and server, as for the weights), "server" (those of the server's model, as in the authors'
-    code) or "recompute" (computed on the server's images before each evaluation)."""
+    """With batch normalisation, where the averaged model's running statistics come from. "average": the mean
+    over users and server, as for the weights. "server": those of the server's model, as in the authors' code.
+    "recompute": computed on the server's images before each evaluation."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ class FederationSettings:
     for the method grouping, otherwise 1."""
     group_sizes: str = setting("even", choices=("even", "filled"))
     """How participants are divided into groups. "even": sizes differ by at most one. "filled", as in the
-    authors' code: groups are filled one after another with C/S users, rounded up (47 users in 5 groups: 10,
-    10, 10, 10, 7)."""
+    authors' code: groups are filled one after another with C/S users, rounded up. For example, 47 users in 5
+    groups give 10, 10, 10, 10 and 7."""
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, the number of training steps of a user in a round."""
     local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
@@ -146,9 +148,10 @@ class FederationSettings:
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """The number of rounds; set this or epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
-    """E, the length of the run in epochs of epoch_images images per user; set this or rounds."""
+    """E, the length of the run in epochs. In an epoch, each user trains on epoch_images images. Set this or
+    rounds."""
     epoch_images: int = setting(65536, least=1, most=10**12, what="images")
-    """M, the number of images that each user and the server see in an epoch."""
+    """M, the number of images on which each user and the server train in an epoch."""
     extra_step: bool = False
     """In the first round of every epoch, train for one more step, as in the authors' code."""
     attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
@@ -159,9 +162,9 @@ class FederationSettings:
     "slow": small steps towards such a model. "alternating": an honest update and one with the opposite sign,
     in turns."""
     attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
-    """The factor by which attackers scale their update."""
+    """The factor by which attackers multiply their manipulated update."""
     head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
-    """The share of the rounds, at the start, in which only the server trains."""
+    """The share of all rounds, at the start of the run, in which only the server trains."""
     slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
     """Evaluate and save an exponential moving average of the model over rounds, with this decay. 0: evaluate
     and save the model itself."""
@@ -170,8 +173,8 @@ class FederationSettings:
     weight if the user's updates work against the server's labels. Refuse it if it is far too long or not
     finite; a user that is refused three times is excluded. Default: only with real sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
-    """How the models of a group are averaged: by their "mean" (the paper), or robustly, coordinate by
-    coordinate, by a "trimmed" mean or the "median"."""
+    """How the models of a group are averaged: by their "mean" (the paper), or robustly by a "trimmed" mean or
+    the "median" of each weight."""
     median_fallback: bool = False
     """Use the median of a group's models instead of their average if the median has a smaller loss on the
     server's labelled images."""
@@ -190,7 +193,8 @@ class PrivacySettings:
     clip: float | None = setting(None, least=1e-6, most=1e6, what="a norm")
     """The largest norm of a user's update. A longer update is scaled down to this norm."""
     noise: float | None = setting(None, least=1e-3, most=1e6, what="times clip")
-    """z: each user adds Gaussian noise with standard deviation z times clip to every number of its update."""
+    """z: each user adds Gaussian noise to every number of its update. The standard deviation of the noise is
+    z times clip."""
     delta: float | None = setting(None, least=1e-30, most=0.1, what="a small probability")
     """The δ of (ε, δ)-differential privacy; ε is reported for this δ. Default: 1e-5, or 1/(10 K) for K users
     if that is smaller."""
@@ -211,7 +215,7 @@ class TrainSettings:
     weight_decay: float = setting(1e-4, least=0, most=10, what="a small number")
     """Weight decay on every parameter."""
     clip: float = setting(0.0, least=0, most=1e6, what="a norm; 0 is no limit")
-    """Gradient clipping: the largest norm of a step's gradient. 0: no limit."""
+    """Gradient clipping: the largest norm of the gradient in a training step. 0: no limit."""
     warmup: int = setting(0, least=0, most=10**9, what="steps")
     """The number of steps in which the learning rate rises linearly from 0. A warm-up of e epochs in the
     paper is e · M / B steps."""
@@ -228,9 +232,9 @@ class TrainSettings:
     """ε, the smallest learning rate as a fraction of lr."""
     momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
     """SGD's momentum at the start of a round. "reset": it is zero. "server": only the server keeps its
-    momentum from the last round. "user": the server and every user keep theirs. "slot": the server keeps its
-    own, and each round puts its participants into a random order; the participant at position i (slot i)
-    continues with the momentum of the previous participant at that position."""
+    momentum from the last round. "user": the server and every user keep theirs. "slot": as "user", but for
+    positions instead of users. Each round puts its participants into a random order, and the participant at
+    position i continues with the momentum of the previous participant at that position."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second image is a strong view), or
     "suited". "suited" means "both" for images of at least 16 pixels a side, and "weak" for smaller images,
@@ -247,8 +251,8 @@ class TrainSettings:
     server_lr: float | None = setting(None, least=0, most=1000, what="a learning rate")
     """The server's base learning rate. Default: lr."""
     batches: str = setting("continue", choices=("continue", "restart"))
-    """Whether the order of a user's images continues from the last round ("continue") or starts again in
-    every round ("restart")."""
+    """In which order a user's images are used in a round: "continue" goes on where the last round ended,
+    "restart" begins a new random order."""
     precision: str | None = setting(None, choices=("bfloat16", "float32", "float64"))
     """The number type in which networks compute: "bfloat16", "float32" or "float64". Default: "bfloat16" on a
     GPU, otherwise "float32". Weights, sums, losses and statistics always have at least float32."""
@@ -281,7 +285,8 @@ class RunSettings:
     1/100 of all rounds, but at least 5; with real sites 1."""
     test: str = setting("every", choices=("every", "last", "never"))
     """Which evaluations use the test images: "every" one, only the "last" one (as in a contest), or "never"
-    (to choose settings). The others use the validation images (data.validation)."""
+    (to choose settings). Validation images (data.validation), if there are any, are used in every
+    evaluation."""
     checkpoint_every: int | None = setting(None, least=1, most=10**9, what="rounds")
     """The number of rounds from one checkpoint to the next; a checkpoint is also written every two minutes.
     Default: 1/100 of all rounds, but at least 10; with real sites 1."""
@@ -321,4 +326,4 @@ SECTIONS: dict[str, type] = {
 """The dataclass of each section of a config. [method] is missing, because its settings depend on the
 method."""
 NAMES = ("data", "split", "model", "method", "federation", "privacy", "train", "run")
-"""The names of all sections, in the order in which a config file has them."""
+"""The names of all sections, in the order of a config file."""

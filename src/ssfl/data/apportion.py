@@ -32,7 +32,8 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
         return [[label] for label in present.tolist()], sharers.tolist()
     mains: list[list[int]] = [[] for _ in range(users)]
     loads = np.zeros(users)
-    for label in np.argsort(-np.asarray(sizes), kind="stable"):  # the largest class to the smallest user
+    # the largest class goes to the user with the fewest images
+    for label in np.argsort(-np.asarray(sizes), kind="stable"):
         user = int(np.argmin(loads))
         mains[user].append(int(label))
         loads[user] += sizes[label]
@@ -41,8 +42,8 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Makes the users' numbers of images more equal, as long as that is possible: moves a class to a user
-    with fewer images, or swaps two classes. `mains` lists the main classes of each user and is changed in
+    """Makes the users' numbers of images as equal as possible. It moves a class to a user with fewer images,
+    or swaps two classes, until neither helps. `mains` lists the main classes of each user and is changed in
     place."""
 
     def trade() -> bool:
@@ -109,6 +110,6 @@ def apportion(shares: NDArray[np.float64], sizes: Index) -> NDArray[np.int64]:
             remainder = wanted[:, label] - counts[:, label]
             least = np.partition(remainder, -missing)[-missing]
             counts[remainder > least, label] += 1
-            equal = np.flatnonzero(remainder == least)  # the first of them, until nothing is missing
+            equal = np.flatnonzero(remainder == least)  # as many of these as are still missing
             counts[equal[: sizes[label] - counts[:, label].sum()], label] += 1
     return counts

@@ -34,7 +34,8 @@ from ssfl.errors import ConfigError, with_class
 DRAWS = 16
 """How many random 64-bit numbers a user-defined augmentation gets for each image."""
 PROBED = 4
-"""The number of images on which a user-defined augmentation is tested."""
+"""The number of images on which a user-defined augmentation is tried, to check that it follows the rules
+(`check_views`)."""
 Augment = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -125,12 +126,12 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any, *, unlabelled: Any = None, **options: Any) -> "Data":
-        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face: `len(train)` is the
-        number of items, and `train[i]` is a pair (image, label) or a dict with "image" (or "img") and
-        "label".
+        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face. In these,
+        `len(train)` is the number of items. `train[i]` is a pair (image, label), or a dict with "image" (or
+        "img") and "label".
 
         Images may be PIL images, numpy arrays [H, W] or [H, W, C], or tensors [C, H, W]. Each item is read
-        only once, so a random transform of the data set would be the same in every epoch: pass it as `weak`
+        only once, so a random transform of the data set would be the same in every epoch. Pass it as `weak`
         or `strong` instead. The image numbers in `server` and `users` are positions in `train`. `options` are
         those of `ssfl.Data`.
         """
@@ -199,7 +200,8 @@ def check_views(data: Dataset, images: Tensor) -> None:
                 "randomness from its second argument, the draws",
                 key=name,
             )
-        if int((views[:1].int() - alone.int()).abs().max()) > 1:  # one level: sums may round differently
+        # a difference of one level is allowed, because sums may be rounded differently
+        if int((views[:1].int() - alone.int()).abs().max()) > 1:
             raise ConfigError(
                 f"{name}: what your function returns for an image depends on the other images of the batch: "
                 "for image i use only images[i] and draws[i]",
@@ -217,6 +219,3 @@ def _view(function: Augment | None) -> augment.View | None:
         return function(images, drawn)
 
     return augment.View(make, DRAWS)
-
-
-# Data sets of torch and Hugging Face

@@ -54,9 +54,9 @@ LARGE = 64 * 64
 """Images with at least this many pixels are called large. On a CPU, a large image goes only through the
 stages of its own operations, which saves time."""
 AT_ONCE = 16
-"""How many large images are processed together on a CPU."""
+"""How many large images (see `LARGE`) are processed together on a CPU."""
 _CUTOUT_FILL = 127
-_FRACTION = 22  # bits; the most for which a level of 255 still fits into int32
+_FRACTION = 22  # bits after the binary point; with more, 255 would not fit into int32
 
 
 class _Tables(NamedTuple):
@@ -64,17 +64,18 @@ class _Tables(NamedTuple):
     it, but only 1 to 9 are used."""
 
     moves: Tensor  # [operation, magnitude, sign]: the number of a row of `sources`
-    sources: Tensor  # [number, H * W]: the pixel that each comes from; H * W: black
+    sources: Tensor  # [number, H * W]: the position from which each pixel comes; H * W means black
     levels: Tensor  # uint8 [operation, magnitude, level]: the new level for an old one
     stretch: Tensor  # float64 [range, level]: level * (255 / range), for AutoContrast
-    weights: Tensor  # int32 [operation, magnitude, 4]: of image, grey, mean grey and smoothed
+    weights: Tensor  # int32 [operation, magnitude, 4]: weights of image, grey, mean grey and smoothed version
 
 
 _TABLES: dict[tuple[int, int, torch.device], _Tables] = {}
 
 
 class View(NamedTuple):
-    """A kind of augmentation: the function that makes the views, and how many random numbers it needs."""
+    """A kind of augmentation: the function that makes the views, and how many random numbers it needs for
+    each image."""
 
     make: Callable[[Tensor, Tensor, bool], Tensor]
     """A function (uint8 images [N, C, H, W], draws [N, m], whether images may be mirrored) -> views, uint8
@@ -126,8 +127,8 @@ def normalise(
 
 
 def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns a weak view of each of the uint8 images [N, C, H, W]: mirrored with probability 1/2 (only if
-    `flip`), then shifted by at most 1/8 of the side, with reflected edges. `draws` [N, 3] are the random
+    """Returns a weak view of each of the uint8 images [N, C, H, W]. It is mirrored with probability 1/2 (only
+    if `flip`), then shifted by at most 1/8 of the side, with reflected edges. `draws` [N, 3] are the random
     numbers."""
     flips, shift_y, shift_x = draws.unsqueeze(-1).unbind(1)
     height, width = images.shape[-2:]
@@ -139,8 +140,8 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns a strong view of each of the uint8 images [N, C, H, W]: a weak view, then two random
-    operations, each applied with probability 1/2, then Cutout. `draws` [N, 13] are the random numbers."""
+    """Returns a strong view of each of the uint8 images [N, C, H, W]. It is a weak view after two random
+    operations, each applied with probability 1/2, and Cutout. `draws` [N, 13] are the random numbers."""
     large = images.shape[-2] * images.shape[-1] >= LARGE
     if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
         return _large_strong_views(images, draws, flip)
@@ -195,10 +196,13 @@ def apply_operation(images: Tensor, op: Tensor, magnitude: Tensor, negative: Ten
 
 
 def apply_stage(stage: int, images: Tensor, op: Tensor, magnitude: Tensor, negative: Tensor) -> Tensor:
-    """Returns uint8 images [N, C, H, W] after one of three stages. Stage 1 moves pixels (Rotate, Shear,
-    Translate), stage 2 maps grey levels to new ones (AutoContrast, Equalize, Posterize, Solarize), and stage
-    3 blends an image with another version of it (Brightness, Color, Contrast, Sharpness). Images whose
-    operation belongs to another stage stay unchanged."""
+    """Returns uint8 images [N, C, H, W] after one of three stages. Images whose operation belongs to another
+    stage stay unchanged. The arguments are those of `apply_operation`.
+
+    Stage 1 moves pixels (Rotate, Shear, Translate). Stage 2 maps grey levels to new ones (AutoContrast,
+    Equalize, Posterize, Solarize). Stage 3 blends an image with another version of it (Brightness, Color,
+    Contrast, Sharpness).
+    """
     tables = _tables_for(images)
     if stage == 1:
         moves = tables.moves[op, magnitude, negative.long()]
@@ -236,9 +240,9 @@ def _take(images: Tensor, source: Tensor) -> Tensor:
 
 
 def _shifted(draw: Tensor, size: int) -> Tensor:
-    """Returns the pixel positions [N, size] along one side of N images after a random shift by at most an
-    eighth of the side: entry i is the position from which pixel i takes its value. Positions beyond the edges
-    are reflected."""
+    """Returns positions [N, size] along one side of N images, after a random shift by at most an eighth of
+    the side. Entry i is the position from which pixel i takes its value. Positions beyond the edges are
+    reflected."""
     pad = max(1, size // 8)
     place = torch.arange(-pad, size - pad, device=draw.device) + below(draw, 2 * pad + 1)
     return size - 1 - (size - 1 - place.abs()).abs()
@@ -263,7 +267,7 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
     """Returns images after AutoContrast, Equalize, Posterize or Solarize. Each of these replaces every grey
     level of a channel by another. Images with other operations stay unchanged."""
     index = images.flatten(2).long()
-    # Not of uint8, whose minimum comes out wrong when compiled for CPUs (pytorch issue 191499).
+    # int16, because the minimum of uint8 is wrong if compiled for CPUs (pytorch issue 191499).
     short = images.to(torch.int16).flatten(2)
     # Levels are 0 to 255 anyway. The clamps are for compiled code, which also computes rows beyond the last
     # image of a block, where a minimum over nothing would be an index out of bounds.
@@ -344,7 +348,7 @@ def _smooth(images: Tensor) -> Tensor:
 def _tables_for(images: Tensor) -> _Tables:
     height, width = images.shape[-2:]
     key = (height, width, images.device)
-    if key not in _TABLES:  # a plain dict, which a compiler looks into where it skips lru_cache
+    if key not in _TABLES:  # a plain dict: torch.compile uses its entries, but ignores lru_cache
         moves, sources = _move_tables(height, width)
         tables = (moves, sources, _level_table(), _stretch_table(), _weight_table())
         _TABLES[key] = _Tables(*(table.to(images.device) for table in tables))
@@ -372,8 +376,9 @@ def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
-    """Returns the six coefficients of the affine map from a pixel to the position where its value comes from,
-    as Pillow computes it, in units of 1/65536. `name` is the operation and `v` its magnitude, with sign."""
+    """Returns the six coefficients of an affine map, in units of 1/65536, as Pillow computes them. The map
+    leads from a pixel to the position from which its value comes. `name` is the operation and `v` its
+    magnitude, with sign."""
     a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
     if name == "Rotate":
         angle = -math.radians(3 * v % 360.0)
@@ -442,5 +447,5 @@ def _weight_table() -> Tensor:
         for column, name in enumerate(("Brightness", "Color", "Contrast", "Sharpness")):
             row = table[OPERATIONS.index(name), v]
             row[column] = for_other
-            row[0] = for_image  # last: Brightness blends with black, which needs no weight
+            row[0] = for_image  # last: for Brightness, column is 0, and black needs no weight
     return table

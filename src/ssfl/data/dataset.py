@@ -24,7 +24,7 @@ class Dataset:
     converted to floats batch by batch."""
 
     name: str
-    images: Tensor  # uint8 [N, C, H, W]: the training images, then those that come without labels
+    images: Tensor  # uint8 [N, C, H, W]: all images except the test images
     labels: Tensor  # int64 [N]; -1 if unknown
     test_images: Tensor  # uint8 [M, C, H, W]
     test_labels: Tensor  # int64 [M]
@@ -33,14 +33,14 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # whether a mirrored image keeps its class
     white: int = WHITE  # the value that became 255 in image files of more than 8 bits
-    deep: bool = False  # whether there are such files
-    grey: int | None = None  # how many image files show no colours, however they are stored; None: not known
+    deep: bool = False  # whether there are image files of more than 8 bits
+    grey: int | None = None  # how many images show no colours, even if stored as RGB; None: not known
     broken: int = 0  # image files that were left out because they cannot be read
     server: Index | None = None  # the server's labelled images, if the data name them
     users: Hands | None = None  # each user's images, if the data name them
     names: tuple[str, ...] = ()  # the names of those users
-    loose: int = 0  # images beside the folders of users, which belong to the last user
-    groups: Index | None = None  # of the first images: equal if they belong together, such as to one patient
+    loose: int = 0  # images beside the users' folders; they belong to the last user
+    groups: Index | None = None  # a number for each labelled image, equal for one patient
     validation: Index | None = None  # the validation images, if the data name them
     weak: augment.View = augment.WEAK
     strong: augment.View = augment.STRONG

@@ -112,7 +112,7 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     with file.open("rb") as opened:
         if sys.platform != "linux":
             return np.memmap(opened, np.uint8, "c", shape=shape)
-        # without this flag, Linux refuses more than there is memory, because all of it could be written to
+        # without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
         pages = mmap.mmap(
             opened.fileno(), math.prod(shape), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -122,8 +122,7 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
     """Returns a hash that names the cache entry of these files. It changes if a path, size or modification
-    time of a file changes, or if the images are wanted in another form (`wanted`: size, channels and
-    scale)."""
+    time changes. It also depends on `wanted`: the size, channels and scale of the images."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())

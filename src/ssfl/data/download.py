@@ -11,7 +11,7 @@ from pathlib import Path
 from ssfl.data.formats import reading
 from ssfl.errors import DataError, one_line
 
-TIMEOUT = 30.0  # seconds without a byte after which a connection counts as dead
+TIMEOUT = 30.0  # a connection is given up after this many seconds without a byte
 _BLOCK = 1 << 20
 
 

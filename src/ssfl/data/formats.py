@@ -19,7 +19,7 @@ from ssfl.core.plain_files import open_plain
 from ssfl.errors import DataError, one_line
 
 SMALLEST, LARGEST = 4, 1024  # pixels on a side
-_BATCH = 2_000  # images that are handled at once where a copy is needed
+_BATCH = 2_000  # images that are copied or converted at once
 
 
 @contextmanager

@@ -57,8 +57,8 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
     """Returns a gentle view of uint8 images [N, C, H, W] for test-time augmentation. The views are numbered
     1, 2, ... and are fixed: view `number` changes all images in the same way.
 
-    Views 1 and 2 are opposites, as are 3 and 4, and so on: if one rotates an image to the left, the other
-    rotates it as far to the right. So an even number of views favours no direction.
+    Views 1 and 2 are opposites, as are 3 and 4, and so on. If view 1 rotates images to the left, view 2
+    rotates them as far to the right. So an even number of views favours no direction.
     """
     pair, opposite = divmod(number - 1, 2)
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
@@ -67,8 +67,8 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
 
 
 def kind_of(weak: View, strong: View) -> str | None:
-    """Returns the value of data.views ("standard" or "gentle") that stands for this pair of weak and strong
-    views; None if the views are defined by the user."""
+    """Returns the value of the setting data.views, "standard" or "gentle", that means this pair of views.
+    Returns None if the views are defined by the user."""
     return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
 
 
@@ -118,8 +118,8 @@ def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
-    """Returns the coordinates `place` after reflecting those outside an image side of `size` pixels at its
-    edges, so that all are from 0 to size - 1."""
+    """Returns pixel coordinates along an image side of `size` pixels, all from 0 to size - 1. Coordinates
+    `place` outside this range are reflected at the edges."""
     return (size - 1 - (size - 1 - place.abs()).abs()).clamp(0, size - 1)
 
 

@@ -91,8 +91,8 @@ def gather(images: Index, owners: Index, count: int) -> Hands:
 
 
 def dealt(count: int, users: int) -> Index:
-    """Returns the owner [count] of each of `count` images, if they are dealt to the users in turn, like
-    cards: image i belongs to user i mod users. If the images are ordered by class, every class is divided
+    """Returns the owner of each of `count` images, [count], if they are dealt to the users in turn, like
+    cards. Image i belongs to user i mod users. If the images are ordered by class, every class is divided
     evenly."""
     if users < 1:
         raise ConfigError(f"split.users = {users} must be at least 1", key="split.users", value=users)

@@ -182,6 +182,3 @@ def as_bytes(array: np.ndarray, where: str) -> np.ndarray:
         batch = array[start : start + BATCH].astype(np.float32)
         pixels[start : start + BATCH] = np.rint(batch * scale)
     return pixels
-
-
-# A folder of images

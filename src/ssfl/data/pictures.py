@@ -87,7 +87,7 @@ class Header(NamedTuple):
 
 
 def header(path: Path) -> Header:
-    """Returns what the header of an image file says: the width and height of the upright image, whether it is
+    """Reads the header of an image file. Returns the width and height of the upright image, whether it is
     grey, and whether it has more than 8 bits per channel."""
     with reading(path), _opened(path) as image:
         width, height = image.size
@@ -147,4 +147,5 @@ def decode(path: Path, channels: int, size: tuple[int, int] | None = None, white
         if size is not None and image.size != (size[1], size[0]):
             image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
         pixels = np.array(image).reshape(image.height, image.width, channels)
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))  # later steps are many times faster on it
+        # later steps are much faster on a contiguous array
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))

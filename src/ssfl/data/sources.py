@@ -40,8 +40,8 @@ def load(
     test_fraction: float = 0.2,
     broken: str = "skip",
 ) -> Dataset:
-    """Returns a data set. It is either a known one, by `name`, whose official files are in `root`; or your
-    own, by `path`, an .npz file or a folder of images.
+    """Returns a data set. Either `name` is a known one, whose official files are in `root`, or `path` is your
+    own: an .npz file or a folder of images.
 
     `size` resizes all images to size x size pixels. `test_fraction` is the part that is held out for testing
     from folders without test images; with 0, no images are held out. `broken` ("skip" or "stop") says what to
@@ -234,7 +234,7 @@ def _load_stl10(root: Path, download: bool, size: int | None) -> Dataset:
             f"{source}: train_X.bin holds {known} images but train_y.bin "
             f"{len(labels['train_y.bin'])} labels; replace it with a fresh copy"
         )
-    while unlabelled:  # moved one by one, so that no batch is held twice
+    while unlabelled:  # one batch at a time, so that no batch is in memory twice
         train.append(unlabelled.pop(0))
     joined = formats.join(train)
     return Dataset(

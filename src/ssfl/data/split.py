@@ -1,8 +1,8 @@
 """Divides images among a server and users: the paper's split with skew R (Zhang et al. 2020), and other
 schemes.
 
-An image is identified by its number, which is its position in the data set. Every image has exactly one
-owner, who depends only on the arguments and the seed.
+An image is identified by its number, which is its position in the data set. Every image has exactly one owner
+(except after `share`). The same arguments and seed always give the same split.
 """
 
 import math
@@ -119,8 +119,8 @@ def dirichlet(
 
 
 def _capped(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the numbers of images [users, classes] for a Dirichlet split in which no user gets a further
-    class once it has its fair share of all images. `shares` [users, classes] are the drawn proportions, and
+    """Returns the numbers of images [users, classes] for a Dirichlet split with a limit: a user that has its
+    fair share of all images gets no further class. `shares` [users, classes] are the drawn proportions, and
     `sizes` the number of images of each class."""
     fair, held = sizes.sum() / len(shares), np.zeros(len(shares), np.int64)
     columns = []
@@ -168,7 +168,7 @@ def _shards(users: int, classes: int, each: int, seed: int) -> NDArray[np.float6
     """
     turn = classes // math.gcd(classes, each)
     holds = np.zeros((users, classes))
-    held = np.zeros((-(-users // turn), classes), int)  # within each turn
+    held = np.zeros((-(-users // turn), classes), int)  # how many users have each class, within each period
     base = torch.tensor(draws.key(seed, "split"))
     for first in range(min(turn, users)):
         chooser = torch.arange(first, users, turn)
@@ -330,7 +330,8 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
         raise ConfigError("nothing to split: no image has a label")
-    narrow = labels.astype(np.int16) if classes < 1 << 15 else labels  # numpy sorts 16 bits by radix
+    # numpy sorts 16-bit numbers faster (radix sort)
+    narrow = labels.astype(np.int16) if classes < 1 << 15 else labels
     order = np.argsort(narrow, kind="stable")
     edges = np.searchsorted(narrow[order], np.arange(classes + 1))
     return [_shuffled(order[edges[label] : edges[label + 1]], seed, -1 - label) for label in range(classes)]

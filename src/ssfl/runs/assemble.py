@@ -105,8 +105,8 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
     """Returns what identifies a network and a method from outside the package, to notice on resume whether
-    they have changed. For each section ("model", "method") it has the import path, the hash of the file (None
-    for a Python object) and, for a network, a fingerprint of its frozen weights.
+    they have changed. The keys are "model" and "method". Each value has the import path, the hash of the file
+    (None for a Python object) and, for a network, a fingerprint of its frozen weights.
 
     The package's own networks and methods have no entry, except pretrained networks, for the fingerprint of
     their weights.
@@ -268,9 +268,9 @@ def _make_engine(
     if run.users_at_once is None:
         if name != "vmap":
             needed = engine.memory(train.batch_size)
-        elif method.label is not None:  # and the buffers of the models that make the pseudo-labels
+        elif method.label is not None:  # also memory for the models that make the pseudo-labels
             needed += 3 * layout.length * pool.wide.itemsize
-        if choice.spread.possible(device, cores, participants):  # and the rows that are sent to processes
+        if choice.spread.possible(device, cores, participants):  # also memory for models sent to processes
             needed += 8 * layout.length * pool.wide.itemsize
         at_once = memory.share(participants, needed, device, state_bytes)
     if device.type == "cuda":

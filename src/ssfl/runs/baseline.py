@@ -1,8 +1,8 @@
 """Trains the models that a run is compared with: a server-only model, and the models of a cross-validation on
 the labelled images.
 
-These inner runs are in sub-folders of the run folder and have their own checkpoints. If the command is killed
-during an inner run, it continues there.
+Each of them is trained in its own sub-folder of the run folder, with its own checkpoints. If the command is
+killed meanwhile, it continues there.
 """
 
 import json
@@ -36,8 +36,9 @@ LEAST = 20
 
 
 class Play(Protocol):
-    """A function that trains an inner run, in the folder `path` and from its last checkpoint if there is one,
-    and returns its last state. `what` names the inner run in messages."""
+    """A function that trains a run inside the folder of the main run, such as the server-only run, and
+    returns its last state. `path` is its own folder, in which it continues from the last checkpoint if there
+    is one. `what` is its name in messages."""
 
     def __call__(self, sim: Simulation, path: Path, what: str) -> State: ...
 
@@ -64,8 +65,8 @@ class Compared:
 
 def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
     """Trains the server-only model and the models of the cross-validation, if the config asks for them.
-    Returns the outcome of the comparison. `state` is the last state of the main run, and `play` trains an
-    inner run."""
+    Returns the outcome of the comparison. `state` is the last state of the main run, and `play` is the
+    function that trains each of the other models."""
     config = sim.config
     if not config.run.baseline and not config.run.folds:
         return Compared()
@@ -76,7 +77,7 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
                             "server-only model")  # fmt: skip
         folded = cross_validate(sim, path, play) if config.run.folds else None
     except DivergedError as error:
-        reason = str(error).partition(". ")[0]  # without its advice, which is for a run of its own
+        reason = str(error).partition(". ")[0]  # without the advice to start a new run
         warnings.warn(
             "this model cannot be compared with one that learns only from the labelled images, because a "
             f"training for the comparison diverged; the run itself is not affected ({reason})",
@@ -111,8 +112,8 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """Returns the section [run] for an inner run. It has no comparison, no cross-validation and no experiment
-    tracker."""
+    """Returns the section [run] for a run inside the folder of the main run, such as the server-only run.
+    Such a run has no comparison, no cross-validation and no experiment tracker."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
@@ -126,8 +127,9 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    """Trains an inner run with this config and these owners of images (`parts`) in the folder `path`. Returns
-    its simulation and its last state. `what` names the inner run in messages."""
+    """Trains a run inside the folder of the main run, such as the server-only run. It has this config, these
+    owners of images (`parts`) and the folder `path`. Returns its simulation and its last state. `what` is its
+    name in messages."""
     inner = assemble.build(
         config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
     )  # fmt: skip

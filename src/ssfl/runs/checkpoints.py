@@ -43,7 +43,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     the newest `KEPT`."""
     state = checkpoint.state
     with (path / "events.jsonl").open("rb") as events:
-        os.fsync(events.fileno())  # a checkpoint never outlives the events before it
+        os.fsync(events.fileno())  # after a crash, no checkpoint may exist without the events before it
     tensors = {
         "streams": state.streams.detach().cpu().contiguous(),
         "average": state.average.detach().cpu().contiguous(),

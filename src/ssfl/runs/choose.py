@@ -147,7 +147,7 @@ def choose(
     )
     participants = (
         users if facts.files.users else min(users, 4)
-    )  # of users that are only dealt images, some will do
+    )  # four per round are enough if the users are made up
     federation["participants"] = participants if not gpu else users
     if lite:
         why = _pretrained(facts, cores if not gpu else 100, overrides, settings, sites)
@@ -378,7 +378,8 @@ def load_config(
         return loading.from_dict(sections, method=method)
     set_by_user.setdefault("data", {})["path"] = path
     data = set_by_user["data"]
-    broken = "stop" if data.get("broken") == "stop" else "silent"  # loading the images warns about them
+    # the warning comes later, when the images are loaded
+    broken = "stop" if data.get("broken") == "stop" else "silent"
     facts = inspect(Path(path), data.get("test_fraction", DataSettings.test_fraction), broken)
     if facts.files.users and not sites:
         named = len(facts.files.users)

@@ -15,7 +15,7 @@ from ssfl.runs.text import duration, percent
 from ssfl.simulate import privacy
 
 T = TypeVar("T")
-LINE_EVERY = 5.0  # seconds between plain lines, evaluations aside
+LINE_EVERY = 5.0  # seconds between plain lines; evaluations are always shown
 
 
 def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
@@ -85,8 +85,9 @@ class Reporter:
         return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
-        """Sets the remaining time, in seconds. During a run inside another, such as the server-only run,
-        `left` is only the time of the inner run. The time of the whole run then simply counts down."""
+        """Sets the remaining time to `left` seconds. During a run inside the main run, such as the
+        server-only run, `left` is only the time of the inner run. The time of the main run then simply counts
+        down."""
         end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
             self.whole = end

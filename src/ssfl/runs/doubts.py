@@ -135,7 +135,7 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
         return []
     low, high = wilson(0.8 * count, count)
     hint = "" if config.run.folds else "; --folds 5 tests every labelled image"
-    if config.run.engine == "sites":  # which cannot be asked to train once for each fold
+    if config.run.engine == "sites":  # real sites do not train once more for each fold
         hint = "; `ssfl run FOLDER --folds 5` on the labelled images tests every one of them"
     return [
         f"{count} test images are few: for an accuracy of 80 %, the 95 % interval would be "

@@ -31,8 +31,8 @@ from ssfl.runs import resuming
 UNFINISHED = "unfinished.safetensors"
 """The name of the file with the model of the last checkpoint. It is deleted when the run is finished."""
 WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
-"""The fields of events about time, memory and network traffic. They differ even between two runs with the
-same results, so comparisons ignore them."""
+"""The fields of events about time, memory and network traffic. They may differ between two runs with the same
+results, so comparisons ignore them."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")

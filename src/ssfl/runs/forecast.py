@@ -66,7 +66,7 @@ def measure(sim: Simulation, state: State) -> Forecast | None:
             users = _users(sim, state)
             server = _server(sim, state)
             each = users + server
-            if each < LONG:  # a whole round can be tried, with all that a method does besides its steps
+            if each < LONG:  # measure a whole round, including what the method does besides training steps
                 each = _timed(sim, lambda: sim.play(state))
     except Exception:  # a method may need something that only a round has
         return None
@@ -158,7 +158,8 @@ def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> floa
 
 
 def _cut(work: Work, steps: int) -> Work:
-    """Returns the same work with only its first `steps` steps."""
+    """Returns the same training work, shortened to its first `steps` steps. It is used to time a few
+    steps."""
     labelled = None if work.labelled is None else work.labelled[:, :steps]
     taken = None if work.taken is None else work.taken.clamp(max=steps)
     return replace(

@@ -113,8 +113,8 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
 
 
 def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:
-    """Returns the config with a threshold at which some images, but not all, get a pseudo-label; and the mask
-    rate, which is None if users do not train. A method without a threshold keeps its settings."""
+    """Returns the config with a threshold at which some images, but not all, get a pseudo-label. Also returns
+    the mask rate, or None if users do not train. A method without a threshold keeps its settings."""
     has_threshold = any(candidate.name == "threshold" for candidate in fields(config.method))
     tried = [config]
     if has_threshold:
@@ -221,7 +221,8 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
 
 def _apart(one: State, two: State) -> tuple[float, float]:
     """Returns two numbers: the largest absolute difference between the tensors of two states, and the largest
-    absolute weight of the averaged model of `one`. Their ratio is the relative difference."""
+    absolute weight of the averaged model of `one`. The relative difference is the first divided by one plus
+    the second."""
     pairs = [(one.average, two.average), (one.streams, two.streams)]
     pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
     worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)

@@ -153,7 +153,7 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
         config = folder.read_config(path)  # raises if this is not a run folder
         file = path / folder.UNFINISHED
         if not file.is_file():
-            folder.require_resumable(path)  # a run of the first release needs that release
+            folder.require_resumable(path)  # raises for runs of the first release
             raise RunError(f"{path} has no model yet: finish it with `{resuming.command(config, path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:
@@ -255,7 +255,8 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
     names = set(rows.layout_of(network).names)
     if card.get("whole"):
         names = set(external.plain(network).state_dict())
-        tensors = external.plain(network).state_dict() | tensors  # a row holds what is trained alone
+        # `tensors` may have only the trained weights
+        tensors = external.plain(network).state_dict() | tensors
     if set(tensors) != names:
         raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
     network.load_state_dict(tensors, strict=False)
@@ -325,7 +326,8 @@ def export(run: str | Path, target: str | Path, *, model: external.Factory | str
     # views of more images than this would need 64-bit coordinates
     most = (1 << 31) // math.prod(classifier.shape[1:]) - 1 if classifier.test_views else None
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No complete tensor")  # weights in channels-last order; on a CPU
+        # a warning about weights in channels-last order, on a CPU
+        warnings.filterwarnings("ignore", "No complete tensor")
         gentle.prepare(example.device)
         program = torch.export.export(
             Averaged(classifier),

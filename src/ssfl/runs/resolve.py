@@ -1,5 +1,5 @@
-"""Loads the images that a config names, divides them among the server and the users, and resolves the config:
-every setting that was left open gets a value.
+"""Loads the images that a config names, and divides them among the server and the users. Also resolves the
+config: every setting that was left open gets a value.
 
 Mistakes in a config that only the data can show are found here, before anything is written.
 """
@@ -126,7 +126,7 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     elif labels is None:
         smallest = int(counts.min() * (1 - config.data.validation))
         labels = len(counts) * min(100, max(smallest // 2, 1))
-        if bool((dataset.labels < 0).any()):  # the others are the users'
+        if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
             _, available = set_aside(config, dataset)
             everything = int((dataset.labels[available] >= 0).sum())
             labels = everything if split_settings.labels_at == "server" else len(counts) * smallest
@@ -316,7 +316,8 @@ def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
     usable = available[labels[available] >= 0]
     labels_and_users = (labels[usable], settings.users)
     count_and_seed = (count, settings.seed)
-    if len(usable) < len(available) and count == len(usable):  # however uneven the classes are
+    # the server gets all labelled images, even if classes are uneven
+    if len(usable) < len(available) and count == len(usable):
         parts = split.Parts(np.arange(len(usable)), [np.zeros(0, np.int64)] * settings.users)
     elif settings.scheme == "skew":
         parts = split.skewed(*labels_and_users, settings.skew, *count_and_seed)

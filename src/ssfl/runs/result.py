@@ -139,8 +139,8 @@ def test_views(data: DataSettings) -> dict[str, Any]:
 
 
 def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
-    """Returns the model card, which is stored in a model file: what is needed to build the network, to
-    prepare images for it, and to name its classes."""
+    """Returns the model card, which is stored in a model file. It says how to build the network and how to
+    prepare images for it, and it names the classes."""
     return {
         "model": sim.config.model.name,
         "norm": sim.config.model.norm,

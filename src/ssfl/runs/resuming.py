@@ -57,7 +57,8 @@ def _launcher(config: Config) -> str:
     if config.run.engine != "dist" or dist.ranks() == 1:
         return ""
     here = dist.local_ranks()
-    options = f"--nproc-per-node {here}" if here == dist.ranks() else "..."  # several machines: as before
+    # on several machines, the user must repeat their own options
+    options = f"--nproc-per-node {here}" if here == dist.ranks() else "..."
     return f"torchrun {options} -m "
 
 

@@ -57,7 +57,7 @@ def joined(config: Config, sites: int) -> Config:
     users, federation = config.split.users, config.federation
     if sites <= users:
         return config
-    if federation.participants == users:  # everybody
+    if federation.participants == users:  # all sites take part
         federation = replace(federation, participants=sites)
     return replace(config, split=replace(config.split, users=sites), federation=federation)
 

@@ -55,13 +55,13 @@ class RestOfRun:
     start: Checkpoint
     """The checkpoint from which the run continues: the state after the last round that was played."""
     report: Report | None
-    """A function that shows an event to the user; None to show nothing."""
+    """A function that is called with each event, to show it to the user; None to show nothing."""
     interrupted: Callable[[], int]
     """A function that returns the number of the signal that asked the run to stop, or 0 if none did."""
     evaluate: Callable[[State], Event]
     what: str = ""
-    """For an inner run (a run inside the folder of another, such as the server-only run): its name in
-    messages. "" for the main run."""
+    """The name, in messages, of a run inside the folder of the main run, such as the server-only run. It is
+    "" for the main run."""
 
 
 class Interrupted(Stopped):
@@ -208,7 +208,7 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
         return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
         if rest.what or isinstance(error, DamagedRun):
-            raise  # the run around this one says how to continue, or it cannot be continued
+            raise  # the main run adds how to continue, or the run cannot be continued
         raise RunError(
             f"{error}; then continue with `{line}`", key=error.key, value=error.value, fix=error.fix
         ) from error
@@ -217,12 +217,12 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
 def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
-    """Plays an inner run (such as the server-only run) in the folder `path`, from its last checkpoint if
-    there is one. Returns its last state. `what` is its name in messages."""
+    """Plays a run inside the folder of the main run, such as the server-only run, from its last checkpoint if
+    there is one. Returns its last state. `path` is its own folder, and `what` its name in messages."""
     start = _reopened(sim, path)
     if start is None:
         start = Checkpoint(sim.initial(), {}, conditions(sim))
-        shutil.rmtree(path, ignore_errors=True)  # stopped before its folder was complete, or damaged
+        shutil.rmtree(path, ignore_errors=True)  # remove a folder that is incomplete or damaged
         parts = inventory.describe_split(sim.dataset, sim.parts, sim.validation)
         folder.create(path, sim.config, parts, sim.brought)
     state = start.state
@@ -232,8 +232,9 @@ def _inside(
 
 
 def _reopened(sim: Simulation, path: Path) -> Checkpoint | None:
-    """Returns the last checkpoint of the inner run in the folder `path`. Returns None if the inner run must
-    start anew, because there is none or it is damaged; the result is then the same, but takes longer."""
+    """Returns the last checkpoint of a run inside the folder of the main run, such as the server-only run.
+    Returns None if that run must start anew, because its folder is missing or damaged. The result is then the
+    same, but takes longer."""
     if not (path / "config.toml").is_file():
         return None
     try:

@@ -22,9 +22,9 @@ def plain(name: str) -> str:
 
 
 def needed(extras: Iterable[str]) -> tuple[dict[str, metadata.Distribution], dict[str, set[str]], set[str]]:
-    """Returns three things about ssfl with these extras: the installed packages that it needs, by name; for
-    each package, the names of the packages that it requires; and the names of required packages that are not
-    installed."""
+    """Returns three things about ssfl with these extras. The first are the installed packages that it needs,
+    by name. The second maps each of them to the packages that it requires. The third are required packages
+    that are not installed."""
     packages: dict[str, metadata.Distribution] = {}
     edges: dict[str, set[str]] = {}
     missing: set[str] = set()

@@ -1,4 +1,4 @@
-"""Context managers around a run: reproducible arithmetic, and a clear error if memory runs out."""
+"""Context managers for a run: one makes results reproducible, one gives a clear error if memory runs out."""
 
 import os
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def reproducible() -> Iterator[None]:
     products = torch.backends.cuda.matmul.allow_tf32
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # the same as use_deterministic_algorithms, which imports torch's compiler: as long again as torch itself
+    # not use_deterministic_algorithms: it imports torch's compiler, which takes as long as importing torch
     torch.set_deterministic_debug_mode("warn")
     # filling is not needed, because nothing here reads memory that it did not write
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

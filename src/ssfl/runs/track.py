@@ -94,10 +94,10 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
 
 
 class Memory:
-    """Records, in a file of the run folder, what has been logged: the tracker's id of the run, and the last
-    logged round of each kind of event.
+    """Records in a file of the run folder what has been logged. The file has the tracker's id of the run, and
+    the last logged round of each kind of event.
 
-    The file is written before a number is sent. So a crash can lose a number, but no number is logged twice.
+    It is written before a number is sent. So a crash can lose a number, but no number is logged twice.
     """
 
     def __init__(self, file: Path, tracker: str) -> None:

@@ -1,4 +1,5 @@
-"""The simulated federation: which users take part, which updates are accepted, and how good the model is.
+"""Simulates a federation on one machine: draws the users of each round, trains them, checks and averages
+their updates, and evaluates the model.
 
-Read `simulation.py` first. It runs the rounds of `federation.py` on one machine.
+Read `simulation.py` first. It runs the rounds of `federation.py`.
 """

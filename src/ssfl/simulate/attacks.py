@@ -29,7 +29,8 @@ def kind_in(attack: str, round: int) -> str | None:
 
 def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scale: float = 1.0) -> Tensor:
     """Returns the model [P + Q] that an attacker sends instead of the model `row` that it trained from
-    `sent`. The manipulated update is multiplied by `scale`. `kind` is one of these attacks:
+    `sent`. A model is a row of P weights and Q running statistics. The manipulated update is multiplied by
+    `scale`. `kind` is one of these attacks:
 
     "sign": the update in the opposite direction. "ascent": the same, but with a norm of 0.29 of the model's
     norm, however small the true update is. "noise": random noise as large as the weights is added. "shift":
@@ -41,7 +42,7 @@ def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scal
 
 def _manipulated(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int) -> Tensor:
     """Returns the model [P + Q] that an attack of this kind makes of the trained model `row`. `corrupt` then
-    scales the update."""
+    scales the update. A model is a row of P weights and Q running statistics."""
     if kind == "sign":
         return sent - (row - sent)
     if kind == "ascent":

@@ -20,8 +20,8 @@ largest one in the remembered rounds."""
 ROUNDS = 10
 """The number of past rounds whose usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
-"""An update is refused if its norm is above this multiple of the usual length (the median over users) and
-also above `SHARE` times the norm of the model."""
+"""An update is refused if two things are true. Its norm is above this multiple of the usual length (the
+median over users), and above `SHARE` times the norm of the model."""
 SHARE = 0.3
 """An update whose norm is below this share of the model's norm is never refused for its length, only
 shortened. In early rounds, one honest user may already learn while the updates of the others are almost
@@ -42,8 +42,8 @@ KEEPS = 0.8
 """The share of a user's trust that is kept from one round to the next. The rest comes from the user's new
 update."""
 VIEWS = 256
-"""The approximate number of strong views of labelled images from which the direction is computed in which the
-server's loss falls."""
+"""About how many strong views of the server's labelled images are used to compute the direction in which its
+loss falls."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def judge(
     trust: Tensor | None = None,
 ) -> GateResult:
     """Decides which of the n models `rows` [n, P + Q] are refused, which updates are shortened, and the
-    weight of each model in the average. `sent` [n, P + Q] are the models that the n users received.
+    weight of each model in the average. `sent` [n, P + Q] are the models that the n users received. A model
+    is a row of P weights and Q running statistics.
 
     `strikes` [n] counts how often each user was refused before. `before` holds the usual lengths of earlier
     rounds (the larger of the users' and the server's), or 0 where unknown. `trust` [n] comes from `trusted`.
@@ -114,7 +115,7 @@ def judge(
 
 def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:
     """Returns the trust [n] in n users after one more round, from their previous `trust` [n] and their
-    `updates` [n, P]:
+    `updates` [n, P] of P weights:
 
         trust = 0.8 · trust + 0.2 · cos(update, direction)
 
@@ -145,7 +146,7 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the usual length of an update in a round: the median of the `lengths`, but at most twice the
+    """Returns the usual length of an update in a round: the median of the `lengths`. It is at most twice the
     largest usual length of earlier rounds (`before`)."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):

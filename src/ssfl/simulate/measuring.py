@@ -48,7 +48,7 @@ def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
     if log.users is not None:
         names = list(log.users.metrics)
         numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
-        # this and the guard of `anchored` are the only waits for the device in a round
+        # only here, and in the guard of `anchored`, does the CPU wait for the GPU in a round
         *metrics, norms = numbers.tolist()
         measured = dict(zip(names, metrics, strict=True))
         for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
@@ -98,12 +98,12 @@ def diversity_event(
 
     def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
         """Returns the gradients [n, P] of n trainers, each over all images of that trainer and at its model
-        in `rows` [n, P + Q]."""
+        in `rows` [n, P + Q]. A model is a row of P weights and Q running statistics."""
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
         batches = owners.at(members, places).reshape(len(members), steps, size)
-        # only the loss on unlabelled images; users' own labelled images are not part of it
+        # the loss is on unlabelled images only, even if users also have labelled ones
         views = ("weak",) if role == "server" else plan.views
         work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
         return _in_parts(
@@ -139,7 +139,7 @@ def _in_parts(
 ) -> Tensor:
     """Returns the gradients [n, P] of n trainers, each over all images of that trainer. To limit memory, only
     `at_once` trainers are computed at a time. With torchrun, each process computes some of the trainers, and
-    all get the whole result."""
+    all get the whole result. P is the number of weights."""
     count = len(rows)
     share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []
@@ -166,8 +166,8 @@ def _in_parts(
 def _of_users(
     metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
 ) -> dict[str, Any]:
-    """Returns the fields of a round's event that are about users: the loss, mask rate and update norm of each
-    user, and the means over all users that the gate did not refuse."""
+    """Returns the fields of a round's event that are about users. They are the loss, mask rate and update
+    norm of each user, and the means over all users that the gate did not refuse."""
 
     def total(values: list[float]) -> float:
         return sum(value for place, value in enumerate(values) if place not in refused)

@@ -39,7 +39,8 @@ class Owners:
         """Returns indices into the pool of all images [n, m], for n `owners` and m images each. `places` [n,
         m] says which of an owner's images is meant: 0 is its first."""
         index = self.starts[owners][:, None] + places
-        return self.images[index.clamp(max=len(self.images) - 1)]  # the last owner may have no image
+        # the clamp is for a last owner without images
+        return self.images[index.clamp(max=len(self.images) - 1)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Plan:
     users: Owners
     labelled: Owners | None
     server: Owners
-    """The server's labelled images. The server is their only owner."""
+    """The server's labelled images, as `Owners` with a single owner."""
     positions: Positions
     """A function of the engine that returns, for each trainer, the order in which it goes through its images.
     See `positions` in `engines/work.py`."""
@@ -81,8 +82,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the server's model are trained in a round: 1, or one for each group if the
-        method has `server_replicas`."""
+        """How many copies of the server's model are trained in a round: usually 1. It is one for each group
+        if the method's setting server_replicas is true."""
         return self.streams if getattr(self.config.method, "server_replicas", False) else 1
 
     @property
@@ -115,8 +116,9 @@ class Plan:
         )
 
     def steps_before(self, round: int) -> int:
-        """Returns how many training steps each trainer has taken before this round. The learning rate
-        schedule depends on this number."""
+        """Returns how many training steps all rounds before this one have together, at federation.period
+        steps each (plus extra steps, if federation.extra_step). The learning rate schedule depends on this
+        number."""
         federation = self.config.federation
         steps = round * federation.period
         if not federation.extra_step:
@@ -168,9 +170,9 @@ class Plan:
         return tuple(rate(step) for step in range(first, self.steps_before(round + 1)))
 
     def _work(self, round: int, role: str, trainers: Tensor, owners: Owners, members: Tensor) -> Work:
-        """Returns what n trainers do in a round: the batches, learning rates and random keys of their steps.
-        `trainers` [n] are the numbers that the random keys depend on. `members` [n] are their positions in
-        `owners`."""
+        """Returns what n trainers (users, or copies of the server's model) do in a round: the batches,
+        learning rates and random keys of their steps. `trainers` [n] are numbers from which their random keys
+        are made. `members` [n] says which owner in `owners` has the images of each trainer."""
         seed, size, user = self.config.run.seed, self.batch_size(role), role == "user"
         rates, own_steps = self.rates(round, role), self.own_steps(role)
         taken = self.local_steps[members] if user and self.local_steps is not None else None

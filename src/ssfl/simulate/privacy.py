@@ -3,8 +3,9 @@
 Two federations are neighbours if they differ only in the images of one user. What that user sends in a round
 then differs by at most twice the clipping norm. From this, two upper bounds ε are computed for the same δ.
 `epsilon_sent` bounds what all updates of one user together reveal to the server. `epsilon_model` bounds what
-the averaged models reveal to somebody who only sees these models: no single update, not the seed, and not who
-took part. docs/security.md says what the bounds mean and what they do not cover.
+the averaged models reveal to a reader who sees nothing else. Such a reader sees no single update, is not a
+user, and knows neither the seed nor who took part. docs/security.md says what the bounds mean and what they
+do not cover.
 """
 
 import math
@@ -95,7 +96,7 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     """
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0
-    # a mean of n users contains n draws of noise; for other averages we count only the one of each model
+    # a mean over n users contains the noise of n users; for other averages, that of one user is assumed
     linear = federation.combine == "mean" and not (federation.gate or federation.median_fallback)
     rounds = [(noise * math.sqrt(size if linear else 1), count) for size, count in least.items()]
     sent = epsilon([(noise, parts)], delta)

@@ -46,8 +46,8 @@ class Experiment(Protocol):
 
 
 Extra = Callable[[Sequence[int]], Named]
-"""A function that takes n user numbers and returns the tensors, [n, ...] each and by name, that these users
-are sent in addition to a model."""
+"""A function that takes n user numbers and returns tensors [n, ...] by name. Entry i of each tensor is sent
+to user i, in addition to a model."""
 
 
 class Workers(Protocol):
@@ -61,12 +61,13 @@ class Workers(Protocol):
         the server's model."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Returns the training results of some of the cohort's users. `part` is the slice of the cohort,
-        `rows` [n, P + Q] the model that each of its n users starts from, and `tensors` what else the users
-        were sent."""
+        """Trains some of the cohort's users and returns what the server receives from them. `part` is the
+        slice of the cohort. `rows` [n, P + Q] are the models that these n users start from, and `tensors` is
+        what else they were sent. A model is a row of P weights and Q running statistics."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns the models `rows` [m, P + Q] after training on the server's labelled images."""
+        """Returns the models `rows` [m, P + Q] after training on the server's labelled images. A model is a
+        row of P weights and Q running statistics."""
 
 
 class Ranks(Protocol):
@@ -77,6 +78,6 @@ class Ranks(Protocol):
         cohort."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Exchanges results among the processes; every process gets the same. Returns a list: first the sum
-        over processes of `streams` (sums of the models of each group), then each tensor of `each` with the
-        rows of all `count` users, in order."""
+        """Exchanges results among the processes; every process gets the same list. Its first entry is the sum
+        of all processes' `streams` (each group's sum of models). The others are the tensors of `each`,
+        extended to the rows of all `count` users in order."""

@@ -50,10 +50,10 @@ class Log:
     """The metrics and updates of the round's users; None if no user returned a model."""
     server: TrainedUpdates | None = None
     server_sent: Tensor | None = None
-    """[P + Q]: the model that the server started from (P weights and Q running statistics); None if it did
+    """[P + Q]: the server's model before its training (P weights and Q running statistics); None if it did
     not train."""
     server_row: Tensor | None = None
-    """[P + Q]: the model that the server ended with (P weights and Q running statistics); None if it did not
+    """[P + Q]: the server's model after its training (P weights and Q running statistics); None if it did not
     train."""
     server_steps: int = 0
     """How many models the server trained in this round: 1, or more if it trains a copy for each group. (The
@@ -66,7 +66,7 @@ class Log:
     usual: Tensor | None = None
     """The usual norm of an update in this round (the median over users); None if the gate is off."""
     trust: Tensor | None = None
-    """[n]: the trust in each of the cohort's n users after this round (see `gate.py`); None if the gate is
+    """[n]: the trust in each of the cohort's n users after this round (see `gate.py`). None if the gate is
     off or the server has no labels."""
     against: dict[int, float] = field(default_factory=dict)
     """The users to which the gate gives little weight, because their updates work against the server's
@@ -116,21 +116,23 @@ class Round:
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [m, N, classes] that each of the m models `rows` [m, P + Q]
-        predicts for N uint8 images."""
+        predicts for N uint8 images. A model is a row of P weights and Q running statistics."""
         if not len(rows):
             return rows.new_zeros(0, len(images), self.classes)
         return torch.stack([self.sim.predicted(row, images) for row in rows])
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns how much better than guessing the model `row` [P + Q] is, on about `most` of the server's
-        labelled images: its balanced accuracy minus one divided by the number of classes."""
+        """Returns how much better than guessing the model `row` [P + Q] is: its balanced accuracy minus 1 /
+        classes. It is measured on about `most` of the server's labelled images. A model is a row of P weights
+        and Q running statistics."""
         per_class = self.sim.server_score(row, most).per_class
         accuracies = [accuracy for accuracy in per_class if accuracy is not None]
         return sum(accuracies) / len(accuracies) - 1 / len(accuracies)
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
         """Returns the mean confidence (the probability of the most likely class) of the model `row` [P + Q],
-        on about `most` of the server's labelled images."""
+        on about `most` of the server's labelled images. A model is a row of P weights and Q running
+        statistics."""
         images, _ = self.sim.server_images(most)
         return float(self.sim.predicted(row, images).amax(-1).mean())
 
@@ -138,13 +140,13 @@ class Round:
 
     def train_server(self, row: Tensor) -> Trained:
         """Trains the model `row` [P + Q] on the server's labelled images. Returns the trained model and its
-        momentum."""
+        momentum. A model is a row of P weights and Q running statistics."""
         return self._train_server(row[None])[1]
 
     def _train_server(self, sent: Tensor) -> tuple[Tensor, Trained]:
         """Trains the m models `sent` [m, P + Q] on the server's labelled images. Returns all m trained
         models, and the first of them with the momentum of all. Usually m = 1; some methods train a copy of
-        the server's model for each group."""
+        the server's model for each group. A model is a row of P weights and Q running statistics."""
         if not self.has_server:
             raise MethodError(
                 "the round trains the server, which has no labelled images: check fed.has_server first",
@@ -174,7 +176,7 @@ class Round:
         `start` [S, P + Q] are the models of the S groups, or of all users if each keeps its own. Each
         participant receives its model, and the tensors that `send` returns for it, and trains. If `server` [P
         + Q] is not None, the server trains this model meanwhile (`replicas` copies of it), and the result
-        enters each average with `server_weight`.
+        enters each average with `server_weight`. A model is a row of P weights and Q running statistics.
         """
         if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
@@ -293,9 +295,10 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Applies the gate (federation.gate) to the models `rows` that users returned. Returns the models, of
-        which the gate may have shortened updates; their weights; and the positions of the users to average.
-        Users that were refused, or have weight 0, are left out of these positions."""
+        """Applies the gate (federation.gate) to the models `rows` that n users returned. Returns three
+        things: the models, in which long updates have been shortened; their weights [n], or None if all are
+        equal; and the positions of the users to average. Users that were refused or have weight 0 are left
+        out of the positions."""
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
@@ -326,8 +329,8 @@ class Round:
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
         """Returns the average [P + Q] of the models in a group, by the rule of federation.combine: mean,
-        trimmed mean or median. `group` are positions in `rows`; for an empty group, all models are
-        averaged."""
+        trimmed mean or median. `group` are positions in `rows`; for an empty group, all models are averaged.
+        A model is a row of P weights and Q running statistics."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -342,8 +345,8 @@ class Round:
 
     def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
         """Returns the momentum [n, P] with which n trainers start the round. Each trainer continues with the
-        row of the state's momentum that `slots` names. If `slots` is None or no momentum is kept, it is
-        zero."""
+        row of the state's momentum that `slots` names. If `slots` is None or no momentum is kept, it is zero.
+        P is the number of weights."""
         if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
@@ -356,9 +359,9 @@ class Round:
     def _exchanged(
         self, ranks: Ranks, sums: Tensor, own: TrainedUpdates, momentum: Tensor, count: int
     ) -> tuple[Tensor, TrainedUpdates, Tensor]:
-        """Exchanges results with the other processes of torchrun. The arguments are the results of this
-        process' users. Returns those of all users together: the sums of each group's models, the metrics, and
-        the momentum."""
+        """Exchanges results with the other processes of torchrun. The arguments are the results of the users
+        that this process trained. Returns the results of all users: the sum of the models of each group, the
+        metrics, and the momentum."""
         each = [torch.stack([*own.metrics.values(), own.norms], dim=1).to(sums.dtype)]
         if len(self.state.momentum):
             each.append(momentum)
@@ -378,7 +381,7 @@ class CohortResult:
 
     sums: Tensor
     """[S, P + Q]: for each of S groups, the weighted sum of its users' models. The server's model, with its
-    weight, is added later."""
+    weight, is added later. A model is a row of P weights and Q running statistics."""
     matrix: Tensor | None
     """[S, 1 + C]: the weights of the server (first column) and of the C users in the averages of the S
     groups, see `core/averaging.py`. None if users keep models of their own, so that nothing is averaged."""
@@ -389,8 +392,8 @@ class CohortResult:
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
-    """Returns the models [n, P + Q], the weights [n] or None, and the reports of all n users of a cohort,
-    joined from the results of its parts."""
+    """Joins the results of all parts of a cohort. Returns the models [n, P + Q], the weights [n] (or None)
+    and the reports of its n users. A model is a row of P weights and Q running statistics."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report

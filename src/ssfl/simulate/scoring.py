@@ -82,7 +82,8 @@ def _tensor_cores(allowed: bool) -> Iterator[None]:
 def descent(
     model: nn.Module, layout: Layout, pool: Pool, row: Tensor, places: Tensor, keys: Tensor
 ) -> Tensor:
-    """Returns the direction [P] in weight space in which the loss on labelled images falls fastest.
+    """Returns the direction [P] in which the P weights must change so that the loss on labelled images falls
+    fastest.
 
     This is the negative gradient at the model `row` [P + Q], summed over one strong view of each image.
     `places` are the positions of the images in the pool, and `keys` the random keys of their views. Weak

@@ -21,11 +21,11 @@ def sent_back(
     sent: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Returns the models [n, P + Q] that the server receives from n users. (A model is one row of P weights
-    and Q running statistics.)
+    """Returns the models [n, P + Q] that the server receives from n users. They are the trained models
+    `rows`, except for attackers and with differential privacy.
 
     `sent` [n, P + Q] are the models that the users received, and `rows` [n, P + Q] are those models after
-    training. The result differs from `rows` only for attackers and with differential privacy.
+    training. A model is a row of P weights and Q running statistics.
     """
     federation, seed = config.federation, config.run.seed
     clip, noise = config.privacy.clip, config.privacy.noise
@@ -35,7 +35,8 @@ def sent_back(
     attackers = attacks.attacking_users(config.split.users, share, seed) if share else frozenset[int]()
     kind = attacks.kind_in(federation.attack, round)
     rows = rows.clone()
-    for place, user in enumerate(users):  # one at a time: the draws of a row are wider than the row
+    # one user at a time, because the random draws need more memory than the model
+    for place, user in enumerate(users):
         if clip is not None and noise is not None:
             one = slice(place, place + 1)
             key = torch.tensor(draws.key(seed, "privacy", round, user), device=rows.device)

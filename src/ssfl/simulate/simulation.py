@@ -60,8 +60,8 @@ class Simulation:
     """Digests (hashes) of a network and a method from outside the package, if the run uses them. A resumed
     run is compared with them, see `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
-    """The next round's cohort, the users' work and the server's work, by round number. They are prepared in
-    advance while the GPU is busy; empty if they were not."""
+    """Rounds that were prepared in advance, while the GPU was busy. Maps the number of a round to its cohort,
+    the users' work and the server's work."""
 
     @property
     def config(self) -> Config:
@@ -158,8 +158,8 @@ class Simulation:
         return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
 
     def make_views(self, round: int, phases: Phases) -> None:
-        """Prepares the stored features of this round, if the network has a frozen first part: computes the
-        output of that part for views that are new in the round. The time is recorded in `phases`."""
+        """Prepares the stored features of a round, if the network has a frozen first part. Features are the
+        output of that part for the views of images. The time is recorded in `phases`."""
         if self.pool.features is not None:
             with phases.during("features"):
                 self.pool.use(round)
@@ -193,8 +193,8 @@ class Simulation:
         return new
 
     def prepare(self, round: int) -> None:
-        """Draws the cohort and the batches of the given round on the CPU while a GPU is still busy, so that
-        the round can start at once. On a CPU it does nothing."""
+        """Draws the cohort and the batches of the given round in advance, on the CPU while a GPU is busy. The
+        round can then start at once. Without a GPU, it does nothing."""
         if self.device.type == "cuda" and round < self.rounds and round not in self._ahead:
             self._ahead.clear()
             self._ahead[round] = self.plan.prepare(round)
@@ -215,7 +215,7 @@ class Simulation:
             event |= {"accuracy": accuracy, "loss": loss, "class_accuracy": per_class}
             event |= {"correct": round(accuracy * tested), "count": tested}
             event["balanced_accuracy"] = balanced(per_class)
-            # a good average can hide streams that have collapsed
+            # a good averaged model can hide that the models of some groups have collapsed
             if len(state.streams) > 1 and self.method.start == "group":
                 event["stream_accuracy"] = [self.score(stream, *test)[0] for stream in state.streams]
         if len(self.validation):
@@ -268,27 +268,28 @@ class Simulation:
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
         """Returns the accuracy and loss of the model `row` [P + Q] on uint8 images [N, C, H, W] with these
-        labels [N]."""
+        labels [N]. A model is a row of P weights and Q running statistics."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def server_score(self, row: Tensor, most: int | None = None) -> scoring.ModelScore:
         """Returns the accuracy and loss of the model `row` [P + Q] on about `most` of the server's labelled
         images (see `server_images`). It does not average over test views (data.test_views), because rounds
-        call it often."""
+        call it often. A model is a row of P weights and Q running statistics."""
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, len(self.dataset.classes))
 
     def classified(self, row: Tensor, images: Tensor) -> Tensor:
         """Returns the class number [N] that the model `row` [P + Q] predicts for each of N uint8 images. The
-        result is on the CPU."""
+        result is on the CPU. A model is a row of P weights and Q running statistics."""
         write_row(self.model, self.layout, row)
         return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [N, classes] that the model `row` [P + Q] predicts for N uint8
-        images. Unlike `classified`, it uses no test views."""
+        images. Unlike `classified`, it uses no test views. A model is a row of P weights and Q running
+        statistics."""
         write_row(self.model, self.layout, row)
         self.model.eval()
         with torch.no_grad():
@@ -321,8 +322,9 @@ class Simulation:
         return self._server_images[most]
 
     def descent(self, row: Tensor, round: int) -> Tensor | None:
-        """Returns the direction [P] in weight space in which the server's loss falls fastest at the model
-        `row` [P + Q]; None if the server has no labels. The gate compares users' updates with it.
+        """Returns the direction [P] in which the P weights must change so that the server's loss falls
+        fastest, at the model `row` [P + Q]. The gate compares users' updates with it. Returns None if the
+        server has no labels.
 
         The loss is on strong views of the server's labelled images, which are drawn anew for each `round`.
         """
@@ -353,5 +355,6 @@ class Simulation:
 
 def evaluated_row(state: State) -> Tensor:
     """Returns the model [P + Q] that is evaluated and saved: the slow average over rounds if the run keeps
-    one (federation.slow_average), otherwise the averaged model."""
+    one (federation.slow_average), otherwise the averaged model. A model is a row of P weights and Q running
+    statistics."""
     return state.memory.get(SLOW, state.average)

@@ -35,13 +35,13 @@ class Simulated:
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
         """Returns the cohort unchanged. There is nothing to send, because the users are simulated on this
-        machine, and users that drop out were already left out when the cohort was drawn."""
+        machine. Users that drop out were already left out when the cohort was drawn."""
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
         """Trains some of the cohort's users and returns what the server receives from them. `part` is the
-        slice of the cohort, `rows` [n, P + Q] the model that each of its n users starts from, and `tensors`
-        what else the users were sent."""
+        slice of the cohort. `rows` [n, P + Q] are the models that these n users start from, and `tensors` is
+        what else they were sent. A model is a row of P weights and Q running statistics."""
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
@@ -50,7 +50,8 @@ class Simulated:
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
         """Trains the models `rows` [m, P + Q] on the server's labelled images and returns the result. Usually
-        m = 1; some methods train a copy of the server's model for each group."""
+        m = 1; some methods train a copy of the server's model for each group. A model is a row of P weights
+        and Q running statistics."""
         assert self.server_work is not None
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
