@@ -145,7 +145,8 @@ def _check_comparison(config: Config) -> None:
 
 
 def _check_averaging(config: Config) -> None:
-    """Raises if a method has its own way to average models, and the settings ask for another one."""
+    """Raises if the settings ask for a way to average models that the method does not allow, because it
+    averages in its own way."""
     method, federation = config.method, config.federation
     robust = [
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),

@@ -100,7 +100,7 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """[model] The network."""
+    """[model] The network: which one it is, its initial weights, and which of its layers are trained."""
 
     name: str | None = setting(
         None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
@@ -202,7 +202,7 @@ class PrivacySettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """[train] Training at the users and at the server."""
+    """[train] How users and the server train: batches, learning rate, momentum and precision."""
 
     batch_size: int = setting(64, least=1, most=65536, what="images")
     """B, the number of images in a training step."""

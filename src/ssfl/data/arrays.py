@@ -160,8 +160,8 @@ class Data:
 
 
 def unlabelled(images: Any, what: str) -> Tensor:
-    """Returns images as a uint8 tensor [N, C, H, W]. `images` is an array, or an `ssfl.Data`, of which labels
-    are ignored. `what` is the name of the argument, for error messages."""
+    """Returns images as a uint8 tensor [N, C, H, W]. `images` is an array, or an `ssfl.Data` whose labels are
+    ignored. `what` is the name of the argument, for error messages."""
     return images.dataset.images if isinstance(images, Data) else image_tensor(images, what)
 
 

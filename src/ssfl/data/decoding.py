@@ -58,7 +58,7 @@ class Decoded:
     deep: int
     """The number of files with more than 8 bits per channel."""
     grey: int
-    """The number of images that show no colours. They may be stored as RGB all the same."""
+    """The number of images that show no colours, including those that are stored as RGB."""
     cut: int
     """The number of images with pixel values above `white`. These pixels became 255 too, so brighter details
     are lost."""

@@ -239,8 +239,8 @@ def resized(images: Tensor, size: int | None) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Returns the concatenation of all parts, uint8 [N, ...]. The list `parts` is emptied meanwhile, so that
-    the memory of each part is freed as soon as the part is copied."""
+    """Returns all parts as one uint8 tensor [N, ...]. The list `parts` is emptied step by step: each part is
+    removed once it is copied, so that its memory is freed."""
     if len(parts) == 1:
         return parts.pop()
     whole = torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=torch.uint8)

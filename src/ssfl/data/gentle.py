@@ -50,7 +50,7 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 GENTLE = View(gentle_views, GENTLE_DRAWS)
 KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
-"""The weak and the strong view that each value of the setting data.views stands for."""
+"""For each value of the setting data.views, the weak and the strong augmentation that it selects."""
 
 
 def test_view(images: Tensor, number: int, flip: bool) -> Tensor:

@@ -36,10 +36,10 @@ class Forecast:
 
     rounds: int
     round: float
-    """Seconds per round."""
+    """The expected duration of a round, in seconds."""
     evaluations: int
     evaluation: float
-    """Seconds per evaluation."""
+    """The expected duration of an evaluation, in seconds."""
     compared: float
     """Seconds for training the models that the run is compared with: the server-only model and the models of
     the cross-validation."""

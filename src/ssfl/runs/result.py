@@ -40,8 +40,8 @@ class Result:
     path: Path
     """The run folder."""
     stopped: int | None = None
-    """The number of the last round, if Ctrl-C or SIGTERM came during it; otherwise None. This run is finished
-    all the same, but a command that does several runs must stop now."""
+    """The number of the last round, if Ctrl-C or SIGTERM came during it; otherwise None. The run itself is
+    finished, but a command that does several runs must stop now."""
     stopped_by: int = signal.SIGINT
     """The number of the signal that came during the last round: that of Ctrl-C or SIGTERM. It has no meaning
     if `stopped` is None."""

@@ -34,7 +34,7 @@ class Done:
     """What `ssfl.Federation` yields after each round: its number, its events and the new state."""
 
     round: int
-    """The number of rounds played so far."""
+    """The number of rounds played so far, including this one."""
     events: list[Event]
     """The events of this round, each a dict: one of kind "round", and possibly an evaluation and others."""
     state: State = field(repr=False)

@@ -49,7 +49,7 @@ class Plan:
     rates."""
 
     config: Config
-    """The resolved config."""
+    """The resolved config, in which every setting has a value."""
     users: Owners
     labelled: Owners | None
     server: Owners

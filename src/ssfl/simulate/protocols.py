@@ -47,7 +47,7 @@ class Experiment(Protocol):
 
 Extra = Callable[[Sequence[int]], Named]
 """A function that takes n user numbers and returns tensors [n, ...] by name. Entry i of each tensor is sent
-to user i, in addition to a model."""
+to the i-th of these users, in addition to a model."""
 
 
 class Workers(Protocol):

@@ -91,7 +91,8 @@ class Round:
         self.needs = frozenset(sim.config.method.needs())
         self.log = Log()
         self._keep = keep
-        """Whether the log keeps the trainers' updates, for gradient diversity."""
+        """Whether the log keeps each trainer's whole update, which is needed to measure gradient
+        diversity."""
 
     @property
     def server_counts(self) -> Tensor:
