@@ -37,8 +37,8 @@ class Module(nn.Module):
         return self.task.loss(self.network, images, labels)
 
     def metrics(self, images: Tensor, labels: Tensor) -> dict[str, Weighted]:
-        """Returns the metrics of pfl's evaluation. pfl always evaluates in its first iteration; this
-        evaluation is cheap and part of the warm-up."""
+        """Returns the metrics of pfl's evaluation, which is not part of the job. pfl always evaluates in its
+        first iteration; here this is cheap, and falls into the warm-up."""
         return {"nothing": Weighted(0.0, len(images))}
 
 

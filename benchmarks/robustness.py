@@ -269,7 +269,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 
 def _on(validation: bool) -> str:
-    """Returns the name of the images on which the accuracy is measured."""
+    """Returns a phrase that says on which images the accuracy is measured, for the table."""
     return "a tenth of the training images" if validation else "the test images"
 
 

@@ -106,7 +106,7 @@ P]."""
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of the server's training in a round."""
+    """The result of the server's training in a round: the model and the momentum to keep."""
 
     row: Tensor
     """The trained model, a row of P weights and Q running statistics. If the server trained several copies of
@@ -206,7 +206,8 @@ class Fed(Protocol):
         """
 
     def train_server(self, row: Tensor) -> Trained:
-        """Returns the model `row` [P + Q] after training on the server's labelled images."""
+        """Trains the model `row` [P + Q] on the server's labelled images, and returns the trained model and
+        its momentum."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [m, B, classes] of m models [m, P + Q] for B uint8 images [B, C, H,

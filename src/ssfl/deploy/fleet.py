@@ -57,8 +57,8 @@ class Answers:
     """For each user of whom something was refused: the reason. Another answer of the same user may still have
     been accepted."""
     traffic: Mapping[str, int]
-    """Bytes that went over the port during the round, including those that Flower adds: `wire_up` to the
-    centre, `wire_down` to the sites."""
+    """Bytes sent and received at the centre's port during the round, including those that Flower adds:
+    `wire_up` to the centre, `wire_down` to the sites."""
     missing: list[str] = field(default_factory=list)
     """The names of the sites that should have taken part but sent no model, neither an accepted nor a refused
     one."""
@@ -83,10 +83,11 @@ class Fleet:
     """The run stops after this many seconds without any answer."""
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
-    """Reports from the port's process, which another thread puts here: refused requests, and how many bytes
-    were sent."""
+    """Reports from the process at the centre's port: refused requests, and numbers of bytes. Another thread
+    puts them here."""
     exclude: Callable[[Collection[int]], None] = lambda nodes: None
-    """Tells the port to refuse requests of these nodes, because their sites are excluded."""
+    """Tells the process at the centre's port to refuse requests of these nodes, because their sites are
+    excluded."""
     asked: bool = False
     """Whether sites choose their own names. Otherwise each site is known by its key."""
     look: Callable[[], None] = lambda: None
@@ -107,8 +108,7 @@ class Fleet:
     _without: list[str] = field(default_factory=list)
     """The missing sites in the last line about missing sites, so that the same line is not repeated."""
     _traffic: dict[str, int] = field(default_factory=dict)
-    """The latest count of bytes that went over the port, `up` and `down`; empty if the port does not report
-    it."""
+    """The latest counts of bytes at the centre's port, `up` and `down`; empty if they are not reported."""
     _refused: dict[str, str] = field(default_factory=dict)
     """For each site, why one of its messages was refused. It is cleared after each attempt to collect
     models."""
@@ -174,8 +174,8 @@ class Fleet:
             self.tell(f"{name} sent {why} ({count} so far)")
 
     def listen(self) -> set[int]:
-        """Handles the reports that have come from the port. Returns the nodes whose answers can no longer
-        arrive."""
+        """Handles the reports that have arrived from the process at the centre's port, such as refused
+        requests. Returns the nodes whose answers can no longer arrive."""
         lost = set()
         with suppress(Empty):
             while True:
@@ -483,8 +483,8 @@ class Fleet:
         self._dismiss_nodes([node for node, name in self._nodes.items() if name in new], EXCLUDED)
 
     def _dismiss_nodes(self, nodes: Collection[int], why: str) -> None:
-        """Tells these nodes why they may not take part, and has the port refuse their further requests. Does
-        not wait for answers."""
+        """Tells these nodes why they may not take part, and lets the centre's port refuse their further
+        requests. Does not wait for answers."""
         end = ConfigRecord({"ask": "end", "why": why, "refused": True})
         contents = {node: RecordDict({"config": end}) for node in nodes}
         list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))

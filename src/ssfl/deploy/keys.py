@@ -185,7 +185,8 @@ class Watch:
         self._seen = seen  # if the port could not be reached, the next call tries again
 
     def _apply(self, now: dict[str, ec.EllipticCurvePublicKey]) -> None:
-        """Applies the differences between the `known` keys and the keys that are in the folder now."""
+        """Applies the differences between the `known` keys and the keys in the folder now: tells the port to
+        accept new keys, and excludes sites whose key was removed."""
         for name in sorted(now.keys() | self.known.keys()):
             key, before = now.get(name), self.known.get(name)
             if key == before:
@@ -264,7 +265,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _called(name: str) -> x509.Name:
-    """Returns a certificate's name, with this text as its common name."""
+    """Returns an X.509 name with this text as its common name, for a certificate."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 

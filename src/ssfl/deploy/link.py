@@ -59,8 +59,8 @@ class Link:
     deadline: float
     """Seconds after which an answer that has arrived only in part is given up."""
     answered: set[str] = field(default_factory=set)
-    """The identifiers of messages whose answers have arrived. Another thread fills this set from the port's
-    reports."""
+    """The identifiers of messages whose answers have arrived. Another thread fills this set from the reports
+    of the process at the port."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Flower's node number of each site that has a key, by the site's name."""
     pause: float = 0.1
@@ -119,13 +119,13 @@ class Link:
             self.numbers[name] = internals.register(self.call, name, key)
 
     def exclude(self, nodes: Collection[int]) -> None:
-        """Tells the port to refuse further requests of these nodes, because their sites were excluded from
-        the run. A few requests are still answered, so that each site learns why."""
+        """Tells the process at the port to refuse further requests of these nodes, because their sites were
+        excluded from the run. A few requests are still answered, so that each site learns why."""
         self._tell_port(request_filter.EXCLUDE, nodes)
 
     def _tell_port(self, path: str, nodes: Collection[int]) -> None:
-        """Posts a list of node numbers to one of the port's two own paths (`request_filter.WAKE` or
-        `EXCLUDE`)."""
+        """Sends a list of node numbers to the request filter at the port. `path` is `request_filter.WAKE`
+        (messages are waiting for these nodes) or `request_filter.EXCLUDE` (these nodes are excluded)."""
         if nodes:
             self.call.post(path.lstrip("/"), json.dumps(list(nodes)).encode())
 

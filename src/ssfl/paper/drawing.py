@@ -66,8 +66,8 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that are trained for the given runs of the paper under this fidelity (see
-        `actual`), each only once."""
+        """Returns the runs that this fidelity trains in place of the given runs of the paper (see `actual`),
+        each only once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(

@@ -35,8 +35,9 @@ AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 
 
 def actual(run: PaperRun, fidelity: str) -> PaperRun:
-    """Returns the run that is trained for a run of the paper. It is the same run, except with the fidelity
-    `recommended`: it replaces FedAvg and grouping by the recommended method."""
+    """Returns the run that is trained in place of a run of the paper. It is the same run with the fidelities
+    `paper` and `reference`. The fidelity `recommended` replaces FedAvg and grouping by the recommended
+    method."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
         return replace(run, method="anchored", groups=None, published=None, where="")
     return run

@@ -21,8 +21,8 @@ the peak of the main process (and of its GPU, if any), without additional proces
 
 
 def blocks(runs: Sequence[Run]) -> list[Block]:
-    """Returns the blocks of the costs section: a table of the runs and, for a single run, a chart of its time
-    by phase."""
+    """Returns the charts and tables of the report's costs section: a table of the runs and, for a single run,
+    a chart of its time by phase."""
     made: list[Block] = []
     if len(runs) == 1:
         items: list[Block] = [

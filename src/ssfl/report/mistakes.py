@@ -14,8 +14,9 @@ Shares = list[list[float | None]]
 
 
 def confusion(run: Run, seen: Seen | str) -> list[Block]:
-    """Returns the blocks with the confusion matrix and a table of the worst classes. If `seen` is a text (why
-    there are no predictions), it returns the recorded accuracies of the classes and this text instead."""
+    """Returns the confusion matrix and a table of the worst classes, as blocks of a report. If `seen` is a
+    text (why there are no predictions), it returns the recorded accuracies of the classes and this text
+    instead."""
     if isinstance(seen, str):
         return [*_recorded(run), text(seen, "note")]
     totals = [sum(row) for row in seen.confusion]
@@ -49,7 +50,7 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
 
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
-    """Returns the block with the confusion matrix. With more than `MOST_CLASSES` classes, it shows only the
+    """Returns the chart of the confusion matrix. With more than `MOST_CLASSES` classes, it shows only the
     worst of them.
 
     `shares` and `counts` are [true class][predicted class]: fractions of the true class, and numbers of
@@ -75,7 +76,7 @@ def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[l
 
 
 def images(seen: Seen) -> list[Block]:
-    """Returns the blocks with example test images and their predictions."""
+    """Returns the part of a report that shows example test images with their predictions."""
     made: list[Block] = []
     for title, items in seen.examples:
         if items:
@@ -88,7 +89,7 @@ def images(seen: Seen) -> list[Block]:
 
 
 def views(run: Run, seen: Seen) -> list[Block]:
-    """Returns the blocks that show training images next to their weak and strong views."""
+    """Returns the part of a report that shows training images next to their weak and strong views."""
     method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
     sentence = (
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "

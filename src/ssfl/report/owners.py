@@ -15,7 +15,8 @@ MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40
 
 
 def holdings(run: Run) -> list[Block]:
-    """Returns the blocks that show how many images of each class the server and the users have."""
+    """Returns the part of a report that shows how many images of each class the server and the users have:
+    sentences and charts."""
     if not run.split:
         return [text("split.json is missing or damaged, so the owners of the images are unknown.")]
     rows = run.user_classes
@@ -85,8 +86,8 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
 
 
 def _variety(run: Run, rows: list[list[float | None]]) -> Block:
-    """Returns a bar chart that counts users by how many classes make up 90 % of their images. It replaces a
-    row per user when there are many users."""
+    """Returns a bar chart that counts users by how many classes make up 90 % of their images. It summarises
+    all users if there are too many to show each."""
     needed = Counter(_nine_tenths([value or 0 for value in row]) for row in rows if any(row))
     low, high = min(needed), max(needed)
     width = -(-(high - low + 1) // 12)
@@ -101,8 +102,8 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
 
 
 def expected(run: Run) -> list[Block]:
-    """Returns the blocks with each user's expected accuracy on new images like its own. It is the mean of the
-    test accuracies of the classes, weighted by the user's number of images of each class."""
+    """Returns the part of a report that shows each user's expected accuracy on new images like its own. It is
+    the mean of the test accuracies of the classes, weighted by the user's number of images of each class."""
     shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
     known = {user: share for user, share in shares.items() if share is not None}
     if not known:
@@ -133,7 +134,7 @@ def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
 
 
 def groups(run: Run) -> list[Block]:
-    """Returns the blocks that show which users took part in which round, and in which group."""
+    """Returns the part of a report that shows which users took part in which round, and in which group."""
     known = [event for event in run.rounds if isinstance(event.get("returned"), list)]
     with_users = [event for event in known if event["returned"] or event.get("participants")]
     if not with_users or not run.config.method.trains_users:

@@ -151,7 +151,7 @@ def _standing(family: Family) -> list[str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[Block]:
-    """Returns the blocks with a table of the settings that differ between the runs."""
+    """Returns the report's table of the settings that differ between the runs."""
     rows = [[key, *values] for key, values in several.differences(runs)]
     if not rows:
         return [text("The settings of the runs are all the same.")]
@@ -215,7 +215,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _diversity(run: Run) -> list[Block]:
-    """Returns the blocks about gradient diversity and pseudo-labels, for a report on one run."""
+    """Returns the charts of gradient diversity and pseudo-labels, for a report on one run."""
     if not run.config.method.trains_users:
         return []
     diagnosis = collapse.judge(run)
@@ -233,7 +233,7 @@ def _diversity(run: Run) -> list[Block]:
 
 
 def _diversities(families: Sequence[Family]) -> list[Block]:
-    """Returns the blocks about gradient diversity and pseudo-labels, for a report on several runs."""
+    """Returns the charts of gradient diversity and pseudo-labels, for a report on several runs."""
     runs = _members(families)
     charts = _spread(_curves(families, lambda run: run.diversity("definition")), runs, [])
     measured = bool(charts)
@@ -264,8 +264,8 @@ def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> lis
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
-    """Returns the blocks about the owners of the images in each experiment. If two experiments have the same
-    split, it is shown only once."""
+    """Returns the report's section about the owners of the images, for each experiment. If two experiments
+    have the same split, it is shown only once."""
     if len(families) == 1:
         run = families[0].runs[0]
         return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
@@ -312,8 +312,8 @@ def _detailed(
 
 
 def _settings(runs: Sequence[Run]) -> list[Block]:
-    """Returns the blocks with the settings in words and, for each run, its versions, device and whole
-    config."""
+    """Returns the report's section with the settings in words and, for each run, its versions, device and
+    whole config."""
     whose = "" if len(runs) == 1 else f"{runs[0].name}: "
     made: list[Block] = [text(whose + " ".join(words.setting(runs[0])))]
     for run in runs:

@@ -18,8 +18,8 @@ too."""
 
 @dataclass(frozen=True)
 class Family:
-    """An experiment: one or more runs with the same settings. Only seeds, the section [run] and the place of
-    the data may differ."""
+    """An experiment: one or more runs with the same settings. They may differ only in their seeds, in the
+    section [run] and in where the data are stored."""
 
     name: str
     runs: list[Run]
@@ -109,7 +109,8 @@ def families(runs: Sequence[Run]) -> list[Family]:
 
 
 def _experiment(run: Run) -> dict[str, Any]:
-    """Returns the settings that are the same in all runs of an experiment."""
+    """Returns the settings that define the experiment of a run. Runs with equal settings here belong to the
+    same experiment."""
     return {k: v for k, v in settings(run.config).items() if not k.startswith("run.") and k not in _BESIDE}
 
 
