@@ -1,4 +1,4 @@
-"""`ssfl check`: test whether a method, and a network, work with every training engine."""
+"""`ssfl check`: test whether a method, and a network, follow the rules that all training engines rely on."""
 
 import json
 from typing import Annotated
@@ -17,7 +17,9 @@ def check(
     ] = None,
     json_only: Json = False,
 ) -> None:
-    """Test whether a method, and a network, work with every training engine.
+    """Test whether your method, and your network, will train correctly with every engine.
+
+    It tests the rules that all engines rely on, and names the likely cause if a rule is broken.
 
     Example: ssfl check mine.py:Mine --model mine.py:make
     """

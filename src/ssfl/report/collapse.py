@@ -9,9 +9,10 @@ from ssfl.report.gather import Points, Run, finite, numbers
 from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
-"""The signs of a collapse: a mask rate of at least SURE, a share of correct pseudo-labels of at most WRONG,
-an accuracy at least FELL below its best, and n·Δ at most ONE_WAY. Here Δ is the gradient diversity of n
-updates. n·Δ is 1 if all updates are parallel, and n if they are orthogonal."""
+"""Limits in the diagnosis of a collapse. Pseudo-labels are called confident but wrong if the mask rate is at
+least SURE and at most a share WRONG of them is correct. The accuracy is said to have fallen if it is at least
+FELL below its best. Updates are called nearly parallel if n·Δ is at most ONE_WAY. Here Δ is the gradient
+diversity of n updates. n·Δ is 1 if all updates are parallel, and n if they are orthogonal."""
 STAYS = 3
 """The signs of a collapse must last for this many rounds in a row."""
 
