@@ -31,16 +31,22 @@ each method chose its learning rate and threshold.
 
 How to read a table:
 
-- **The heading** is the protocol. There are K users, and C of them take part in a round. R is the skew of
-  their classes, from 0 (all users alike) to 1. Each user takes T steps in a round, with batches of B images.
+- **The heading** is the protocol: data set, number of labels at the server, split, network, and training.
+  There are K users, and C of them take part in a round. R is the skew of their classes, from 0 (all users
+  alike) to 1. Each user takes T steps in a round, with batches of B images.
 - **Accuracy** is measured on the test images after the last round. It is the mean and standard deviation
   over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
 - **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the method from
   the first one.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
   training diverged.
-- **Passes** are images that went forward and backward through the network.
-- **Chosen** are the learning rate and the threshold that the method chose on validation images.
+- **User images** and **server images** count how many images users and server drew for training. An image
+  counts each time it is drawn.
+- **Passes** count forward and backward computations of the network for one image. `semifl` makes
+  two passes for an image, and `fl2` three. `semifl`, `fl2` and `cbafed` make none for an image without a
+  pseudo-label.
+- **Chosen settings** are the learning rate and the threshold that the method chose on validation images. If
+  no threshold is listed, the method has none or chose its default.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
@@ -48,14 +54,13 @@ Older contests are on [another page](results-contest.md). Their rules were less 
 ADD = """
 ## Add a row
 
-1. Commit your code: runs of uncommitted changes are refused.
+1. Commit your code: results of uncommitted code are refused.
 2. Run your method together with a method of the table, under the same protocol. Take the command below the
    table and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
    `my.py` is your file and `Mine` the method in it ([Add a method](add-a-method.md)). The contest chooses
    the learning rate.
 3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
-4. Write this page again with `python -m benchmarks.leaderboard`, which reads all files in
-   `results/leaderboard/`.
+4. Generate this page with `python -m benchmarks.leaderboard`. It reads all files in `results/leaderboard/`.
 5. Open a pull request with the JSON file, this page and your method's file.
 
 Another data set or split is another protocol and gets its own table. Run at least `anchored`, `semifl` and
