@@ -1,4 +1,5 @@
-"""Networks: the package's own, built from `layers.py`, and any `nn.Module` that a user brings.
+"""Networks: the built-in ones, which are made of `layers.py`, a pretrained one (`backbones.py`), and any
+`nn.Module` that a person brings (`external.py`).
 
-Read `networks.py` first. `kernels/` has GPU kernels for many models at once.
+Read `networks.py` first. The folder `kernels` has GPU code that computes the layers of many models together.
 """

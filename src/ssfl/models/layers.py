@@ -1,9 +1,10 @@
-"""The layers that have parameters, for one model or for n models at once.
+"""The layers with parameters of which the built-in networks consist. They compute one model, or n models at
+once.
 
-A network of these layers runs in two ways. With its own parameters it is one ordinary PyTorch model. If
-`torch.func.functional_call` passes parameters with one more dimension in front, [n, ...], it is n models.
-Their images come one model after another in the batch, [n · B, C, H, W], so that everything between these
-layers (activations, pooling, sums) works without changes.
+With its own parameters, a network of these layers is one ordinary PyTorch model. If
+`torch.func.functional_call` passes parameters with one more dimension, [n, ...], it is n models. The images
+of the n models come one after another in the batch, [n · B, C, H, W]. So everything between these layers
+(activations, pooling, sums) works without changes.
 """
 
 import torch
@@ -16,7 +17,7 @@ from ssfl.models.kernels import normalisation as fused
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution with a square kernel, without dilation or groups."""
+    """A convolution with a square kernel, without dilation or groups, of one model or of n models at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
@@ -25,19 +26,19 @@ class Conv2d(nn.Conv2d):
 
 
 class Linear(nn.Linear):
-    """A fully connected layer."""
+    """A fully connected layer of one model or of n models at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             return super().forward(x)
         inputs = x.reshape(len(self.weight), -1, x.shape[-1])
-        # in this order of the product the weights' gradient has their own memory format
+        # with this order of factors, the gradient has the same memory format as the weights
         return torch.baddbmm(self.bias[:, :, None], self.weight, inputs.mT).mT.flatten(0, 1)
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalisation of [B, C, ...], separately for each image. Its statistics are computed in at least
-    float32."""
+    """Group normalisation of [B, C, ...], which normalises each image by itself. It works for one model or
+    for n models at once, and computes its statistics in at least float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 1:
@@ -57,11 +58,11 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [B, C, ...] that replaces its running statistics instead of changing them in
-    place.
+    """Batch normalisation of [B, C, ...] that replaces its running statistics by new tensors instead of
+    changing them in place.
 
-    torch's own layer writes into its buffers. Replacing them keeps a step a pure function, so that n models
-    can be trained at once. The results are those of `torch.nn.BatchNorm2d`.
+    torch's own layer writes into its buffers. Without such side effects, n models can be trained at once. The
+    results are those of `torch.nn.BatchNorm2d`.
     """
 
     running_mean: Tensor
@@ -92,60 +93,63 @@ class BatchNorm(nn.Module):
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
 
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Moves the running statistics towards those of a batch with `count` values per channel, as torch's
-        BatchNorm does."""
+        """Updates the running statistics by those of a batch, as torch's BatchNorm does. `count` is the
+        number of values per channel in the batch."""
         unbiased = var * (count / max(count - 1, 1))
         self.running_mean = self.running_mean.lerp(mean, self.momentum)
         self.running_var = self.running_var.lerp(unbiased, self.momentum)
 
     def suits(self, x: Tensor) -> bool:
-        """Returns whether the GPU kernels can normalise these images."""
+        """Returns whether ssfl's GPU kernels can normalise these images. Otherwise plain PyTorch functions
+        are used."""
         return self.training and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
-        """Returns the images after normalisation, addition of a tensor, and activation, computed by the GPU
-        kernels in one pass."""
+        """Returns activation(norm(x) + add), computed by ssfl's GPU kernels in one pass over the images. The
+        activation is a leaky ReLU with this negative `slope`; 0 is ReLU, and 1 is none. Updates the running
+        statistics."""
         y, mean, var = fused.batch_norm(x, self.weight, self.bias, add, self.eps, slope)
         self._follow(mean.detach(), var.detach(), x.numel() // mean.numel())
         return y  # type: ignore[no-any-return]
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
-    """Returns the normalisation layer that `norm` names. GroupNorm gets at most 32 groups, each of at least
-    two channels."""
+    """Returns the normalisation layer for the setting model.norm: "group", "batch", or none for other values.
+    GroupNorm gets at most 32 groups, each of at least two channels."""
     if norm == "group":
         return GroupNorm(min(32, channels // 2), channels)
     return BatchNorm(channels) if norm == "batch" else nn.Identity()
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
-    """Returns images in which whole channels are set to zero at random, with the probability `rate`; the
-    others are scaled up. `keys` has one key for each model, which determines its mask."""
+    """Returns images in which whole channels are set to zero at random, each with the probability `rate`. The
+    other channels are divided by 1 - `rate`. `keys` has one key for each model, which determines the model's
+    random mask."""
     count = x.shape[0] * x.shape[1] // keys.numel()
     mask = draws.uniform(draws.bits(keys, count)) >= rate
     return x * (mask.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns the convolutions [n · B, O, H', W'] of images [n · B, C, H, W] with the filters [n, O, C, k, k]
-    of their models."""
+    """Returns the convolutions of n models at once, [n · B, O, H', W']. Images are [n · B, C, H, W]; each
+    model's B images are convolved with its own filters, `weight` [n, O, C, k, k]."""
     models = len(weight)
     if convolution.suit(x, weight):
         return convolution.convolve(x, weight, bias, stride, padding)  # type: ignore[no-any-return]
-    if x.is_cuda:  # as one convolution of n groups of channels
+    if x.is_cuda:  # one convolution with n groups of channels, one for each model
         side = x.unflatten(0, (models, -1)).transpose(0, 1).flatten(1, 2)
         out = F.conv2d(side, weight.flatten(0, 1), None, stride, padding, groups=models)
         out = out.unflatten(1, (models, -1)).transpose(0, 1)
         return (out if bias is None else out + _per_channel(bias, 4)).flatten(0, 1)  # type: ignore[no-any-return]
-    # one after another is fastest on a CPU
+    # on a CPU, one model after another is fastest
     biases = [None] * models if bias is None else bias.unbind()
     parts = zip(x.chunk(models), weight.unbind(), biases, strict=True)
     return torch.cat([F.conv2d(*part, stride, padding) for part in parts])
 
 
 def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """Returns relu(norm(x) + add), or leaky ReLU with this negative slope, in a single pass over the images
-    if a GPU kernel can do it."""
+    """Returns relu(norm(x) + add). With a `slope`, it is a leaky ReLU with this negative slope. ssfl's GPU
+    kernels compute it in one pass over the images if they can."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
     if isinstance(norm, BatchNorm) and norm.suits(x):
@@ -156,6 +160,6 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:
-    """Returns values [n, C] in a shape that multiplies images [n, B, C, ...]. `dims` is the number of
-    dimensions of one model's images [B, C, ...]."""
+    """Returns values [n, C] reshaped so that they multiply the images of n models, [n, B, C, ...]. `dims` is
+    the number of dimensions of one model's images [B, C, ...]."""
     return values.reshape(len(values), 1, -1, *[1] * (dims - 2))

@@ -1,8 +1,8 @@
-"""The built-in networks by name, with a choice of normalisation.
+"""The built-in networks by name, each with a choice of normalisation.
 
-Every network is called as `model(images, key)`. Images are normalised floats [B, C, H, W], and `key`
-determines the dropout masks; only `cnn` needs it, in training mode. Layers with parameters come from
-`layers.py`, so that every network can also run as n models at once.
+Every network is called as `model(images, key)`. Images are normalised floats [B, C, H, W]. `key` determines
+the dropout masks; only `cnn` needs it, in training mode. Layers with parameters come from `layers.py`, so
+that every network can also run as n models at once.
 """
 
 import torch
@@ -14,8 +14,8 @@ from ssfl.models.layers import Conv2d, Linear, activate, dropout, normalisation
 
 
 class Small(nn.Module):
-    """A two-layer CNN for images of a few pixels, such as the 8×8 digits. It has strides instead of
-    pooling."""
+    """A network of two convolutions for very small images, such as the 8×8 digits. It uses a stride instead
+    of pooling."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Small(nn.Module):
 
 
 class Cnn(nn.Module):
-    """The network of the paper (Zhang et al. 2020) for EMNIST. It has 1,204,655 parameters for 28×28 pixels
-    and 47 classes, without normalisation."""
+    """The network that the paper (Zhang et al. 2020) uses for EMNIST. Without normalisation, it has 1,204,655
+    parameters for images of 28×28 pixels and 47 classes."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Cnn(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """The block of ResNet-18: two 3×3 convolutions beside a shortcut (He et al. 2016)."""
+    """The residual block of ResNet-18: two 3×3 convolutions, whose result is added to the input (He et al.
+    2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -77,8 +78,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for images of 32 pixels: the first convolution is 3×3, without pooling. It has 11,173,962
-    parameters with normalisation (10 classes)."""
+    """ResNet-18 for images of about 32 pixels: the first convolution is 3×3 and no pooling follows it. With
+    normalisation and 10 classes, it has 11,173,962 parameters."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ class ResNet18(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """ResNet-9: four convolutions with many channels, and two residual blocks of two convolutions. It has
-    6,575,370 parameters with normalisation (10 classes)."""
+    """ResNet-9: four convolutions with many channels, and two residual blocks of two convolutions each. With
+    normalisation and 10 classes, it has 6,575,370 parameters."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -121,8 +122,8 @@ class ResNet9(nn.Module):
 
 
 class Vgg11(nn.Module):
-    """VGG-11 for images of 96 pixels with a three-layer head. It has 11,653,770 parameters with normalisation
-    (10 classes)."""
+    """VGG-11 for images of about 96 pixels, with three fully connected layers at the end. With normalisation
+    and 10 classes, it has 11,653,770 parameters for 96×96 pixels."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -149,7 +150,8 @@ class Vgg11(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """The block of a Wide-ResNet: normalise, activate and convolve, twice (Zagoruyko and Komodakis 2016)."""
+    """The residual block of a Wide-ResNet: normalisation, activation and convolution, twice (Zagoruyko and
+    Komodakis 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -169,8 +171,8 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Wide-ResNet-28-2 (28 layers, width factor 2), the network of FixMatch and of later federated
-    methods."""
+    """Wide-ResNet-28-2 (28 layers, twice the usual width). FixMatch and many later federated methods use this
+    network."""
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
@@ -201,20 +203,21 @@ SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wid
 
 def suited(shape: tuple[int, int, int], gpu: bool) -> str:
     """Returns the name of the default network for images of this shape (channels, height, width). Without a
-    GPU, it is one that a CPU can train."""
+    GPU, it is a network that a CPU can train in reasonable time."""
     pixels = min(shape[1:])
     if pixels < 16:
         return "small"
     if pixels <= 28 and shape[0] == 1:
         return "cnn"
-    if not gpu:  # the weights of cnn, and its time, grow with the number of pixels
+    if not gpu:  # the size and the time of cnn grow with the number of pixels
         return "cnn" if shape[1] * shape[2] <= 64 * 64 else "small"
     return "resnet18" if pixels <= 64 else "vgg11"
 
 
 def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
-    """Returns the built-in network `name` for images of this shape (channels, height, width), with PyTorch's
-    default initial weights. They depend only on the seed. `norm` is the setting model.norm."""
+    """Returns the built-in network `name` for images of this shape (channels, height, width). `norm` is the
+    setting model.norm. Its initial weights are PyTorch's default, and depend only on the seed. Raises
+    ConfigError if the images are too small."""
     if min(shape[1:]) < SMALLEST[name]:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels a side, and these have "

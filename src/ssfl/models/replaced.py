@@ -1,7 +1,8 @@
-"""Replacements for functions of torch while a module from outside runs: dropout, attention and normalisation.
+"""Replaces some functions of torch while a person's own module runs: dropout, attention and normalisation.
 
-Dropout masks are named draws (`core/draws.py`), so that runs can be repeated and all engines draw the same
-masks. The other functions are written so that torch.vmap can run them for n models at once.
+Dropout gets its masks from ssfl's random numbers (`core/draws.py`), so that runs can be repeated and all
+engines use the same masks. The other functions are replaced by forms that torch.vmap can run for n models at
+once.
 """
 
 import contextlib
@@ -18,15 +19,15 @@ from ssfl.core import draws
 
 
 class _Masks:
-    """The dropout masks of one forward pass. Each depends on the key and on how many masks were drawn before
-    it."""
+    """Makes the dropout masks of one forward pass. Each mask depends on the key and on how many masks were
+    made before it."""
 
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
     def mask(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Returns a mask of ones and zeros of this shape, where zeros have the probability `rate`. Each
-        element is decided by 16 random bits."""
+        """Returns a random mask of ones and zeros of this shape, for dropout. An element is zero with
+        probability `rate`; 16 random bits decide it."""
         if self.key is None:
             raise ValueError("dropout is active in eval mode: pass training=self.training to F.dropout")
         drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
@@ -52,8 +53,8 @@ class _Masks:
         return x.mul_(mask) if inplace else x * mask
 
     def _alpha(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        """Returns values after alpha dropout (Klambauer et al. 2017), which sets dropped values to the lower
-        limit of SELU."""
+        """Returns x after alpha dropout (Klambauer et al. 2017), which sets dropped values to the lower limit
+        of SELU instead of zero, and rescales the result."""
         limit = 1.7580993408473766
         scale = 0.0 if p == 1 else 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
         mask = self.mask(x, shape, p)
@@ -71,8 +72,8 @@ class _Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Returns scaled dot-product attention, computed by plain matrix products, which torch can run for n
-        models at once."""
+        """Returns scaled dot-product attention, computed by plain matrix products. It replaces torch's own
+        function, which torch.vmap cannot run for n models at once."""
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
@@ -87,18 +88,17 @@ class _Masks:
 
 
 def _channels(x: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a mask that drops whole channels of x."""
+    """Returns the shape of a dropout mask that drops whole channels of x."""
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 @contextlib.contextmanager
 def replaced_functions(key: Tensor | None) -> Iterator[None]:
-    """Replaces functions of torch during a call of a module: dropout by named draws, and functions that
-    torch.vmap cannot run by equivalent ones that it can. `key` names the draws; None means that there is no
-    dropout.
+    """Replaces functions of torch during a `with` block in which a person's module runs. Dropout then uses
+    ssfl's random numbers, and functions that torch.vmap cannot run are replaced by equivalent ones.
 
-    For dropout it is enough to replace functions of `torch._VF`: all dropout functions of
-    `torch.nn.functional` call these, however they were imported.
+    `key` is the key of the random numbers; None means that no dropout may occur. For dropout it is enough to
+    replace functions of `torch._VF`, because all dropout functions of `torch.nn.functional` call these.
     """
     masks = _Masks(key)
     drops = [masks.dropout, masks.feature_dropout, masks.alpha_dropout, masks.feature_alpha_dropout]
@@ -123,10 +123,10 @@ def replaced_functions(key: Tensor | None) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a normalisation function that computes in float32, because torch.vmap does not allow narrower
-    inputs together with statistics in float32.
+    """Returns a normalisation function that computes in at least float32. torch.vmap does not allow narrower
+    inputs together with running statistics in float32.
 
-    It does not use cuDNN, whose layers ask for the memory format, which torch.vmap does not know.
+    It avoids cuDNN, which asks for the memory format of its inputs; torch.vmap cannot answer that.
     """
 
     def wide(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

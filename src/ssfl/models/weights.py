@@ -1,4 +1,4 @@
-"""Reads initial weights from a file, for the setting `model.weights=FILE.safetensors`."""
+"""Loads initial weights from a file, for the setting `model.weights=FILE.safetensors`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from ssfl.core import plain_files
 from ssfl.errors import ConfigError, one_line
 
 LISTED = 4
-"""The largest number of tensors that an error message names."""
+"""An error message lists at most this many names of tensors."""
 
 
 def load(network: nn.Module, file: str) -> None:
-    """Loads the weights in a file into a network. The last layer may be missing in the file, because its
-    classes may differ."""
+    """Loads the weights in a .safetensors file into a network. The file may lack the last layer, because it
+    may have been trained with other classes. Raises ConfigError if the file does not fit the network."""
     tensors, state = _read(file), network.state_dict()
     last = _last_layer(network)
     unknown = sorted(tensors.keys() - state.keys())
@@ -39,7 +39,7 @@ def load(network: nn.Module, file: str) -> None:
 
 
 def _read(file: str) -> dict[str, Tensor]:
-    """Returns the tensors of a .safetensors file by name; raises ConfigError if it cannot be read."""
+    """Returns the tensors of a .safetensors file by name. Raises ConfigError if the file cannot be read."""
     try:
         plain_files.require_plain(Path(file))
         with safe_open(file, "pt") as opened:
@@ -53,7 +53,7 @@ def _read(file: str) -> dict[str, Tensor]:
 
 
 def _last_layer(network: nn.Module) -> set[str]:
-    """Returns the names of the last layer's tensors."""
+    """Returns the names of the tensors of the network's last layer, which a file may lack."""
     layers = [name for name, part in network.named_modules() if list(part.parameters(recurse=False))]
     return {name for name in network.state_dict() if name.rpartition(".")[0] == layers[-1]}
 

@@ -1,4 +1,5 @@
-"""Convolutions as PyTorch operators. Their kernels are in `triton_conv.py`."""
+"""Convolutions of n models at once, as PyTorch operators with gradients. Their GPU code is in
+`triton_conv.py`."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -8,28 +9,30 @@ from torch import Tensor
 
 _use = find_spec("triton") is not None
 MULTIPLE = 16
-"""The numbers of channels must be multiples of this, because the tensor cores compute with blocks of 16."""
+"""The numbers of channels must be multiples of this, because a GPU's tensor cores compute blocks of 16."""
 FEW = 4
-"""At most this many input channels count as few. Images have so few, which are the input of a network's first
-layer."""
+"""Inputs with at most this many channels are handled by a separate kernel. These are images, the input of a
+network's first layer."""
 
 
 def usable() -> bool:
-    """Returns whether the kernels may be used: Triton is installed, and they are not switched off."""
+    """Returns whether the GPU kernels may be used: Triton is installed, and the kernels are not switched
+    off."""
     return _use
 
 
 def use(wanted: bool) -> None:
-    """Switches the kernels on or off for this process."""
+    """Switches ssfl's GPU kernels on or off for this process. They are switched off if they fail."""
     global _use
     _use = wanted
 
 
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether the kernels can compute with these images and filters.
+    """Returns whether the GPU kernels can compute the convolution of these images [n · B, C, H, W] with these
+    filters [n, O, C, k, k].
 
-    These must be bfloat16 on a GPU, with channels in multiples of 16 (or few input channels). The offsets
-    within one model's images must fit into 31 bits.
+    Both must be bfloat16 on a GPU. The numbers of channels must be multiples of 16, but very few input
+    channels are also allowed. Offsets within one model's images must fit into 31 bits.
     """
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
@@ -44,7 +47,8 @@ def suit(x: Tensor, weight: Tensor) -> bool:
 
 
 def pixels_first(x: Tensor) -> Tensor:
-    """Returns [..., C, H, W] as [..., H, W, C], contiguous."""
+    """Returns images or filters [..., C, H, W] as [..., H, W, C], contiguous in memory, which is the order
+    that the kernels need."""
     return x.movedim(-3, -1).contiguous()
 
 
@@ -54,8 +58,8 @@ def _out(size: int, kernel: int, stride: int, padding: int) -> int:
 
 @torch.library.custom_op("ssfl::convolve", mutates_args=())
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns the convolutions of n models, [n · B, O, H', W']. Images are [n · B, C, H, W], filters [n, O,
-    C, k, k] and biases [n, O]."""
+    """Returns the convolutions of n models at once, [n · B, O, H', W']. Images are [n · B, C, H, W], filters
+    [n, O, C, k, k] and biases [n, O]. Each model's B images are convolved with its own filters."""
     from ssfl.models.kernels import triton_conv
 
     if weight.shape[2] <= FEW:

@@ -1,6 +1,7 @@
-"""Normalisation, addition of a tensor, and activation as one PyTorch operator.
+"""Normalisation, addition of a tensor and activation of n models, together as one PyTorch operator with
+gradients. This reads the images fewer times than three operators would.
 
-The kernels are in `triton_norm.py` (group norm) and `triton_batch.py` (batch norm).
+The GPU code is in `triton_norm.py` (group norm) and `triton_batch.py` (batch norm).
 """
 
 from typing import Any
@@ -11,8 +12,8 @@ from torch import Tensor
 from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
 
 LARGEST = 32768
-"""The largest number of values that a Triton program holds at once. A group of channels of one image must not
-have more."""
+"""The largest number of values that a Triton program can hold at once. For the group norm kernel, one group
+of channels of one image must not have more values."""
 
 
 def _power(value: int) -> int:
@@ -21,9 +22,9 @@ def _power(value: int) -> int:
 
 
 def suit(x: Tensor, groups: int) -> bool:
-    """Returns whether the kernel can normalise these images. They must be bfloat16 on a GPU, the numbers of
-    channels and groups must be powers of two, and a group of channels must be small enough for one Triton
-    program."""
+    """Returns whether the group norm kernel can normalise these images [n · B, C, H, W]. They must be
+    bfloat16 on a GPU, and the numbers of channels and groups must be powers of two. A group of channels must
+    be small enough for one Triton program."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and usable()):
         return False
     members = x.shape[1] // groups
@@ -35,7 +36,8 @@ def suit(x: Tensor, groups: int) -> bool:
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
-    """Returns max(y, slope · y), where y = group_norm(x) + add, for n models; weight and bias are [n, C]."""
+    """Returns max(y, slope · y), where y = group_norm(x) + add, for n models at once: group normalisation,
+    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]."""
     from ssfl.models.kernels import triton_norm
 
     summand = None if add is None else pixels_first(add)
@@ -93,15 +95,15 @@ group_norm.register_autograd(_backward, setup_context=_remember)
 
 
 def suit_batch(x: Tensor, models: int) -> bool:
-    """Returns whether to use the kernels for the images of n models. These must be bfloat16 on a GPU, with
-    channels in multiples of 16, and not have too many values."""
+    """Returns whether the batch norm kernels can normalise the images of n models, [n · B, C, H, W]. They
+    must be bfloat16 on a GPU, with a multiple of 16 channels, and not too large (see `offsets_fit`)."""
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 4 and x.shape[1] % MULTIPLE == 0
     return fits and offsets_fit(x, models) and usable()
 
 
 def offsets_fit(x: Tensor, models: int) -> bool:
-    """Returns whether the offsets within one model's images fit into 31 bits, the size in which the kernels
-    compute them. Larger batches are normalised without the kernels."""
+    """Returns whether offsets within one model's images fit into 31 bits, because the kernels compute them in
+    32-bit integers. Larger batches are normalised without the kernels."""
     return x.numel() // models < 2**31
 
 
@@ -109,9 +111,11 @@ def offsets_fit(x: Tensor, models: int) -> bool:
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models; weight and bias are [n, C].
+    """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models at once: batch normalisation,
+    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C].
 
-    Also returns the mean and variance of each model's channels, [n, C]. No gradient flows through these.
+    Also returns the mean and the variance of each model's channels, [n, C] each, for the running statistics.
+    No gradient flows through these two.
     """
     from ssfl.models.kernels import triton_batch
 

@@ -1,9 +1,9 @@
-"""Triton kernels for batch normalisation of n models, with addition of a tensor and activation, forward and
-backward.
+"""Triton kernels (GPU code) for batch normalisation of n models, with addition of a tensor and activation,
+forward and backward.
 
-Images are [n · B, H, W, C], parameters and statistics [n, C]. A sum over a model's pixels is computed in
-parts. Their number depends only on the shapes, and they are added in a fixed order. So the result has the
-same bits every time.
+Images are [n · B, H, W, C]; parameters and statistics are [n, C]. A sum over a model's pixels is computed in
+parts. The number of parts depends only on the shapes, and the parts are added in a fixed order. So the result
+has the same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -14,17 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 1056
-"""How many Triton programs keep a large GPU busy: eight for each multiprocessor."""
+"""How many Triton programs (blocks of GPU threads) keep a large GPU busy: eight for each of its 132
+multiprocessors."""
 TOGETHER = 32
-"""How many partial sums a program loads and adds at a time."""
+"""How many partial sums a Triton program loads and adds at a time."""
 HELD = 4096
-"""The number of values in a tile, which is what a program loads at a time."""
+"""The number of values in a tile (pixels times channels), which a Triton program loads at a time."""
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Writes for each channel the sums of d and of d² over a part of a model's pixels, where d is the pixel
-    minus the model's first pixel. The difference keeps the variance accurate if the mean is large."""
+    """Writes the sums from which mean and variance are computed, for one part of a model's pixels. For each
+    channel, these are the sums of d and of d², where d is the pixel's value minus that of the model's first
+    pixel. Subtracting it keeps the variance accurate if the mean is large."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     x += model * rows * C
@@ -46,7 +48,8 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Writes the mean and variance of each channel, computed from the sums that `_moments` wrote."""
+    """Writes the mean and the variance of each channel of a model, computed from the partial sums that
+    `_moments` wrote."""
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     level = tl.load(x + model * rows * C + c).to(tl.float32)
@@ -58,7 +61,8 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Returns the totals of the two sums of each channel over all parts; BP parts are added at a time."""
+    """Returns for each channel the totals of its two sums over all parts. BP parts are loaded and added at a
+    time."""
     one = tl.zeros((BP, BC), dtype=tl.float32)
     two = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, parts, BP):
@@ -97,10 +101,12 @@ def _grad_sums(
     grad, x, y, mean, var, weight, bias, to_add, out, rows, chunk, eps, slope,
     C: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums of the gradient, and of gradient times normalised x, over a part of the pixels.
+    """Writes two sums over a part of a model's pixels, for each channel: of the gradient, and of the gradient
+    times normalised x. They give the gradients of bias and weight. With ADD, it also writes the gradient of
+    the added tensor.
 
-    MASK says where the sign of the activation's input comes from: (0) not needed, (1) computed again, (2)
-    read from y.
+    The activation's gradient needs the sign of its input. MASK says where this sign comes from: 0 means not
+    needed, 1 means computed again, and 2 means read from the output y.
     """
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -164,20 +170,22 @@ def _backward(
 
 
 def _wide(channels: int, most: int) -> int:
-    """Returns the largest power of two, up to `most`, that divides the number of channels."""
+    """Returns the width of a tile in channels: the largest power of two, up to `most`, that divides the
+    number of channels."""
     return min(channels & -channels, most)
 
 
 def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple[int, int]:
-    """Returns into how many parts a model's pixels are split, and the number of pixels in a part. A tile has
-    `tall` pixels and `wide` channels."""
+    """Returns into how many parts a model's `rows` pixels are split for a sum, and the number of pixels in a
+    part. There are enough parts to keep the GPU busy. A tile has `tall` pixels and `wide` channels."""
     parts = max(1, min(PROGRAMS // (models * (channels // wide)), triton.cdiv(rows, 4 * tall), 256))
     chunk = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
     return triton.cdiv(rows, chunk), chunk
 
 
 def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
-    """Returns the mean and variance of each model's channels, [n, C]."""
+    """Returns the mean and the variance of each channel of n models over their images [n · B, H, W, C], [n,
+    C] each."""
     channels = x.shape[3]
     rows = x.numel() // (models * channels)
     wide = _wide(channels, 64)
@@ -197,7 +205,8 @@ def forward(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None,
     eps: float, slope: float,
 ) -> Tensor:  # fmt: skip
-    """Returns the images after normalisation, addition of a tensor, and activation."""
+    """Returns activation(norm(x) + add) for images x [n · B, H, W, C], given the mean and variance of each
+    model's channels, [n, C]. The activation is a leaky ReLU with this negative slope."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide
@@ -213,7 +222,8 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, of the added tensor (if `added`), and of weight and bias, [n, C]."""
+    """Returns the gradients of x, of the added tensor (empty unless `added`), and of weight and bias, [n, C]
+    each. `grad` is the gradient of the output y."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide // 2

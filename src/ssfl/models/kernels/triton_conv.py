@@ -1,8 +1,10 @@
-"""Triton kernels for the convolutions of n models, each with its own filters, as matrix products.
+"""Triton kernels (GPU code) for the convolutions of n models, each with its own filters, computed as matrix
+products.
 
 Images are not unfolded in memory: a tile of the product reads its pixels directly from the image. All tensors
-are channels last and contiguous: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
-functions of the shapes and never tuned by timing, so that the same work gives the same bits every time.
+are contiguous with channels last: images [n · B, H, W, C], filters [n, O, k, k, C]. Tile sizes are fixed
+functions of the shapes. They are not tuned by timing during a run, so that the same work gives the same bits
+every time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -17,8 +19,8 @@ from torch import Tensor
 from ssfl.models.kernels import triton_tma
 
 PROGRAMS = 528
-"""How many Triton programs keep a large GPU busy. The sum over pixels is split into parts to reach this
-number."""
+"""How many Triton programs (blocks of GPU threads) keep a large GPU busy. A sum over pixels is split into
+parts to reach this number."""
 
 
 @triton.jit
@@ -28,13 +30,13 @@ def _correlate(
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Writes y[m, o], the sum over taps (positions in the filter) and channels c of x[pixel m moved by the
-    tap, c] · w.
+    """Writes a convolution, or its gradient with respect to the images. Output y[m, o] is the sum, over taps
+    (positions in the filter) and channels c, of x[pixel m moved by the tap, c] · w.
 
-    If FLIP is false, w is [O, k, k, C]. If it is true, this is the gradient with respect to the images: w is
-    [C, k, k, O], its taps are read in reverse order, and `up` is the stride of the forward pass. Of every
-    `up` taps in a line only one meets a pixel. It is the same one for all pixels of a phase (position modulo
-    `up`), so these are computed together.
+    If FLIP is false, it is the convolution, and w is [O, k, k, C]. If FLIP is true, it is the gradient: w is
+    [C, k, k, O], its taps are read in reverse order, and `up` is the stride of the forward pass. Then only
+    one of every `up` taps in a line meets a pixel. It is the same tap for all pixels of the same phase
+    (position modulo `up`), so these pixels are computed together.
     """
     model = (tl.program_id(2) // (up * up)).to(tl.int64)
     phase = tl.program_id(2) % (up * up)
@@ -49,7 +51,7 @@ def _correlate(
     inside = (image < images) & (row < OH) & (column < OW)
     o = tl.program_id(1) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
-    # the first tap in either direction that meets a pixel, and how many do
+    # the first tap in each direction that meets a pixel, and how many taps do
     down, right = (pad + phase // up * (up - 1)) % up, (pad + phase % up * (up - 1)) % up
     across = (k - right + up - 1) // up
     taps = (k - down + up - 1) // up * across
@@ -83,11 +85,11 @@ def _filters(
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     FEW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient with respect to the filters from a chunk of the pixels m: out[o, (tap, c)] is the
-    sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the output, and a tap is a
-    position in the filter.
+    """Writes the gradient with respect to the filters, summed over a chunk of the pixels m. Output out[o,
+    (tap, c)] is the sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the
+    convolution's output, and a tap is a position in the filter.
 
-    With FEW channels, x is [B, C, H, W] and out is [o, (c, tap)].
+    FEW is for images with few channels: then x is [B, C, H, W] and out is [o, (c, tap)].
     """
     model = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
@@ -131,8 +133,8 @@ def _first(
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes the convolution of a network's first layer, without matrix products. x is [B, C, H, W] with few
-    channels, and w is [O, C, k, k]."""
+    """Writes the convolution of a network's first layer. Since x [B, C, H, W] has few channels, it does not
+    use matrix products. The filters w are [O, C, k, k]."""
     model = tl.program_id(2).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -158,20 +160,21 @@ def _first(
 
 @cache
 def _stages(wanted: int, device: torch.device) -> int:
-    """Returns the number of pipeline stages (loads in flight). It is two if the GPU has little shared
-    memory."""
+    """Returns the number of pipeline stages of a kernel, that is how many tiles are loaded ahead. It is
+    `wanted`, or two if the GPU has little shared memory."""
     room: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return wanted if room >= 160 * 1024 else 2
 
 
 def _tile(channels: int, most: int) -> int:
-    """Returns the largest power of two, up to `most`, that divides the number of channels."""
+    """Returns the size of a tile in channels: the largest power of two, up to `most`, that divides the number
+    of channels."""
     return min(channels & -channels, most)
 
 
 def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the numbers of pixels, outputs and channels of a tile, of warps and of pipeline stages. They
-    were chosen by timings on an H200."""
+    """Returns the tile of `_correlate`: its numbers of pixels, outputs and channels, and the numbers of warps
+    and pipeline stages. They were chosen by timings on an H200."""
     wide, deep = _tile(outputs, 128), _tile(channels, 64)
     if wide == 64 and deep == 64:
         return 128, wide, deep, 4, 3
@@ -179,8 +182,8 @@ def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int
 
 
 def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the numbers of outputs, inputs (taps times channels) and pixels of a tile, of warps and of
-    pipeline stages."""
+    """Returns the tile of `_filters`: its numbers of outputs, inputs (taps times channels) and pixels, and
+    the numbers of warps and pipeline stages."""
     tall = _tile(outputs, 128)
     if tall == 128 and channels >= 256:
         return tall, 128, 64, 8, 3
@@ -188,8 +191,8 @@ def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]
 
 
 def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns the first layer's output [n · B, H', W', O]. Pictures are [n · B, C, H, W], filters [n, O, C,
-    k, k] and biases [n, O]."""
+    """Returns the output of a network's first layer, [n · B, H', W', O], for n models. Images are [n · B, C,
+    H, W] with few channels, filters [n, O, C, k, k] and biases [n, O]."""
     models, outputs, channels, kernel, _ = w.shape
     size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
     images = len(x) // models
@@ -204,15 +207,15 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) 
 
 
 def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """Returns the convolutions [n · B, H', W', O]. Images are [n · B, H, W, C], filters [n, O, k, k, C] and
-    biases [n, O]."""
+    """Returns the convolutions of n models, [n · B, H', W', O]. Images are [n · B, H, W, C], filters [n, O,
+    k, k, C] and biases [n, O]."""
     size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
     return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
 
 
 def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
-    """Returns the gradient with respect to the images, whose height and width are `size`, given the gradient
-    of the convolution's output."""
+    """Returns the gradient of a convolution with respect to its images, [n · B, H, W, C], where H and W are
+    `size`. `grad` is the gradient with respect to its output."""
     return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
 
 
@@ -220,8 +223,8 @@ def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool,
 ) -> Tensor:  # fmt: skip
-    """Returns a convolution, or its gradient with respect to the images, by the kernel that suits the GPU and
-    the shapes."""
+    """Returns a convolution, or its gradient with respect to the images if `flip`. It chooses the kernel that
+    suits the GPU and the shapes."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None:
@@ -244,7 +247,8 @@ def _launch(
 def weights_grad(
     grad: Tensor, x: Tensor, few: bool, models: int, kernel: int, stride: int, padding: int
 ) -> Tensor:
-    """Returns the gradient with respect to the filters, [n, O, k, k, C]. Sums over pixels are in float32.
+    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. `grad` is the
+    gradient of the output. Sums over pixels are in float32.
 
     With `few` channels, images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
     """

@@ -1,8 +1,9 @@
-"""Triton kernels for group normalisation, addition of a tensor, and activation in one pass over the images.
+"""Triton kernels (GPU code) for group normalisation, addition of a tensor and activation of n models, in one
+pass over the images.
 
-A program holds some channels (whole groups) of one image completely, so that the image is read only once.
-Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C], parameters [n,
-C].
+A Triton program holds some channels (whole groups) of one image completely, so that the image is read only
+once. Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C],
+parameters [n, C].
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -13,22 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 LARGE = 1024
-"""An image with at least this many pixels is large."""
+"""An image with at least this many pixels is called large, and uses other tile sizes."""
 MANY = 512
-"""How many Triton programs keep a large GPU busy if each of them takes a while."""
+"""How many Triton programs (blocks of GPU threads) keep a large GPU busy, if each of them runs for a
+while."""
 
 
 @triton.jit
 def _over_group(values, BC: tl.constexpr, MEMBERS: tl.constexpr):
-    """Returns for each channel the sum over its whole group, given the sum of each channel, [BC]."""
+    """Returns for each of BC channels the sum over the whole group that the channel belongs to, [BC].
+    `values` [BC] are the sums of the single channels, and a group has MEMBERS channels."""
     grouped = tl.sum(tl.reshape(values, (BC // MEMBERS, MEMBERS)), 1)
     return tl.reshape(tl.broadcast_to(grouped[:, None], (BC // MEMBERS, MEMBERS)), (BC,))
 
 
 @triton.jit
 def _normalised(x, real, pixels, eps, BC: tl.constexpr, MEMBERS: tl.constexpr):
-    """Returns the tile [pixels, channels] with mean 0 and variance 1 in each group, and the inverse standard
-    deviation."""
+    """Returns a tile [pixels, channels], normalised to mean 0 and variance 1 in each group, and the inverse
+    standard deviation of each channel's group. `real` says which pixels of the tile lie inside the image."""
     count = pixels * MEMBERS
     mean = _over_group(tl.sum(x, 0), BC, MEMBERS) / count
     x = tl.where(real, x - mean[None, :], 0.0)
@@ -64,10 +67,10 @@ def _backward(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of x, of the added tensor, and of weight and bias, for one tile.
+    """Writes the gradients of x, of the added tensor, and of weight and bias, for one tile of an image.
 
-    MASK says where the sign of the activation's input comes from: (0) not needed, (1) computed again, (2)
-    read from y.
+    The activation's gradient needs the sign of its input. MASK says where this sign comes from: 0 means not
+    needed, 1 means computed again, and 2 means read from the output y.
     """
     image = tl.program_id(0).to(tl.int64)
     model = image // images
@@ -102,8 +105,8 @@ def _forward_twice(
     x, weight, bias, add, y, images, pixels, eps, slope,
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Does what `_forward` does, for large images: they are read once for the statistics, and again from the
-    cache."""
+    """Does the same as `_forward` for large images, of which a program holds only a part at a time. It reads
+    an image once for the statistics and once more, from the GPU's cache, to normalise it."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -128,8 +131,9 @@ def _forward_twice(
 def _statistics(
     x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Returns the mean and the inverse standard deviation of each channel's group, [BC]. The first pixel is
-    subtracted before values are summed."""
+    """Returns the mean and the inverse standard deviation of each channel's group, [BC] each. The first pixel
+    is subtracted from all values before they are summed, which keeps the variance accurate if the mean is
+    large."""
     first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
     total = tl.zeros((BP, BC), dtype=tl.float32)
     squares = tl.zeros((BP, BC), dtype=tl.float32)
@@ -151,8 +155,8 @@ def _backward_twice(
     C: tl.constexpr, MEMBERS: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Does what `_backward` does, for large images: they are read several times, all but the first time from
-    the cache."""
+    """Does the same as `_backward` for large images, of which a program holds only a part at a time. It reads
+    an image several times, but only the first time from main GPU memory."""
     image = tl.program_id(0).to(tl.int64)
     model = image // images
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -201,10 +205,12 @@ def _backward_twice(
 
 
 def _tiles(shape: torch.Size, groups: int, added: bool, back: bool) -> tuple[int, int, int]:
-    """Returns the numbers of pixels and channels of a tile, and its warps.
+    """Returns the size of the tile that a Triton program holds: its pixels, its channels, and its number of
+    warps.
 
-    If a tile has fewer pixels than the image, the image is read twice. `added` says whether a tensor is
-    added, and `back` whether the gradient is computed. The values were chosen from results/kernels-h200.json.
+    If a tile has fewer pixels than the image, the image is read more than once. `added` says whether a tensor
+    is added, and `back` whether the gradient is computed. The sizes were chosen by measurements,
+    results/kernels-h200.json.
     """
     images, height, width, channels = shape
     tall, members = triton.next_power_of_2(height * width), channels // groups
@@ -224,7 +230,8 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float,
     tile: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the images after normalisation, addition of a tensor, and activation."""
+    """Returns activation(group_norm(x) + add) for images x [n · B, H, W, C]. The activation is a leaky ReLU
+    with this negative slope. `tile` overrides the result of `_tiles`, for measurements."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
@@ -240,7 +247,9 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, slope: float,
     added: bool, tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, of the added tensor (if `added`), and of weight and bias for each image."""
+    """Returns the gradients of x, of the added tensor (empty unless `added`), and of weight and bias for each
+    image, [n · B, C] each. `grad` is the gradient of the output y. `tile` overrides the result of `_tiles`,
+    for measurements."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)

@@ -1,11 +1,11 @@
-"""Triton kernels for Hopper GPUs: the products of `triton_conv.py`, with tiles loaded by the copy engine
-(TMA).
+"""Triton kernels (GPU code) for the convolutions of n models on Hopper GPUs. They compute the same products
+as `triton_conv.py`, but tiles are loaded by the GPU's copy engine (TMA), which is faster.
 
-A tile of pixels is a box of images, rows and columns. Pixels outside an image are loaded as zeros, so no
-addresses are computed, and no mask is needed before the store. With stride s, the pixels are viewed as [n ·
-B, H / s, s, W / s, s · C], so that pixels with the same position modulo s (a phase) form a box again. The
-products are [outputs, pixels], because the operand that is loaded as a box must be the second one. As the
-first one it would go through registers.
+A tile of pixels is a box of images, rows and columns. The copy engine loads pixels outside an image as zeros,
+so no addresses are computed, and no mask is needed before the store. With stride s, images are viewed as [n ·
+B, H / s, s, W / s, s · C]. Then pixels with the same position modulo s (a phase) also form a box. The
+products are [outputs, pixels], because the operand that is loaded as a box must be the second one. A first
+operand would pass through registers.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -27,15 +27,15 @@ except ImportError:  # Triton is too old
     TensorDescriptor = None
 
 PROGRAMS = 132
-"""How many Triton programs keep the GPU busy: one for each multiprocessor."""
+"""How many Triton programs (blocks of GPU threads) keep the GPU busy: one for each multiprocessor."""
 MOST_PARTS = 4
-"""The most parts into which the sum over pixels is split. If more would be needed, `triton_conv.py` is used:
-these kernels were not timed there, or gained little."""
+"""The largest number of parts into which a sum over pixels is split. If more would be needed,
+`triton_conv.py` is used, because these kernels were not measured there or gained little."""
 NARROW = 64
 """The smallest number of outputs in a tile that the tensor cores can compute."""
 FAR = 8
-"""This many strides are added to a position before it is divided by the stride, so that no negative number is
-divided. They are subtracted afterwards."""
+"""Keeps positions positive when they are divided by the stride: this many strides are added before the
+division and subtracted after it."""
 
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
@@ -46,12 +46,13 @@ def _correlate(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Writes y[o, m], the sum over taps (positions in the filter) and channels c of w · x[pixel m moved by
-    the tap, c]. y has H rows and W columns.
+    """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the sum, over taps
+    (positions in the filter) and channels c, of w · x[pixel m moved by the tap, c]. y has H rows and W
+    columns.
 
-    If FLIP is false, w is [n · O, k · k · C]. If it is true, this is the gradient with respect to the images:
-    w is [n · C, k · k · O], and `up` is the stride of the forward pass. Pixels of the same phase (position
-    modulo `up`) are computed together.
+    If FLIP is false, it is the convolution, and w is [n · O, k · k · C]. If FLIP is true, it is the gradient:
+    w is [n · C, k · k · O], and `up` is the stride of the forward pass. Then pixels of the same phase
+    (position modulo `up`) are computed together.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
@@ -64,7 +65,7 @@ def _correlate(
     image = tl.program_id(0) // (across * down) * BI
     first = model * images + image
     o = tl.program_id(1) * BN
-    if FLIP:  # the first tap that meets a pixel, and how many do
+    if FLIP:  # the first tap in each direction that meets a pixel, and how many taps do
         dy, dx = (below + pad) % up, (beside + pad) % up
         wide = (k - dx + up - 1) // up
         taps = (k - dy + up - 1) // up * wide
@@ -106,12 +107,12 @@ def _filters(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr,
     ROW: tl.constexpr, FLAT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient with respect to the filters from a chunk of the pixels m: out[o, tap, c] is the sum
-    of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the output, and a tap is a position
-    in the filter.
+    """Writes the gradient with respect to the filters, summed over a chunk of the pixels m. Output out[o,
+    tap, c] is the sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the
+    convolution's output, and a tap is a position in the filter.
 
-    ROW: three taps of a line are computed at once, since they share g. FLAT: g is [pixels, O] and a tile is
-    contiguous.
+    With ROW, the three taps of a line are computed together, since they share g. With FLAT, g is [pixels, O]
+    and a tile is contiguous in memory.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BJ
@@ -155,7 +156,8 @@ def _filters(
 
 
 class Tile(NamedTuple):
-    """The numbers of pixels, outputs and channels of a tile, of warps and of pipeline stages."""
+    """The size of the tile that a Triton program computes: its pixels, outputs and channels, and the numbers
+    of warps and pipeline stages."""
 
     pixels: int
     outputs: int
@@ -166,8 +168,8 @@ class Tile(NamedTuple):
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Returns whether the GPU has the copy engine and Triton supports it. Warns once if a newer Triton would
-    support it."""
+    """Returns whether these kernels can be used: the GPU has the copy engine (TMA), and the installed Triton
+    supports it. Warns once if the GPU has it but Triton is too old."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if TensorDescriptor is None:
@@ -186,8 +188,8 @@ def _power(value: int) -> int:
 
 
 def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
-    """Returns the numbers of images, rows and columns of a tile of `pixels` pixels: the shape that extends
-    least beyond the image."""
+    """Returns the shape of a tile with `pixels` pixels: its numbers of images, rows and columns. Of the
+    possible shapes, it is the one that extends least beyond images of this height and width."""
 
     def side(size: int, room: int) -> int:
         sizes = [each for each in (8, 16, 32, 64) if each <= min(_power(size), room)] or [
@@ -201,7 +203,8 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
 
 
 def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
-    """Returns a descriptor that loads boxes of pixels from images [n · B, H, W, C]."""
+    """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from images [n · B, H, W,
+    C]. A box has box[0] images, box[1] rows, box[2] columns and `channels` channels."""
     _, height, width, deep = x.shape
     shape = [len(x), height // stride, stride, width // stride, stride * deep]
     strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
@@ -209,7 +212,8 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) ->
 
 
 def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
-    """Returns a descriptor that loads tiles of the shape `block` from a matrix with this many rows."""
+    """Returns a descriptor with which the copy engine (TMA) loads tiles of the shape `block` from x, viewed
+    as a matrix with this many rows."""
     columns = x.numel() // rows
     return TensorDescriptor(x, [rows, columns], [columns, 1], block)
 
@@ -217,8 +221,8 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """Returns the tile for these images, chosen from results/kernels-h200.json. None means that
-    `triton_conv.py` is to be used."""
+    """Returns the tile size for the kernel `_correlate` on these images. None means that `triton_conv.py`
+    must be used instead. The sizes were chosen by measurements, results/kernels-h200.json."""
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
@@ -236,10 +240,11 @@ def product_tile(
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """Returns the tile, whether to compute three taps together, and into how many parts the sum over pixels
-    is split.
+    """Returns how to compute the gradient of the filters: the tile size, whether three taps are computed
+    together, and into how many parts the sum over pixels is split.
 
-    None means that `triton_conv.py` is to be used. The values were chosen from results/kernels-h200.json.
+    None means that `triton_conv.py` must be used instead. The values were chosen by measurements,
+    results/kernels-h200.json.
     """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
@@ -263,7 +268,8 @@ def filter_tile(
 
 
 def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
-    """Returns whether a tile's pixels are contiguous in memory."""
+    """Returns whether the pixels of a tile lie next to each other in memory, so that they can be loaded as
+    one block. `box` is the tile's numbers of images, rows and columns."""
     return box[2] == width and (box[1] == height or (box[0] == 1 and height % box[1] == 0))
 
 
@@ -271,8 +277,9 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Returns the convolution of images [n · B, H, W, C] with filters [n, O, k, k, C]; with `flip`, the
-    gradient with respect to the images."""
+    """Returns the convolution of images [n · B, H, W, C] with filters [n, O, k, k, C], where each model has
+    its own filters. With `flip`, returns the gradient with respect to the images instead. `size` is the
+    height and width of the result."""
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
@@ -299,7 +306,8 @@ def weights_grad(
     row: bool,
     parts: int,
 ) -> Tensor:
-    """Returns the gradient with respect to the filters, [n, O, k, k, C]. Sums over pixels are in float32."""
+    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. `tile`, `row` and
+    `parts` come from `filter_tile`. Sums over pixels are in float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = _box(tile.pixels, height, width)
