@@ -1,8 +1,8 @@
-"""The methods, one file each. `grouping.py` is the paper's own method (Zhang et al. 2020), and `anchored.py`
-is the recommended one.
+"""The training methods, one file each, and the search for a method by its name or import path. `grouping.py`
+is the method of the paper (Zhang et al. 2020), and `anchored.py` is the recommended one.
 
-Functions that several methods share are in `parts.py`. This file finds a method by its name or import path.
-Names can be checked without importing torch.
+Functions that several methods share are in `parts.py`. Names and settings can be checked without importing
+torch, which would take seconds.
 """
 
 import ast
@@ -41,14 +41,15 @@ METHODS = {
     "freematch": "freematch:FreeMatch",
     "server-only": "server_only:ServerOnly",
 }
-"""The built-in methods: the name of each, and the module and class in which it is written."""
+"""The built-in methods by name, each with the module and the class that implement it."""
 DEFAULT = "anchored"
 BASELINE = "server-only"
-"""The method that a run is compared with: the same training without users."""
+"""The method that others are compared with by default: the server trains alone, without users."""
 
 
 def check_name(name: str) -> None:
-    """Raises if there is no such method; an import path is checked when it is loaded."""
+    """Raises ConfigError if there is no built-in method of this name. An import path of a person's own method
+    is accepted, and checked only when it is loaded."""
     if name in METHODS or outside.is_outside(name):
         return
     close = closest(name, METHODS)
@@ -62,7 +63,8 @@ def check_name(name: str) -> None:
 
 
 def find(name: str) -> "type[Method]":
-    """Returns the class of a method from its name, or from its import path if it is outside the package."""
+    """Returns the class of a method, given its built-in name or the import path of a person's own method.
+    Raises ConfigError if there is none."""
     check_name(name)
     if name not in METHODS:
         return _outside(name)
@@ -74,8 +76,7 @@ def find(name: str) -> "type[Method]":
 
 @cache
 def settings_of(name: str) -> type | None:
-    """Returns a dataclass with the settings of a built-in method; None for a method that is not part of the
-    package.
+    """Returns a dataclass with the settings of a built-in method, or None for a person's own method.
 
     The settings are read from the method's source file without importing torch, which would take seconds. So
     mistakes in settings are reported at once.
@@ -97,8 +98,8 @@ def settings_of(name: str) -> type | None:
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":
-    """Returns a stand-in for a method that is not part of the package and whose file was not supplied. Its
-    recorded settings can be read, but it cannot train."""
+    """Returns a stand-in for a person's own method, if its file was not supplied. A report can read the
+    recorded settings from it, but it cannot train."""
     from ssfl.federation import Method
 
     fields = [(key, type(value), field(default=value)) for key, value in values.items()]
@@ -109,14 +110,15 @@ def recorded(name: str, values: dict[str, Any]) -> "Method":
 
 
 def flag(method: "Method") -> str:
-    """Returns the remark that tables of results show beside a method: its `note`, or that its users know
-    their labels."""
+    """Returns the remark that tables of results show beside a method, or "". It is the method's `note`, or a
+    remark that users know their labels."""
     knows_labels = "labels" in method.needs()
     return method.note or ("users know the labels of their images" if knows_labels else "")
 
 
 def _outside(name: str) -> "type[Method]":
-    """Returns the class of a method that is not part of the package, from its import path."""
+    """Imports a person's own method from its import path and returns its class. Raises ConfigError if it is
+    not a subclass of ssfl.Method."""
     from ssfl.federation import Method
 
     method = outside.load(name, "method.name")

@@ -1,4 +1,5 @@
-"""Users train, their average replaces the model, and the server then trains that average on its labels."""
+"""The method "alternate": users train, their average becomes the new model, and the server then trains this
+model on its labels."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,15 +12,17 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class Alternate(Method):
-    """The simplest method in which every round ends with the server's training on true labels."""
+    """Users and server train in turn: users train with pseudo-labels and are averaged, and then the server
+    trains the average on true labels. It is the simplest such method."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     views: str = setting("separate", choices=("separate", "joint"))
-    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
+    """Whether weak and strong views pass through the network in two "separate" batches or together in one
+    "joint" batch. With BatchNorm the results differ."""
     teacher_mode: str = setting("eval", choices=("eval", "train"))
-    """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
-    mode."""
+    """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
+    joint views are always in training mode."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -1,4 +1,5 @@
-"""The recommended method: SemiFL's rounds, with safeguards against collapse."""
+"""The method "anchored", which is recommended: rounds as in SemiFL (Diao, Ding and Tarokh 2022), with
+safeguards against a collapse of the model."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,18 +13,18 @@ from ssfl.federation import Fed, Labels, Look, Method, Named, State, Step, Users
 from ssfl.methods import parts
 
 SLOWEST = 1 / 30
-"""The smallest factor by which the learning rate of a user is multiplied, if its pseudo-labels cover few
+"""The smallest factor by which a user's learning rate is multiplied if its pseudo-labels cover few
 classes."""
 IMAGES = 1000
-"""About how many of the server's labelled images are used to evaluate a model, for the settings `guard` and
+"""About how many of the server's labelled images a model is evaluated on, for the settings `guard` and
 `relative`."""
 NEVER = 2.0
-"""A threshold that no probability reaches, so that no image gets a pseudo-label."""
+"""A confidence threshold that no probability reaches, so that no image gets a pseudo-label."""
 
 
 @dataclass(frozen=True)
 class Anchored(Method):
-    """SemiFL's round with safeguards: users make pseudo-labels once a round, their average moves with
+    """Rounds as in SemiFL, with safeguards: users make pseudo-labels once a round, their average moves with
     momentum, and the server trains last.
 
     There are three safeguards. Users with few classes take smaller steps. A guard discards user updates that
@@ -32,19 +33,20 @@ class Anchored(Method):
     """
 
     threshold: float = setting(0.8, least=0, most=1, what="a probability")
-    """τ: an image gets a pseudo-label if the received model's confidence is at least this."""
+    """τ: an image gets a pseudo-label if the confidence of the received model is at least this."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β, the server's momentum: this much of the last round's movement is added to this round's."""
+    """β, the server's momentum: this fraction of the last round's movement of the model is added to this
+    round's."""
     guard: bool = True
-    """Discard this round's user updates if the server model's margin over chance, on its own labels, falls
-    below half of its best so far."""
+    """Whether to discard a round's user updates if they damage the model. This is so if the model's margin
+    over chance, on the server's labels, falls below half of its best margin so far."""
     pace: str = setting("classes", choices=("full", "classes"))
-    """By "classes": lower a user's learning rate, and scale up its update, when its pseudo-labels cover few
-    classes. "full": the same learning rate for all users."""
+    """"classes": lower a user's learning rate if its pseudo-labels cover few classes, and scale up its update
+    in return. "full": use the same learning rate for all users."""
     relative: bool = False
-    """AdaMatch's relative threshold: τ times the received model's mean confidence on the server's labelled
-    images. The users are sent the threshold; in the first round they make no pseudo-labels. With
-    train.server_held_out the confidence is measured on images that the server does not train on."""
+    """Use AdaMatch's relative threshold: τ times the model's mean confidence on the server's labelled images.
+    The threshold is sent to the users; in the first round they make no pseudo-labels. With
+    train.server_held_out, the confidence is measured on images that the server does not train on."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -59,8 +61,8 @@ class Anchored(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        """Returns the pseudo-labels of confident images. With pace "classes", also returns factors for each
-        user's learning rate and update."""
+        """Returns the pseudo-labels of images with high confidence. With pace "classes", also returns the
+        factors for each user's learning rate and update."""
         threshold: float | Tensor = self.threshold
         if "threshold" in look.tensors:
             threshold = look.tensors["threshold"][:, None].expand(-1, look.probabilities.shape[2])
@@ -81,11 +83,11 @@ class Anchored(Method):
         return parts.still(state, self.momentum) | best
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round in which users train, the average moves with momentum, and the
-        server trains last.
+        """Returns the state after a round: users train, their average moves with momentum, and the server
+        trains last.
 
-        The guard compares the result with the best margin over chance so far. If it is less than half of
-        that, the round is repeated without the users.
+        The guard then compares the new model's margin over chance with the best margin so far. If it is less
+        than half of the best, the round is repeated without the users.
         """
         users = self.trained_users(state, fed)
         streams, memory = parts.momentum(state, users, self.momentum)
@@ -101,8 +103,8 @@ class Anchored(Method):
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:
-        """Returns the result of the users' training. With `relative`, first computes the threshold and sends
-        it to the users."""
+        """Returns the result of the users' training. With `relative`, it first computes the threshold from
+        the server's labelled images and sends it to the users."""
         if not self.relative or not fed.has_server or not fed.cohort.users:
             return fed.train_users(state.streams)
         confidence = fed.confidence(state.average, most=IMAGES)
@@ -115,13 +117,14 @@ class Anchored(Method):
 
 
 def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
-    """Returns a factor for each user's learning rate, [n]. `counts` [n, classes] are its pseudo-labels per
-    class, and `images` [n] the number of its pseudo-labelled images.
+    """Returns a factor for each user's learning rate, [n], which is smaller for users whose pseudo-labels
+    cover few classes. `counts` [n, classes] are a user's pseudo-labels per class, and `images` [n] is the
+    number of its pseudo-labelled images.
 
     With large steps, a user with few classes forgets the others, and the average of such models is useless.
-    If all users stay near the model that they received, their updates add up. The factor is (m / M)^1.5. Here
-    m is the effective number of classes, e to the entropy of the labels. M is the largest possible m: the
-    number of classes, or of images if there are fewer.
+    If all users stay near the model that they received, their updates add up. The factor is (m / M)^1.5, but
+    at least `SLOWEST`. Here m is the effective number of classes, e to the entropy of the labels. M is the
+    largest possible m: the number of classes, or of images if there are fewer images.
     """
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     classes = torch.special.entr(shares).sum(1).exp()
@@ -129,6 +132,6 @@ def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
 
 
 def _coarse(numbers: Tensor) -> Tensor:
-    """Returns the numbers rounded to 1/4096, because pow() is not bit-identical for one user and for a
-    batch."""
+    """Returns the numbers rounded to multiples of 1/4096. Without this, results for one user and for many
+    users would differ, because pow() rounds differently for single numbers and for tensors."""
     return (numbers * 4096).round() / 4096

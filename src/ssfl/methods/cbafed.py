@@ -1,9 +1,9 @@
-"""CBAFed (Li, Li and Wang 2023): class-balanced adaptive thresholds, averaging weights by images, residual
-connection.
+"""The method CBAFed (Li, Li and Wang 2023): thresholds that depend on the class balance, averages weighted by
+numbers of images, and a residual connection between rounds.
 
-Users report how many images of each class they labelled, and everybody is sent the sums. One part of the
-published method is left out: it also trains on the second most likely class of an unsure image, if that class
-is rare.
+Users report how many images of each class they labelled, and all users are sent the sums. One part of the
+published method is left out. There, an image with low confidence is also trained on with its second most
+likely class, if that class is rare.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,17 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CbaFed(Method):
-    """Classes that were trained on often have higher thresholds. In the average, users and server are
-    weighted by their numbers of labelled images."""
+    """Classes that were trained on often get higher thresholds. In the average, users and server are weighted
+    by their numbers of labelled images."""
 
     threshold: float = setting(0.84, least=0, most=1, what="a probability")
-    """τ: the threshold of a class with an average share."""
+    """τ: the base of all thresholds. A class's threshold is τ, plus the class's share of the images trained
+    on in the last round, minus the standard deviation of these shares. An even share counts as 0.1."""
     highest: float = setting(0.95, least=0, most=1, what="a probability")
-    """The highest threshold of a class."""
+    """The upper limit of every class's threshold."""
     residual: int = setting(5, least=0, most=10**6, what="rounds; 0 is never")
-    """n: after every n rounds the model is averaged with the one that was stored n rounds before."""
+    """n: after every n rounds, the model is averaged with the model that was stored n rounds before. 0 means
+    never."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -46,8 +48,8 @@ class CbaFed(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        """Returns pseudo-labels with class-balanced thresholds. Users report their number of images in total
-        and per class."""
+        """Returns pseudo-labels, made with thresholds that are higher for frequent classes. Each user also
+        reports its number of pseudo-labelled images, in total and per class."""
         threshold = thresholds.fixed(look.probabilities, self.threshold)
         if "counts" in look.tensors:
             threshold = thresholds.balanced(
@@ -66,8 +68,8 @@ class CbaFed(Method):
         return {"counts": fed.server_counts, "stored": state.average[:0].clone()}
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round. After every n rounds (the setting `residual`), the model is
-        averaged with the one that was stored n rounds before."""
+        """Returns the state after a round. After every n rounds (the setting `residual`), the new model is
+        averaged with the model that was stored n rounds before."""
 
         def send(users: Sequence[int]) -> Named:
             return {"counts": state.memory["counts"].expand(len(users), -1)}
@@ -85,11 +87,11 @@ class CbaFed(Method):
         return replace(new, streams=streams, average=average, memory=new.memory | {"stored": average.clone()})
 
     def averaged(self, state: State, fed: Fed, users: Users, **memory: Tensor) -> State:
-        """Returns the state with the average of users and server, weighted by their numbers of labelled
-        images.
+        """Returns the state with the new average of users and server, weighted by their numbers of labelled
+        images. `memory` are tensors that the method keeps for the next round.
 
-        In the published method a labelled client trains at the same time as the others; here the server takes
-        its place. If no user counted, the server's model is the average.
+        In the published method, a labelled client trains at the same time as the others; here this is the
+        server. If no user's model counted, the server's model is the result.
         """
         if not fed.has_server:
             return state.next(users.means, users.average, momentum_of=[users], **memory)

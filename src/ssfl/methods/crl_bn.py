@@ -1,4 +1,5 @@
-"""The consistency loss (CRL) of the paper (Zhang et al. 2020) with BatchNorm and FedAvg, equation (8)."""
+"""The method "crl-bn" of the paper (Zhang et al. 2020): the consistency loss (CRL, equation (4)) with
+BatchNorm and FedAvg (equation (8))."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,20 +12,22 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class CrlBn(Method):
-    """Averages all users and the server with equal weights. Weak and strong views pass through the network in
-    one batch."""
+    """Users train with the consistency loss, and all users and the server are averaged with equal weights.
+    Weak and strong views pass through the network in one batch."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     views: str = setting("joint", choices=("separate", "joint"))
-    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
+    """Whether weak and strong views pass through the network in two "separate" batches or together in one
+    "joint" batch. With BatchNorm the results differ."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether pseudo-labels come from the network in "eval" or in "train" mode; joint views are in training
-    mode."""
+    """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
+    joint views are always in training mode."""
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's weight in every average. Default: the same as a user's."""
+    """The server's weight in every average. Default: the same weight as each user."""
     server_replicas: bool = False
-    """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
+    """Whether one copy of the server's model is trained for each group, as in the authors' code. Otherwise
+    one server model is trained for all groups."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}}
 

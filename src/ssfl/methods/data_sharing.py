@@ -1,4 +1,5 @@
-"""DataSharing (Zhao et al. 2018): users know their labels and also hold a common, class-balanced set."""
+"""The method DataSharing (Zhao et al. 2018), a baseline in which users know their labels. Every user is also
+sent the same labelled images of all classes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +11,8 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class DataSharing(Method):
-    """Every user also gets the server's labelled images; the average of the users is the model."""
+    """Users train on their true labels, and each is also sent the server's labelled images. The average of
+    the users is the model; the server does not train."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
     trains_server: ClassVar = False

@@ -1,4 +1,5 @@
-"""EASGD (Zhang, Choromanska and LeCun 2015): users keep their own models, pulled towards a common one."""
+"""The method EASGD (Zhang, Choromanska and LeCun 2015), a baseline in which users know their labels. Each
+user keeps its own model, which is pulled towards a common model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,13 +12,14 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class Easgd(Method):
-    """Elastic averaging: each user's model and the common model move towards each other by the same amount.
-    Users know their labels."""
+    """Elastic averaging: after a round, each user's model and the common model are moved towards each other
+    by the same amount. Users know their labels."""
 
     elasticity: float | None = setting(
         None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
     )
-    """α: how far models are pulled towards each other; default: 0.9/C, for C participants."""
+    """α: the fraction of the difference between a user's model and the common model by which both are moved
+    towards each other. Default: 0.9/C, for C participants."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
     trains_server: ClassVar = False

@@ -1,22 +1,23 @@
-"""FedMatch (Jeong et al., ICLR 2021): every weight is a sum θ = σ + ψ. Labelled images train σ and unlabelled
-images train ψ, each while the other is fixed.
+"""The method FedMatch (Jeong et al., ICLR 2021): every weight θ of the network is a sum θ = σ + ψ. Labelled
+images train σ and unlabelled images train ψ, each while the other is fixed.
 
-With labels at the server, users train ψ, the average of the users replaces ψ, and the server then trains σ.
-This is FedMatch's round, except that a round ends after the server's training instead of after the users'.
-With labels at the users, every step trains σ on a labelled batch and then ψ on an unlabelled one. Both are
-averaged.
+If the server has the labels, users train ψ, the average of the users replaces ψ, and the server then trains
+σ. A round of the original ends after the users' training; here it ends after the server's. If users have the
+labels, every step trains σ on a labelled batch and then ψ on an unlabelled one, and both are averaged.
 
-In every tenth round, a user that has taken part before has two helpers. These are the users whose last models
-predict most nearly the same as its own last model, for a fixed image of noise. The helper's model is the
-received σ with that other user's ψ.
+In every tenth round, a user that has taken part before gets two helpers. These are other users whose last
+models make the most similar predictions to its own last model, for a fixed image of noise. A helper's model
+consists of the received σ and the helper's ψ.
 
-Differences from the original. The learning rate follows [train] instead of being divided by 3 on a plateau.
-The original drops small weights and small changes when it sends or evaluates a model; here they are kept.
-Labelled images are seen in weak views, not unaugmented, and strong views have Cutout. The original sets a
-weight decay but never adds it to a loss; here whichever of σ and ψ is trained decays by train.weight_decay.
-With labels at the users, the original makes batches of 10 labelled images and divides the unlabelled ones
-into as many batches; here both kinds come in batches of train.batch_size. Networks and initial weights are
-the same as for the other methods.
+Differences from the original:
+
+The learning rate follows the section [train]; the original divides it by 3 on a plateau. The original drops
+small weights and small changes when it sends or evaluates a model; here they are kept. Labelled images are
+seen in weak views instead of unaugmented, and strong views include Cutout. The original sets a weight decay
+but never adds it to a loss; here σ or ψ decays by train.weight_decay while it is trained. If users have the
+labels, the original makes batches of 10 labelled images, and divides the unlabelled ones into as many
+batches. Here both kinds come in batches of train.batch_size. Networks and initial weights are those of the
+other methods.
 """
 
 import copy
@@ -37,31 +38,36 @@ from ssfl.federation import Fed, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
 START = 0.2
-"""FedMatch's weights are a sum σ + ψ, where labelled images train σ and unlabelled ones train ψ. At first, ψ
-is this multiple of σ."""
+"""Before training, ψ is this multiple of σ. FedMatch's weights are a sum σ + ψ, where labelled images train σ
+and unlabelled ones train ψ."""
 
 
 @dataclass(frozen=True)
 class FedMatch(Method):
-    """Disjoint learning: separate weights for labelled and unlabelled images, and helpers from similar
-    users."""
+    """Disjoint learning: labelled and unlabelled images train separate weights σ and ψ, whose sum is the
+    model. Users also learn from helpers, which are other users with similar models."""
 
     threshold: float = setting(0.75, least=0, most=1, what="a probability")
-    """τ: an image is trained on if the model's confidence is at least this."""
+    """τ: an unlabelled image is trained on if the model's confidence is at least this."""
     helpers: int = setting(2, least=0, most=100, what="users")
-    """H: the number of helpers of a user."""
+    """H: how many helpers a user gets. Helpers are other users with similar models, from whose predictions
+    the user learns."""
     interval: int = setting(10, least=1, most=10**6, what="rounds")
-    """n: users have helpers only in every n-th round."""
+    """n: users get helpers only in every n-th round."""
     supervised: float = setting(10.0, least=0, most=1e6, what="a weight")
-    """λ_s: the weight of cross-entropy with true labels."""
+    """λ_s: the weight of the cross-entropy with true labels."""
     consistency: float = setting(0.01, least=0, most=1e6, what="a weight")
-    """λ_i: the weight of the distance to the helpers' predictions."""
+    """λ_i: the weight of the difference (KL divergence) between a user's predictions and those of its
+    helpers."""
     agreement: float = setting(0.01, least=0, most=1e6, what="a weight")
-    """λ_a: the weight of the strong view's cross-entropy with the label that most models vote for."""
+    """λ_a: the weight of the cross-entropy of strong views with the label that most models (the user's and
+    its helpers') predict."""
     l2: float = setting(10.0, least=0, most=1e6, what="a weight")
-    """λ_L2: the weight of ‖σ - ψ‖², a sum over all weights."""
+    """λ_L2: the weight of the penalty ‖σ - ψ‖², a sum over all weights. It keeps the two parts σ and ψ of
+    each weight close."""
     l1: float | None = setting(None, least=0, most=1e6, what="a weight")
-    """λ_L1: the weight of ‖ψ‖₁; default: 1e-5 with labels at the server, else 1e-4."""
+    """λ_L1: the weight of the penalty ‖ψ‖₁, which keeps ψ sparse. Default: 1e-5 if the server has the labels,
+    1e-4 if users have them."""
 
     defaults: ClassVar = {
         "model": {"norm": "none"},
@@ -77,7 +83,8 @@ class FedMatch(Method):
         return ("weak", "strong", "received")
 
     def check(self, config: Any) -> None:
-        """Raises ConfigError for settings that do not work with weights that are a sum σ + ψ."""
+        """Raises ConfigError for settings that cannot be used with FedMatch, whose weights are a sum σ +
+        ψ."""
         train = config.train
         fitting = [
             (config.model.norm != "batch", "model.norm", config.model.norm, "model.norm=none"),
@@ -85,7 +92,7 @@ class FedMatch(Method):
              "federation.groups=1"),
             (train.momentum == 0, "train.momentum", train.momentum, "train.momentum=0"),
             (train.clip == 0, "train.clip", train.clip, "train.clip=0"),
-            (train.lr < 0.1, "train.lr", train.lr, "train.lr=0.001"),  # a larger one moves ψ beyond σ
+            (train.lr < 0.1, "train.lr", train.lr, "train.lr=0.001"),  # else ‖σ - ψ‖² grows
             (config.run.diversity_every == 0, "run.diversity_every", config.run.diversity_every,
              "run.diversity_every=0"),
         ]  # fmt: skip
@@ -109,8 +116,8 @@ class FedMatch(Method):
         return result._replace(loss=self.supervised * result.loss)
 
     def user_loss(self, step: Step) -> Losses:
-        """Returns the users' loss on unlabelled images, which trains ψ. The L1 and L2 penalties are not part
-        of it; `gradient` adds them."""
+        """Returns the users' loss on unlabelled images, one value per user, [n]. Its gradient trains ψ. The
+        L1 and L2 penalties are not included; `gradient` adds them."""
         helpers = self._helper_weights(step)
         weak_logits = step.forward(step.weak, grad=bool(helpers), train=False, draw="teacher")
         helper_logits = [
@@ -123,12 +130,14 @@ class FedMatch(Method):
     def unlabelled(
         self, weak: Tensor, strong: Tensor, helpers: Sequence[Tensor], exist: Sequence[Tensor]
     ) -> Losses:
-        """Returns the unlabelled loss of each image, from the logits of its weak view (the user's own and its
-        helpers') and of its strong view.
+        """Returns the loss of each unlabelled image. `weak` and `strong` are the logits of the user's model
+        for both views, and `helpers` are the logits of each helper's model for the weak view.
 
-        The loss is λ_i · mean over helpers of KL(p_h ‖ p) + λ_a · cross-entropy of the strong view with the
-        label that most models vote for. In a tie the first label wins. The loss is zero if the user's own
-        confidence is below τ. `exist` [n] says which helpers exist; the others have no vote.
+        With p and p_h for the probabilities that user and helper predict, the loss is λ_i · (mean over
+        helpers of KL(p_h ‖ p)) + λ_a · CE. CE is the cross-entropy of the strong view with the label that
+        most models vote for; in a tie the first label wins. The loss is zero if the user's own confidence is
+        below τ. For each helper, `exist` has a tensor [n] that says which of the n users have it; a missing
+        helper has no vote.
         """
         _, mask = losses.pseudo_label(weak, self.threshold)
         votes = _vote(weak)
@@ -147,8 +156,9 @@ class FedMatch(Method):
         return Losses(loss * mask, mask, label)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of one step. At a user, it is that of ψ on unlabelled images with its
-        penalties, and that of σ on labelled images if users have any. At the server, it is only that of σ."""
+        """Returns the gradient of one step by weight name, and its metrics. At the server, it contains only
+        σ. At a user, it contains ψ on unlabelled images, with the penalties, and also σ on labelled images if
+        users have any."""
         if step.role == "server":
             gradients, metrics = step.gradient(loss)
             return _half(gradients, "sigma."), metrics
@@ -168,8 +178,9 @@ class FedMatch(Method):
         return trained, metrics | {"loss": total}
 
     def _labelled_gradient(self, step: Step, images: Tensor, labels: Tensor) -> tuple[Named, Tensor]:
-        """Returns the gradient of σ on users' own labelled images, and its loss. For a user without labelled
-        images, the gradient cancels the weight decay, so that σ does not change."""
+        """Returns the gradient of σ on labelled images that the users themselves have, and the loss of each
+        user, [n]. For a user without labelled images, the gradient cancels the weight decay, so that σ does
+        not change."""
         has = (labels >= 0).all(1)
 
         def loss(step: Step) -> Losses:
@@ -177,7 +188,7 @@ class FedMatch(Method):
             return result._replace(loss=self.supervised * result.loss * has[:, None])
 
         gradients, metrics = step.gradient(loss)
-        still = {name: -step.decay * step.weights[name] for name in gradients}  # what weight decay would add
+        still = {name: -step.decay * step.weights[name] for name in gradients}  # cancels weight decay
         sigma = {
             name: torch.where(has.view(-1, *[1] * (gradient.dim() - 1)), gradient, still[name])
             for name, gradient in _half(gradients, "sigma.").items()
@@ -185,7 +196,8 @@ class FedMatch(Method):
         return sigma, metrics["loss"]
 
     def _helper_weights(self, step: Step) -> list[Named]:
-        """Returns the weights of each helper's model: the received σ plus the helper's ψ."""
+        """Returns the weights of each helper's model by name: the received σ, and the ψ of the helper. The
+        list is empty in rounds without helpers."""
         if "helpers" not in step.tensors:
             return []
         sigma, psi = (_half(step.received, half) for half in ("sigma.", "psi."))
@@ -200,8 +212,8 @@ class FedMatch(Method):
         return {"last": state.average.new_zeros(fed.users, len(state.average))}
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round. In every n-th round (`interval`), users are also sent the ψ of
-        their helpers."""
+        """Returns the state after a round. In every n-th round (the setting `interval`), each user is also
+        sent the ψ of its helpers."""
         last, send = state.memory["last"], None
         if self.helpers and (state.round + 1) % self.interval == 0:
             near, places = self.helpers_of(last, fed), {user: i for i, user in enumerate(fed.cohort.users)}
@@ -216,11 +228,11 @@ class FedMatch(Method):
         return parts.server_last(state, fed, users, last=last)
 
     def helpers_of(self, last: Tensor, fed: Fed) -> Tensor:
-        """Returns the numbers of the H users that help each of the n participants, [n, H]; -1 stands for no
-        helper.
+        """Returns the helpers of each of the n participants: the numbers of H other users with similar
+        models, [n, H]. -1 means no helper.
 
-        `last` [K, P + Q] are the models that the K users sent last (P weights and Q running statistics each),
-        zeros for users that have not taken part yet.
+        `last` [K, P + Q] are the models that the K users sent last, with P weights and Q running statistics
+        each. They are zeros for users that have not taken part yet.
         """
         seen = last.any(1).nonzero().flatten()
         probabilities = fed.predict(last[seen], noise(fed.key("noise", by_round=False), fed.shape))[:, 0]
@@ -228,13 +240,15 @@ class FedMatch(Method):
 
 
 def _vote(logits: Tensor) -> Tensor:
-    """Returns each image's vote for a class: 1 for the class with the largest logit, 0 for the others."""
+    """Returns the vote of a model for each image, [..., classes]: 1 for the class with the largest logit, 0
+    for the others."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
-    return (logits.argmax(-1)[..., None] == classes).long()  # F.one_hot would wait for a GPU
+    return (logits.argmax(-1)[..., None] == classes).long()  # F.one_hot would wait for the GPU
 
 
 class Decomposed(nn.Module):
-    """A network whose weights are σ + ψ. Its vector (row) holds the weights of σ, then those of ψ."""
+    """Wraps a network so that each of its weights is a sum σ + ψ. Its row (the model as one vector) contains
+    all weights σ, and then all weights ψ."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -250,7 +264,8 @@ class Decomposed(nn.Module):
 
 
 def composed(tensors: Named) -> Named:
-    """Returns the weights θ = σ + ψ under the names that the plain network uses. `tensors` has σ and ψ."""
+    """Returns the weights θ = σ + ψ of the plain network by name, to save or use it without FedMatch.
+    `tensors` contains σ and ψ by name."""
     sigma, psi = (_half(tensors, half) for half in ("sigma.", "psi."))
     return {
         name.removeprefix("sigma."): weight + psi["psi." + name.removeprefix("sigma.")]
@@ -263,10 +278,11 @@ def _half(tensors: Named, half: str) -> Named:
 
 
 def nearest(probabilities: Tensor, seen: Tensor, users: Sequence[int], count: int) -> Tensor:
-    """Returns for each of the `users` the `count` other users with the nearest predicted probabilities, [n,
-    count].
+    """Returns for each of n `users` the numbers of the `count` other users whose predicted probabilities are
+    most similar, [n, count]. -1 means that there is no such user.
 
-    `probabilities` [m, classes] belong to the users in `seen` [m]. In a tie the first user is taken.
+    `probabilities` [m, classes] are the predictions of the m users in `seen` [m], those that have taken part
+    before. In a tie the first user is taken.
     """
     chosen = torch.full((len(users), count), -1, device=seen.device)
     place = {user: i for i, user in enumerate(seen.tolist())}
@@ -280,8 +296,9 @@ def nearest(probabilities: Tensor, seen: Tensor, users: Sequence[int], count: in
 
 
 def noise(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns the image of noise on which the users' models are compared: uint8 [1, C, H, W], from a normal
-    distribution with mean and standard deviation 125, truncated to 0 to 255."""
+    """Returns the image of noise on which FedMatch compares the users' models, uint8 [1, C, H, W]. Its values
+    are from a normal distribution with mean and standard deviation 125, truncated to the range from 0 to
+    255."""
     count = torch.Size(shape).numel()
     drawn = draws.uniform(draws.bits(key.cpu(), count)).double()
     low, high = (torch.special.ndtr(torch.tensor((end - 125) / 125).double()) for end in (0, 255))

@@ -1,5 +1,5 @@
-"""FedProx (Li et al. 2020): users stay near the model they received, by the penalty (μ / 2) · ‖w -
-w_received‖²."""
+"""The method FedProx (Li et al. 2020): users stay near the model w_received that they received, because their
+loss has the penalty (μ / 2) · ‖w - w_received‖²."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,12 +12,13 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FedProx(Method):
-    """The method `alternate` with a proximal term in the users' loss."""
+    """Users and server train in turn, as in the method `alternate`. The users' loss has a penalty for moving
+    away from the received model."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     proximal: float = setting(0.01, least=0, most=1000, what="a weight")
-    """μ: the weight of the penalty."""
+    """μ: the weight of the penalty (μ / 2) · ‖w - w_received‖² on the distance from the received model."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -1,5 +1,6 @@
-"""FixMatch (Sohn et al. 2020), centralised: one model sees all images. The loss of every step is L_s + L_k,
-the sum of the server's and the users' losses."""
+"""The method FixMatch (Sohn et al. 2020) without a federation, for comparison: one model is trained on all
+images. Its loss is L_s + L_k: the supervised loss on labelled images plus the consistency loss on unlabelled
+ones."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,15 +14,17 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FixMatch(Method):
-    """Shows what is possible with all images in one place: a single "user" holds them all, with the labels of
-    the labelled ones."""
+    """Shows what is possible if all images are in one place: a single "user" has all images, and the labels
+    of the labelled ones."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     views: str = setting("separate", choices=("separate", "joint"))
-    """Whether weak and strong views pass through the network in "separate" batches or in one "joint" one."""
+    """Whether weak and strong views pass through the network in two "separate" batches or together in one
+    "joint" batch. With BatchNorm the results differ."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether pseudo-labels come from the network in "eval" or in "train" mode."""
+    """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
+    joint views are always in training mode."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -32,7 +35,8 @@ class FixMatch(Method):
     note: ClassVar = "one model sees every image: no federation"
 
     def check(self, config: Any) -> None:
-        """Raises if there is more than one user, since a single model is trained."""
+        """Raises ConfigError if there is more than one user, because this method trains a single model on all
+        images."""
         users = config.split.users
         if users != 1:
             raise ConfigError(

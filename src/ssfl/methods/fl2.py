@@ -1,7 +1,9 @@
-"""(FL)² (Lee et al. 2024): class-aware thresholds, flat minima, and a larger weight for unsure users.
+"""The method (FL)² (Lee et al. 2024): thresholds for each class, training towards flat minima of the loss,
+and a larger weight for users with low confidence.
 
-The published method computes BatchNorm statistics over every user's images, as SemiFL does; this is left out
-here. Its server trains before the first round; here the server trains alone in the first tenth of the rounds.
+The published method, like SemiFL, computes BatchNorm statistics over every user's images; this is left out
+here. The published server trains before the first round. Here it trains alone in the first tenth of the
+rounds.
 """
 
 from dataclasses import dataclass
@@ -19,21 +21,24 @@ from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
 CERTAIN = 0.95
-"""An image takes part in the sharpness-aware loss if the model's confidence in it is above this."""
+"""An image is part of the sharpness-aware loss only if the received model's confidence in it is at least
+this."""
 LEAST = 0.01
-"""ASAM's η: the move of each weight is scaled by its size plus this, so that a weight of zero can also
-move."""
+"""The constant η of ASAM (adaptive sharpness-aware minimisation). A weight w moves in proportion to |w| + η,
+so that a weight of zero can also move."""
 
 
 @dataclass(frozen=True)
 class Fl2(Method):
-    """Sharpness-aware consistency: users train their predictions to stay the same when the weights are moved
-    in the direction in which the loss rises fastest."""
+    """Sharpness-aware consistency: users train so that their predictions stay the same when the weights are
+    moved in the direction in which the loss rises fastest."""
 
     sharpness: float = setting(0.1, least=0, most=10, what="a distance")
-    """ρ: how far the weights are moved in the direction of the steepest loss."""
+    """ρ: how far the weights are moved in the direction in which the loss rises fastest. 0 switches the
+    sharpness-aware loss off."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β, the server's momentum: this much of the last round's movement is added to this round's."""
+    """β, the server's momentum: this fraction of the last round's movement of the model is added to this
+    round's."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -52,8 +57,8 @@ class Fl2(Method):
         return 1 + 2 * bool(self.sharpness)
 
     def label(self, look: Look) -> Labels:
-        """Returns pseudo-labels with FreeMatch's thresholds. The less confident a user's model is, the larger
-        is the user's weight."""
+        """Returns pseudo-labels, made with FreeMatch's thresholds for each class. A user's weight in the
+        average is larger, the lower the model's mean confidence in its images is."""
         sure = parts.confident(look, thresholds.free(look.probabilities))
         certain = sure & (look.probabilities.amax(-1) >= CERTAIN)
         labels = parts.labelled(look, sure, fill=True, certain=certain)
@@ -66,8 +71,8 @@ class Fl2(Method):
         return parts.round_labels(step)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of the loss. For users, the gradient of the sharpness-aware consistency loss
-        is added."""
+        """Returns the gradient of the loss by weight name, and its metrics. At users, the gradient of the
+        sharpness-aware consistency loss is added."""
         gradients, metrics = step.gradient(loss)
         if step.role == "server" or not self.sharpness:
             return gradients, metrics
@@ -77,8 +82,9 @@ class Fl2(Method):
             perturbed = uphill(step.weights, ascent, self.sharpness)
 
         def disagreement(moved: Step) -> Losses:
-            """Returns KL( f(w) ‖ f(w + ε) ), the divergence between the predictions with weights w and with
-            moved weights w + ε. As in the authors' code, it trains w + ε towards the predictions of w."""
+            """Returns the loss KL( f(w) ‖ f(w + ε) ): how much the predictions f change when the weights w
+            are moved by ε. As in the authors' code, its gradient is taken at w + ε, and the predictions at w
+            are fixed targets."""
             target = moved.forward(moved.strong, grad=False, weights=step.weights).log_softmax(-1)
             divergence = (target.exp() * (target - moved.forward(moved.strong).log_softmax(-1))).sum(-1)
             return Losses(divergence * certain, certain, moved.tensors["labels"])
@@ -96,8 +102,8 @@ class Fl2(Method):
 
 
 def uphill(weights: Named, gradients: Named, distance: float) -> dict[str, Tensor]:
-    """Returns the weights [n, ...] after a move by `distance` in the direction in which the loss rises. As in
-    ASAM, each weight's move is scaled by its own size; biases are not scaled."""
+    """Returns the weights [n, ...] by name, moved by `distance` in the direction in which the loss rises
+    fastest. As in ASAM, the move of a weight is scaled by the weight's own size; biases are not scaled."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
     steps = {name: size * gradients[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)

@@ -1,5 +1,5 @@
-"""FlexMatch's thresholds (Zhang et al. 2021) in a federation: computed once a round, lower for slowly learned
-classes."""
+"""The method "flexmatch": the thresholds of FlexMatch (Zhang et al. 2021) in a federation. They are computed
+once a round and are lower for classes that are learned slowly."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,10 +13,12 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FlexMatch(Method):
-    """Users make pseudo-labels once a round with thresholds for each class; the server trains last."""
+    """Users make pseudo-labels once a round, with a threshold for each class that is lower for classes that
+    are learned slowly. The server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: the threshold of the most frequent class."""
+    """τ: the upper limit of every class's threshold. The class with the most confident images reaches it, if
+    its images outnumber those without enough confidence."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -1,5 +1,5 @@
-"""FreeMatch's thresholds (Wang et al. 2023) in a federation: computed once a round from the user's mean
-confidence and how often it predicts each class."""
+"""The method "freematch": the thresholds of FreeMatch (Wang et al. 2023) in a federation. They are computed
+once a round from a user's mean confidence and from how often each class is predicted."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class FreeMatch(Method):
-    """Users make pseudo-labels once a round with thresholds for each class; the server trains last."""
+    """Users make pseudo-labels once a round, with a threshold for each class that is lower for rarely
+    predicted classes. The server trains last."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

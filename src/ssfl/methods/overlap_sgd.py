@@ -1,4 +1,5 @@
-"""OverlapSGD (Wang, Liang and Joshi 2020): users keep models of their own and never wait for the average."""
+"""The method OverlapSGD (Wang, Liang and Joshi 2020), a baseline in which users know their labels. Each user
+keeps its own model and never waits for the average."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,11 +12,11 @@ from ssfl.federation import Fed, Method, State, Step
 
 @dataclass(frozen=True)
 class OverlapSgd(Method):
-    """Each user's model is pulled towards the average of the previous round, which is sent while the user
-    trains. Users know their labels."""
+    """After a round, each user's model is pulled towards the average of the previous round, which is sent
+    while the user trains. Users know their labels."""
 
     elasticity: float = setting(0.6, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
-    """α: how far models are pulled towards the average."""
+    """α: the fraction of the difference to the average by which each user's model is pulled towards it."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
     trains_server: ClassVar = False

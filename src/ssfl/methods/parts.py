@@ -1,4 +1,5 @@
-"""Functions that several methods share."""
+"""Functions that several methods share: losses, pseudo-labels that are made once a round, and parts of a
+round."""
 
 from functools import cache
 
@@ -11,19 +12,20 @@ from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Named, State, Step, Users
 
 QUANTILES = 1024
-"""Mixing shares for mixup are drawn from a table of this many quantiles of the Beta distribution."""
+"""The shares for mixing images (mixup) are drawn from a table of this many quantiles of the Beta
+distribution."""
 
 
 # --- losses -------------------------------------------------------------------------------------------------
 
 
 def consistency(step: Step, threshold: float, views: str = "separate", teacher_mode: str = "eval") -> Losses:
-    """Returns the paper's loss L_k, equation (4): the confident prediction for the weak view is the label of
-    the strong view.
+    """Returns the users' consistency loss L_k, the paper's equation (4): the confident prediction for the
+    weak view of an image is the label for its strong view.
 
-    With `views` "joint", both views pass through the network in one batch. With "separate", they pass in two,
-    and `teacher_mode` says whether the weak view is predicted in "eval" or in "train" mode. This matters with
-    BatchNorm or dropout.
+    With `views` "joint", both views pass through the network in one batch. With "separate", they pass in two
+    batches. Then `teacher_mode` says whether the weak view is predicted in "eval" or in "train" mode, which
+    makes a difference with BatchNorm or dropout.
     """
     if views == "joint":
         weak, strong = step.forward(torch.cat([step.weak, step.strong], 1)).chunk(2, 1)
@@ -35,8 +37,8 @@ def consistency(step: Step, threshold: float, views: str = "separate", teacher_m
 
 
 def round_labels(step: Step) -> Losses:
-    """Returns the cross-entropy of strong views with the pseudo-labels that were made at the start of the
-    round."""
+    """Returns the cross-entropy of strong views with the pseudo-labels that the method's function `label`
+    made at the start of the round."""
     return losses.labelled(step.forward(step.strong), step.tensors["labels"], step.tensors["mask"])
 
 
@@ -44,9 +46,13 @@ def round_labels(step: Step) -> Losses:
 
 
 def confident(look: Look, threshold: float | Tensor) -> Tensor:
-    """Returns which images the model is confident about, as booleans [n, T · B] for n users with T batches of
-    B images. An image counts if its largest probability reaches the threshold: one number, or one for each
-    class. Images of steps that a user does not take never count."""
+    """Returns which images are confident enough for a pseudo-label, as booleans [n, T · B]. There are n users
+    with T batches of B images each.
+
+    An image is confident if its largest probability reaches the threshold. `threshold` is one number, or one
+    number for each user and class, [n, classes]. Images of steps that a user does not take are never
+    confident.
+    """
     confidence, label = look.probabilities.max(-1)
     if isinstance(threshold, float):
         threshold = thresholds.fixed(look.probabilities, threshold)
@@ -55,13 +61,14 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
 
 
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
-    """Returns the round's pseudo-labels and their mask. `sure` [n, T · B] says which images are confident,
-    for n users with T batches of B images. `extra` are further tensors of this shape, which are kept together
+    """Returns the pseudo-labels of a round and their mask, for n users with T batches of B images. `sure` [n,
+    T · B] says which images are confident. `extra` are further tensors of this shape, which stay together
     with their images.
 
-    Without `fill`, images that are not confident stay in their batches with a loss of zero. With `fill`,
-    batches hold only confident images, and a user takes as many steps as these fill. The last batch is
-    completed with the first images. A user without confident images takes no step and has weight 0.
+    Without `fill`, images that are not confident stay in their batches, with a loss of zero. With `fill`,
+    batches contain only confident images, and a user takes only as many steps as these fill. The last batch
+    is completed with the user's first confident images. A user without confident images takes no step and has
+    weight 0.
     """
     users, shape = len(sure), look.images.shape
     images, dtype = look.images.flatten(1), look.probabilities.dtype
@@ -87,26 +94,27 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
 
 
 def class_counts(look: Look, sure: Tensor) -> Tensor:
-    """Returns how many of each user's images got each class as pseudo-label, [n, classes]. `sure` says which
-    images get a pseudo-label. Repeated images count each time."""
+    """Returns how many of each user's images got each class as their pseudo-label, [n, classes]. `sure` [n, T
+    · B] says which images get a pseudo-label. An image that occurs several times is counted each time."""
     users, _, classes = look.probabilities.shape
     counts = look.probabilities.new_zeros(users, classes)
     return counts.scatter_add_(1, look.probabilities.argmax(-1), sure.to(counts.dtype))
 
 
 def distinct(images: Tensor, chosen: Tensor) -> Tensor:
-    """Returns for each of n users how many different images are `chosen`, [n]. `images` [n, m] are image
-    numbers, and an image may occur several times."""
+    """Returns for each of n users how many different images are chosen, [n]. `images` [n, m] are image
+    numbers, among which an image may occur several times, and `chosen` [n, m] says which of them to count."""
     ordered = torch.where(chosen, images, -1).sort(1).values
     is_first = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
     return (is_first & (ordered >= 0)).sum(1)
 
 
 def mixed(labels: Labels, look: Look, alpha: float) -> Labels:
-    """Returns the labels with what mixup needs: a partner for every image, and a mixing share for every step.
+    """Returns the labels with everything that mixup needs: a partner for every image, and a mixing share for
+    every step.
 
-    The partner is any other image with its pseudo-label. The share is drawn from a Beta distribution whose
-    two parameters are `alpha`.
+    The partner is drawn at random from the user's images of the round, and comes with its own pseudo-label.
+    The share is drawn from a Beta distribution whose two parameters are both `alpha`.
     """
     users, steps, size = look.images.shape
     images, label = look.images.flatten(1), look.probabilities.argmax(-1)
@@ -141,11 +149,12 @@ def _quantiles(alpha: float) -> np.ndarray:
 def server_last(
     state: State, fed: Fed, users: Users, streams: Tensor | None = None, **memory: Tensor
 ) -> State:
-    """Returns the state after the server has trained the users' average, which ends the round.
+    """Returns the state after the last part of a round, in which the server trains the users' average on its
+    labels. All groups then continue with the model that the server trained.
 
-    All groups continue with the trained model. If the server has no labelled images, the average itself is
-    the result. `streams` are group models that replace those in `users`, for example after server momentum.
-    `memory` replaces tensors of the method's memory.
+    If the server has no labelled images, the average itself is the result. `streams` [S, P + Q] are models of
+    the S groups that replace those in `users`, for example after momentum. `memory` are tensors that the
+    method keeps for the next round.
     """
     average = users.average
     if streams is None:
@@ -159,14 +168,17 @@ def server_last(
 
 
 def still(state: State, beta: float) -> Named:
-    """Returns the method's memory before the first round, for server momentum: a velocity of zero."""
+    """Returns the memory that server momentum needs before the first round: a velocity of zero for each
+    group, under the name "velocity". It is empty if `beta`, the momentum, is 0."""
     return {"velocity": torch.zeros_like(state.streams[:, : state.momentum.shape[1]])} if beta else {}
 
 
 def momentum(state: State, users: Users, beta: float) -> tuple[Tensor, Named]:
-    """Returns the groups' models after server momentum, and the new velocity for the method's memory.
+    """Returns the groups' models [S, P + Q] after server momentum, and the new velocity, which the method
+    must keep for the next round.
 
-    Each model is moved further by `beta` times its movement in the last round.
+    The velocity is a group model's movement in this round plus `beta` times the velocity of the last round.
+    The model moves by this velocity instead of only by its own movement.
     """
     if not beta or not users.counted:
         return users.means, {}

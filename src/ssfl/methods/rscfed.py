@@ -1,8 +1,8 @@
-"""RSCFed (Liang et al. 2022): the model is the mean of three averages, each over a random half of the users.
-In each, users far from the others have less weight.
+"""The method RSCFed (Liang et al. 2022): the new model is the mean of three averages, each over a random half
+of the users. In each average, users far from the others have less weight.
 
-The published method has a mean teacher and one labelled user that trains first. Here users train with the
-consistency loss, and the server has the labels.
+In the published method, users learn from a mean teacher, and one user has labels and trains first. Here users
+train with the consistency loss, and the server has the labels.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class RscFed(Method):
-    """Random sampling consensus: the mean of several distance-reweighted averages of random halves of the
-    users."""
+    """Random sampling consensus: the mean of several averages, each over a random half of the users. In each
+    average, users far from the others have less weight."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     consensus: int = setting(3, least=1, most=1000, what="averages")
-    """How many averages of random halves are made."""
+    """How many averages over random halves of the users are made."""
     scale: float = setting(1e4, least=0, most=1e9, what="above 0")
-    """β: how fast a user's weight falls with its distance from the plain average."""
+    """β: how fast a user's weight falls with the distance of its model from the plain average of the half."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -44,8 +44,8 @@ class RscFed(Method):
         return parts.consistency(step, self.threshold)
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round: the consensus of the users' models, on which the server then
-        trains."""
+        """Returns the state after a round: the users' models are averaged by consensus (see `sub_consensus`),
+        and the server then trains the result."""
         users = fed.train_users(state.streams)
         if not users.counted:
             return parts.server_last(state, fed, users)
@@ -57,8 +57,9 @@ class RscFed(Method):
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """Returns the mean of several averages of the users' models. Each average is over another random half
-        of the users, and is weighted by distance (see `by_distance`)."""
+        """Returns the consensus [P + Q] of the users' models `rows`: the mean of several averages. Each is
+        over another random half of the users, which `key` draws, and gives users far from the others less
+        weight (see `by_distance`)."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
@@ -69,11 +70,12 @@ class RscFed(Method):
         return torch.stack(averages).mean(0)
 
     def by_distance(self, rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
-        """Returns the distance-reweighted average, in which users far from the plain average have less
-        weight.
+        """Returns the average [P + Q] of the users' models `rows`, in which users far from the plain average
+        have less weight.
 
         User k has weight n_k · exp(-β · d_k / n_k). Here n_k is its number of images (`counts`), and d_k is
-        its distance from the average weighted by n_k, summed over the layers (`pieces` of a model's vector).
+        the distance of its model from the average weighted by n_k. The distance is summed over the layers,
+        whose lengths in a row are `pieces`.
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows

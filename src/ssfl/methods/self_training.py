@@ -1,5 +1,5 @@
-"""Self-training, equation (5) of the paper (Zhang et al. 2020): the confident prediction for a weak view is
-the label of that same view."""
+"""The method "self-training", a baseline of the paper (Zhang et al. 2020), equation (5): the confident
+prediction for a weak view is the label of that same view."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,17 +12,19 @@ from ssfl.federation import Fed, Method, State, Step, paper_round
 
 @dataclass(frozen=True)
 class SelfTraining(Method):
-    """The paper's baseline without strong views; it uses BatchNorm and FedAvg."""
+    """The paper's baseline without strong views: users train on weak views with their own predictions as
+    labels. It uses BatchNorm and FedAvg."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: a pseudo-label is used if its confidence is at least this."""
+    """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     views: str = setting("joint", choices=("separate", "joint"))
-    """Whether predictions come from the forward pass that is trained ("joint") or from another
-    ("separate")."""
+    """Whether pseudo-labels come from the same forward pass that is trained ("joint") or from another pass
+    over the same views ("separate")."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether separate predictions are made in "eval" or in "train" mode."""
+    """Whether the pass that makes pseudo-labels is in "eval" or in "train" mode. It applies only to separate
+    views."""
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's weight in every average. Default: the same as a user's."""
+    """The server's weight in every average. Default: the same weight as each user."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}}
 

@@ -1,8 +1,8 @@
-"""SemiFL (Diao, Ding and Tarokh 2022): pseudo-labels once a round, a "fix" and a "mix" loss, and the server
-trains last.
+"""The method SemiFL (Diao, Ding and Tarokh 2022): users make pseudo-labels once a round and train with a
+"fix" and a "mix" loss, and the server trains last.
 
-Two parts of the published method are left out: BatchNorm statistics over every user's images, which no real
-federation could compute, and 5 local epochs with batches of 10.
+Two parts of the published method are left out. One is BatchNorm statistics over every user's images, which a
+real federation could not compute. The other is 5 local epochs with batches of 10 images.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,19 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class SemiFL(Method):
-    """Batches hold only confident images. Each is trained on in a strong view (fix loss), and mixed with
-    another image (mix loss)."""
+    """Users train only on images with confident pseudo-labels. The fix loss uses a strong view of each image,
+    and the mix loss uses the image mixed with another one (mixup). The server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: an image gets a pseudo-label if the received model's confidence is at least this."""
+    """τ: an image gets a pseudo-label if the confidence of the received model is at least this."""
     mix: float = setting(1.0, least=0, most=100, what="a weight")
-    """λ: the weight of the mix loss."""
+    """λ: the weight of the mix loss. 0 switches it off."""
     alpha: float = setting(0.75, least=1e-3, most=100, what="above 0")
-    """Both parameters of the Beta distribution from which the mixing shares are drawn."""
+    """The value of both parameters of the Beta distribution from which the shares for mixing two images are
+    drawn."""
     momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
-    """β, the server's momentum: this much of the last round's movement is added to this round's."""
+    """β, the server's momentum: this fraction of the last round's movement of the model is added to this
+    round's."""
 
     defaults: ClassVar = {"model": {"norm": "group"}, "train": {"weight_decay": 5e-4, "clip": 1.0}}
     note: ClassVar = "without the published BatchNorm statistics over every user's images"
@@ -46,7 +48,8 @@ class SemiFL(Method):
         return parts.mixed(labels, look, self.alpha) if self.mix else labels
 
     def user_loss(self, step: Step) -> Losses:
-        """Returns the fix loss on strong views, plus λ times the mix loss on mixtures of two images."""
+        """Returns the users' loss: the fix loss on strong views, plus λ times the mix loss on mixtures of two
+        images."""
         fix = parts.round_labels(step)
         if not self.mix:
             return fix

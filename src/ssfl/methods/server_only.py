@@ -1,4 +1,4 @@
-"""The baseline to beat: the server trains on its labels, without any users."""
+"""The method "server-only", the baseline to beat: the server trains on its labels, without users."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,13 +9,13 @@ from ssfl.federation import Fed, Method, State
 
 @dataclass(frozen=True)
 class ServerOnly(Method):
-    """Supervised training on the server's labelled images."""
+    """The server trains on its labelled images. Users do not take part."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
     trains_users: ClassVar = False
 
     def check(self, config: Any) -> None:
-        """Raises if the server has no labels to train on."""
+        """Raises ConfigError if the server has no labelled images to train on."""
         needs = "method.name = 'server-only' needs labels at the server"
         if config.split.labels_at == "users":
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Supervised training, equation (6) of the paper (Zhang et al. 2020): users know their labels. An upper bound
-for the methods without them."""
+"""The method "supervised", equation (6) of the paper (Zhang et al. 2020): users know their labels. It is an
+upper bound for methods without users' labels."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,12 +12,14 @@ from ssfl.federation import Fed, Method, State, Step, paper_round
 
 @dataclass(frozen=True)
 class Supervised(Method):
-    """Users train with their true labels, with BatchNorm and FedAvg."""
+    """Users train on their true labels, with BatchNorm and FedAvg. It is an upper bound for methods without
+    users' labels."""
 
     server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
-    """The server's weight in every average. Default: the same as a user's."""
+    """The server's weight in every average. Default: the same weight as each user."""
     server_replicas: bool = False
-    """Train one copy of the server for each group, as in the authors' code, instead of one for all."""
+    """Whether one copy of the server's model is trained for each group, as in the authors' code. Otherwise
+    one server model is trained for all groups."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}}
 

@@ -28,8 +28,8 @@ def use(wanted: bool) -> None:
 
 
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether the GPU kernels can compute the convolution of these images [n · B, C, H, W] with these
-    filters [n, O, C, k, k].
+    """Returns whether the GPU kernels can compute this convolution, of images x [n · B, C, H, W] with filters
+    [n, O, C, k, k].
 
     Both must be bfloat16 on a GPU. The numbers of channels must be multiples of 16, but very few input
     channels are also allowed. Offsets within one model's images must fit into 31 bits.
