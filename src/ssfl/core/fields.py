@@ -59,7 +59,8 @@ def setting(
 
 
 def limits_of(kind: type) -> dict[str, Limits]:
-    """Returns the limits of every setting of a dataclass, by field name."""
+    """Returns the limits of every setting of a dataclass by field name. A setting without declared limits
+    gets an empty `Limits`."""
     limits: dict[str, Any] = {
         setting.name: setting.metadata.get("limits", Limits()) for setting in fields(kind) if setting.init
     }

@@ -17,16 +17,17 @@ class Losses(NamedTuple):
     method's loss function returns it."""
 
     loss: Tensor
-    """The loss of each image, [n, B], which is zero for images that are masked out. Or one loss per model,
-    [n]."""
+    """[n, B]: the loss of each of a model's B images, for n models; zero for images that are masked out. Or
+    [n]: one loss per model."""
     mask: Tensor
-    """[n, B]: 1 for images that are trained on, else 0. With pseudo-labels this is 1[max ȳ ≥ τ]: the largest
-    predicted probability reaches the threshold."""
+    """[n, B]: 1 for images that are trained on, else 0, for n models with B images each. With pseudo-labels
+    this is 1[max ȳ ≥ τ]: the largest predicted probability reaches the threshold τ."""
     label: Tensor
-    """[n, B]: the label that each image is trained with. It is the true label, or the pseudo-label argmax ȳ
-    (the most probable class)."""
+    """[n, B]: the label that each image is trained with, for n models with B images each. It is the true
+    label, or the pseudo-label argmax ȳ (the most probable class)."""
     metrics: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
-    """Further metrics by name, [n] each. A method must list their names in its attribute `metrics`."""
+    """Further metrics of n models by name, [n] each. A method must list their names in its attribute
+    `metrics`."""
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
@@ -68,6 +69,6 @@ def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Te
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the cross-entropy of every image, for logits [..., classes] and labels [...]."""
+    """Returns the cross-entropy of every image, [...], for logits [..., classes] and labels [...]."""
     flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)

@@ -79,10 +79,11 @@ def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
 
 
 def paired_interval(count: int, correct: int, other: int, won: int, lost: int) -> Interval:
-    """Returns the 95 % confidence interval of the difference of two models' accuracies on the same images
-    (Newcombe 1998, method 10). The arguments are the fields of `Paired`.
+    """Returns the 95 % confidence interval of the difference between two models' accuracies on the same
+    images (Newcombe 1998, method 10). The arguments are the fields of `Paired`; `other` is `other_correct`.
 
-    It combines the Wilson intervals of both accuracies, with a continuity-corrected correlation between them.
+    It combines the Wilson intervals of both accuracies, and takes into account that the models' errors are
+    correlated (with a continuity correction).
     """
     if count < 1:
         return Interval(-1.0, 1.0)

@@ -46,16 +46,17 @@ class Batch(NamedTuple):
     strong: Tensor | None
     """Strongly augmented views of the same images; None if the method does not use them."""
     labels: Tensor
-    """[n, B]: the true labels of the images; -1 where unknown."""
+    """[n, B]: the true label of each of the n users' B images; -1 where unknown."""
     own: Tensor | None
     """Weakly augmented views of labelled images that the users themselves have; None if no user has any."""
     own_labels: Tensor | None
-    """[n, B]: the true labels of the images in `own`; -1 for a user without labelled images."""
+    """[n, B]: the true labels of the images in `own`, for n users with B images each; -1 for a user without
+    labelled images."""
     keys: Tensor
     """[n]: for each user, the key from which the dropout masks of this step are drawn (see
     `core/draws.py`)."""
     shares: Tensor
-    """[n, B]: the weight of each image in its model's loss, such as 1 / B for the mean."""
+    """[n, B]: the weight of each of a model's B images in its loss. For a plain mean, it is 1 / B."""
     tensors: Named
     """Further tensors of this step by name, which the method's loss may read: those that its function `label`
     made, and those that the server sent with the model."""
@@ -272,14 +273,15 @@ class Look(NamedTuple):
     step: the received models' predictions for all images of the round."""
 
     probabilities: Tensor
-    """[n, T · B, classes]: the class probabilities that each of n users' received models predicts for weak
-    views of its images, in evaluation mode."""
+    """[n, T · B, classes]: the class probabilities that each of n users' received models predicts, in
+    evaluation mode. They are for weak views of the B images of each of T steps."""
     images: Tensor
-    """[n, T, B]: the image numbers of each step. A number identifies an image only at its owner."""
+    """[n, T, B]: the numbers of the B images of each of T steps, for n users. A number identifies an image
+    only at its owner."""
     keys: Tensor
     """[n]: for each user, the key from which `label` may draw random numbers (see `core/draws.py`)."""
     tensors: Named
-    """Further tensors that the server sent with the model, by name, [n, ...] each."""
+    """Further tensors that the server sent to n users with the model, by name, [n, ...] each."""
     has_labels: bool
     """Whether users have labelled images themselves."""
     taken: Tensor | None = None
@@ -288,7 +290,8 @@ class Look(NamedTuple):
 
     @property
     def drawn(self) -> Tensor:
-        """[n, T · B]: for each image, whether it belongs to a step that its user will take (see `taken`)."""
+        """[n, T · B]: for each image of n users (T steps of B images), whether it belongs to a step that its
+        user will take (see `taken`)."""
         users, steps, size = self.images.shape
         if self.taken is None:
             return torch.ones(users, steps * size, dtype=torch.bool, device=self.images.device)
@@ -300,26 +303,27 @@ class Labels(NamedTuple):
     trains with them."""
 
     images: Tensor
-    """[n, T, B]: the image numbers of each step. They may differ from `Look.images`, if only confident images
-    are trained on."""
+    """[n, T, B]: the numbers of the B images of each of T steps, for n users. They differ from `Look.images`
+    if, for example, only confident images are trained on."""
     tensors: Named
-    """Tensors for each step by name, [n, T, ...] each, such as pseudo-labels and a mask. The loss reads the
-    part of its step in `step.tensors`."""
+    """Tensors for n users and T steps by name, [n, T, ...] each, such as pseudo-labels and a mask. In each
+    step, the loss finds that step's part in `step.tensors`."""
     extra_images: Named = {}  # noqa: RUF012 (never changed)
-    """The numbers of further images by name, [n, T, B] each, such as partners for mixup. The loss reads weak
-    views of them in `step.tensors`."""
+    """The numbers of further images by name, such as partners for mixup, [n, T, B] each: B images in each of
+    T steps, for n users. The loss finds weak views of them in `step.tensors`."""
     weight: Tensor | None = None
-    """[n]: each user's weight in the average of the models; None: all have the same weight. A user with
-    weight 0 is treated as a dropout."""
+    """[n]: the weight of each of n users in the average of the models; None: all have the same weight. A user
+    with weight 0 is treated as a dropout."""
     lr_scale: Tensor | None = None
-    """[n]: a factor by which each user's learning rate is multiplied; None means 1."""
+    """[n]: for each of n users, a factor by which its learning rate is multiplied; None means 1."""
     steps: Tensor | None = None
-    """[n]: how many steps each user takes, at most T. None means T."""
+    """[n]: how many of the round's T steps each of n users takes. None means all T."""
     update_scale: Tensor | None = None
-    """[n]: a factor by which each user's update, the change of its model, is multiplied before it is sent.
-    None means 1."""
+    """[n]: for each of n users, a factor by which its update (the change of its model) is multiplied before
+    it is sent. None means 1."""
     report: Named = {}  # noqa: RUF012 (never changed)
-    """Numbers that users report to the server, by name, [n, ...] each. A method's function `round` reads them
-    in `Users.report`."""
+    """Numbers that n users report to the server, by name, [n, ...] each. A method's function `round` reads
+    them in `Users.report`."""
     metrics: Named = {}  # noqa: RUF012 (never changed)
-    """Metrics by name, [n] each. They replace metrics of the same names that the training steps measure."""
+    """Metrics of n users by name, [n] each. They replace metrics of the same names that the training steps
+    measure."""

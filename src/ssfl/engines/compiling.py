@@ -13,9 +13,9 @@ from ssfl.core import compile_cache
 from ssfl.errors import SsflWarning, one_line
 
 FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
-"""Settings of Inductor (torch's compiler) that keep it from choosing an order of summation by timing. With
-such choices, results could differ in the last bits from run to run. Older versions of torch do not know the
-first setting."""
+"""Settings of Inductor (torch's compiler) that keep it from choosing an order of summation by timing. If it
+chose by timing, results could differ in the last bits from run to run. Older versions of torch do not know
+the first setting."""
 
 
 def prepare() -> None:

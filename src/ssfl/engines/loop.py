@@ -196,7 +196,7 @@ class Loop:
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
         """Returns the logits [1, B, classes] of one trainer's images [1, B, ...], and the new running
-        statistics."""
+        statistics by name. `keys` [1] determine the dropout masks."""
         if self.model.training != training:
             self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}

@@ -42,7 +42,8 @@ class RecordedStep(NamedTuple):
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
-    """The CUDA graph; None if the step could not be recorded."""
+    """The CUDA graph that is replayed; None if the step could not be recorded and must run as ordinary
+    code."""
     probabilities: Tensor | None
     """The memory for predictions, [n, T, B, classes], of n models for T batches of B images. None if the step
     trains instead of predicting."""

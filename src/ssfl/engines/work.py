@@ -43,9 +43,9 @@ class Pool:
     """The number type that networks compute in, such as bfloat16. Weights, losses and statistics have at
     least float32."""
     weak: augment.View = augment.WEAK
-    """How weak views are made."""
+    """The weak augmentation: how weakly augmented views of images are made."""
     strong: augment.View = augment.STRONG
-    """How strong views are made."""
+    """The strong augmentation: how strongly augmented views of images are made."""
     features: Features | None = None
     """The stored outputs of the network's frozen layers for all images. None if the network has no frozen
     part, or if its output is not stored."""
@@ -123,22 +123,22 @@ class Work:
     batches: Tensor
     """[n, T, B]: the images of n trainers in T steps, B images in each step, as indices into the pool."""
     labelled: Tensor | None
-    """[n, T, B]: for users that have labelled images themselves, the labelled images of each step, as indices
+    """[n, T, B]: labelled images that the n users themselves have, B images in each of T steps, as indices
     into the pool. -1 for a user without any. None if no user has any."""
     rates: tuple[float, ...]
-    """The learning rate of each of the T steps."""
+    """The learning rate of each of the round's T steps, the same for all trainers."""
     seats: int = 1
     """The largest number of trainers that are trained together in any round. Memory is allocated for this
     many, so that it can be used in every round."""
     tensors: Named = field(default_factory=dict)
-    """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. The loss reads the
-    part of its step in `step.tensors`."""
+    """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. In each step, the
+    loss finds that step's part in `step.tensors`."""
     extra_images: Named = field(default_factory=dict)
-    """Further images by name, such as partners for mixup, as indices into the pool, [n, T, B] each. The loss
-    reads weak views of them in `step.tensors`."""
+    """Further images by name, such as partners for mixup, as indices into the pool. They are [n, T, B] each:
+    B images in each of T steps, for n trainers. The loss finds weak views of them in `step.tensors`."""
     sent: Named = field(default_factory=dict)
-    """Tensors that the server sent with the model, by name, [n, ...] each for n trainers. The loss reads them
-    in `step.tensors` in every step."""
+    """Tensors that the server sent with the model, by name, [n, ...] each for n trainers. In every step, the
+    loss finds them in `step.tensors`."""
     lr_scale: Tensor | None = None
     """[n]: a factor for the learning rate of each of n trainers; None means 1."""
     taken: Tensor | None = None

@@ -131,13 +131,13 @@ class FedMatch(Method):
         self, weak: Tensor, strong: Tensor, helpers: Sequence[Tensor], exist: Sequence[Tensor]
     ) -> Losses:
         """Returns the loss of each unlabelled image. `weak` and `strong` are the logits of the user's model
-        for both views, and `helpers` are the logits of each helper's model for the weak view.
+        for both views. `helpers` are the logits of each helper's model for the weak view.
 
-        With p and p_h for the probabilities that user and helper predict, the loss is λ_i · (mean over
-        helpers of KL(p_h ‖ p)) + λ_a · CE. CE is the cross-entropy of the strong view with the label that
-        most models vote for; in a tie the first label wins. The loss is zero if the user's own confidence is
-        below τ. For each helper, `exist` has a tensor [n] that says which of the n users have it; a missing
-        helper has no vote.
+        The loss is λ_i · D + λ_a · CE. D is the mean over helpers of KL(p_h ‖ p), where p and p_h are the
+        probabilities that user and helper predict. CE is the cross-entropy of the strong view with the label
+        that most models vote for; in a tie the first label wins. The loss is zero if the user's own
+        confidence is below τ. For each helper, `exist` has a tensor [n] that says which of the n users have
+        it; a missing helper has no vote.
         """
         _, mask = losses.pseudo_label(weak, self.threshold)
         votes = _vote(weak)

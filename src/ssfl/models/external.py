@@ -224,8 +224,8 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def check_precision(network: nn.Module, images: Tensor) -> None:
-    """Raises ConfigError if a person's module cannot compute in the number type of these images, which the
-    setting train.precision chooses."""
+    """Raises ConfigError if a person's module cannot compute with these images in their number type, such as
+    bfloat16. The setting train.precision chooses this type."""
     if not isinstance(network, External):
         return
     narrow = {name: weight.detach().to(images.dtype) for name, weight in trained(network).items()}

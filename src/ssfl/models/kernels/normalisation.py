@@ -17,7 +17,8 @@ of channels of one image must not have more values."""
 
 
 def _power(value: int) -> int:
-    """Returns the smallest power of two that is at least this value."""
+    """Returns the smallest power of two that is at least this value, because Triton's tile sizes must be
+    powers of two."""
     return 1 << (value - 1).bit_length()
 
 

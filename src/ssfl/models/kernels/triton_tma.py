@@ -183,7 +183,8 @@ def hopper(device: torch.device) -> bool:
 
 
 def _power(value: int) -> int:
-    """Returns the smallest power of two that is at least this value."""
+    """Returns the smallest power of two that is at least this value, because tile sizes must be powers of
+    two."""
     return 1 << (value - 1).bit_length()
 
 
