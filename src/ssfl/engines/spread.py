@@ -42,7 +42,8 @@ def possible(device: torch.device, threads: int, trainers: int) -> bool:
 
 
 class Spread:
-    """Wraps another engine and divides its trainers among processes."""
+    """Wraps another engine and divides its trainers (users) among processes, so that all CPU cores are
+    used."""
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine

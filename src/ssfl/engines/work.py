@@ -21,7 +21,7 @@ from ssfl.engines.features import Features
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
 """How many values (pixels times channels) of augmented images are made together at most, to limit memory.
-This is 2,048 colour images of 32×32 pixels, or 55 of 224×224."""
+This is 2,730 colour images of 32×32 pixels, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)

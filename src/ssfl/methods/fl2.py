@@ -24,8 +24,8 @@ CERTAIN = 0.95
 """An image is part of the sharpness-aware loss only if the received model's confidence in it is at least
 this."""
 LEAST = 0.01
-"""The constant η of ASAM (adaptive sharpness-aware minimisation). A weight w moves in proportion to |w| + η,
-so that a weight of zero can also move."""
+"""The constant η of ASAM (adaptive sharpness-aware minimisation). The move of a weight w is scaled by (|w| +
+η)², so that a weight of zero can also move."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Fl2(Method):
 
 
 def uphill(weights: Named, gradients: Named, distance: float) -> dict[str, Tensor]:
-    """Returns the weights [n, ...] by name, moved by `distance` in the direction in which the loss rises
-    fastest. As in ASAM, the move of a weight is scaled by the weight's own size; biases are not scaled."""
+    """Returns the weights [n, ...] by name, moved by `distance` (ρ) in the direction in which the loss rises
+    fastest. As in ASAM, larger weights move further; biases are not scaled by their size."""
     sizes = {n: w.abs() + LEAST if "weight" in n else torch.ones_like(w) for n, w in weights.items()}
     steps = {name: size * gradients[name] for name, size in sizes.items()}
     rate = distance / lengths(list(steps.values())).clamp(min=1e-12)
