@@ -76,7 +76,7 @@ def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> N
             (row,) = sent.to_numpy_ndarrays()
             # all models must differ, because Flower sends equal models only once
             content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
-            metrics |= dict.fromkeys(METRICS, 0.0)
+            metrics |= dict.fromkeys(METRICS, 0.0) | {"round": message.content.config_records["config"]["round"]}
         else:
             content["config"] = ConfigRecord({"name": name})
         content["metrics"] = MetricRecord(metrics)
@@ -169,7 +169,7 @@ def measure(root: Path, count: int, model: str) -> Row:
             start = [threading.Thread(target=stand_in, args=one, daemon=True) for one in arguments]
             for thread in start[:-1]:
                 thread.start()
-            until(lambda: (root / "log").read_text().count("is connected") >= count - 1, centre)
+            until(lambda: (root / "log").read_text().count("has connected") >= count - 1, centre)
             link = child(centre.pid)
             asked, used, began = crowd.asked, seconds(link), time.monotonic()
             time.sleep(WATCHED)
