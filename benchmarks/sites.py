@@ -76,7 +76,8 @@ def _attend(line: connection.Connection, own: int, name: str, crowd: Crowd) -> N
             (row,) = sent.to_numpy_ndarrays()
             # all models must differ, because Flower sends equal models only once
             content = wire.pack(torch.from_numpy(row + np.float32(1e-6 * own)))
-            metrics |= dict.fromkeys(METRICS, 0.0) | {"round": message.content.config_records["config"]["round"]}
+            metrics |= dict.fromkeys(METRICS, 0.0)
+            metrics["round"] = message.content.config_records["config"]["round"]
         else:
             content["config"] = ConfigRecord({"name": name})
         content["metrics"] = MetricRecord(metrics)
