@@ -19,8 +19,8 @@ test: $(VENV)/dev.stamp lint  ## ruff, mypy and the fast tests
 test-all: test test-slow  ## the slow stories as well
 
 test-slow: $(VENV)/dev.stamp browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not federation" -n 2 --dist loadgroup
-	$(BIN)/python -m pytest -m "slow and federation"  # one after another: they want both cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not federation" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "slow and federation" -n 3 --dist worksteal  # their processes often wait
 
 browser:  ## Chromium and its driver for the tests of pages, where they are missing and may be installed
 	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \

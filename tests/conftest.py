@@ -27,16 +27,11 @@ FEDERATIONS = {"test_backbones", "test_join", "test_own_federation", "test_port"
 """Modules with real federations, besides all of test_deploy_*. Their slow tests need the whole machine."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        module = item.path.stem
-        if module in FEDERATIONS or module.startswith("test_deploy_"):
-            item.add_marker("federation")
-        if module == "test_docs" and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("docs"))  # some pages use the same port
-        if module == "test_gate" and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("gate"))  # they share a run without attackers
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Adds the mark that depends on the module, before tests are selected by their marks."""
+    module = item.path.stem
+    if module in FEDERATIONS or module.startswith("test_deploy_"):
+        item.add_marker("federation")
 
 
 @pytest.fixture(scope="session", autouse=True)

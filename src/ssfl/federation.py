@@ -123,7 +123,7 @@ class Users:
     """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user's model was
     used, these are the models that were sent."""
     average: Tensor
-    """[P + Q]: the mean of the groups' models, the paper's equation (8)."""
+    """[P + Q]: the mean of the groups' models, the paper's equation (7)."""
     counted: bool
     """Whether at least one user's model was used in the average: it came back, was not refused, and has a
     weight above 0."""
