@@ -152,7 +152,7 @@ def test_it_is_saved_as_one_file_and_loaded_elsewhere(ssfl: Call, tmp_path: Path
     for name, path in found.items():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert path.read_bytes() == kept[name].replace(str(before).encode(), str(after).encode())
-    assert "4 were there before" in ssfl("cache", "load", "compiled.zip")[1]
+    assert "4 of them" in ssfl("cache", "load", "compiled.zip")[1]
     assert ssfl("cache", "clear")[0] == 0
     assert not after.exists()
     assert before.exists()

@@ -62,7 +62,7 @@ def test_help_of_a_verb_is_plain(ssfl: Call, verb: list[str]) -> None:
     ("words", "told"),
     [
         (["rnu"], "ssfl has no command 'rnu': did you mean run?"),
-        (["dance"], "there are doctor, new, "),
+        (["dance"], "its commands are doctor, new, "),
         (["paper", "tabel"], "did you mean table?"),
         (["run", "--sett", "a"], "no option --sett, did you mean --set?"),
         (["resume"], "missing argument 'RUN'; for example `ssfl resume runs/quickstart`"),
@@ -211,7 +211,8 @@ def test_users_that_contradict_the_sub_folders_are_refused(ssfl: Call) -> None:
     assert ssfl("split", "own", "--set", "data.path=scans", "--set", "split.users=2")[0] == 0
     code, _, err = ssfl("run", "own", "--set", "data.path=scans", "--set", "federation.participants=3")
     assert (code, err.count("\n")) == (2, 1)
-    assert "federation.participants = 3 is more than split.users = 2" in err
+    assert "federation.participants = 3" in err
+    assert "split.users = 2" in err
     Path("scans/unlabelled/empty").mkdir()
     code, _, err = ssfl("split", "own", "--set", "data.path=scans")
     assert (code, err) == (

@@ -69,11 +69,22 @@ class ReadOnly:
         host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
         refused: Response | None = None
         if host not in ("127.0.0.1", "localhost"):
-            refused = PlainTextResponse("open the board at http://127.0.0.1 on this machine\n", 421)
+            refused = PlainTextResponse(
+                f"refused, because the address {host[:100]!r} is not the board's: open "
+                "http://127.0.0.1:PORT on the machine that runs `ssfl board`\n",
+                421,
+            )
         elif scope["method"] not in ("GET", "HEAD"):
-            refused = PlainTextResponse("the board is read-only\n", 405, {"Allow": "GET, HEAD"})
+            refused = PlainTextResponse(
+                "refused: the board only shows runs, so it answers only GET and HEAD requests\n",
+                405,
+                {"Allow": "GET, HEAD"},
+            )
         elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/":
-            refused = PlainTextResponse("requests from the pages of other sites are refused\n", 403)
+            refused = PlainTextResponse(
+                "refused, because another website sent this request: open the board itself in the browser\n",
+                403,
+            )
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -115,16 +126,23 @@ def make_app(root: Path) -> Starlette:
     async def report(request: Request) -> Response:
         names = request.query_params.getlist("run")
         if not 1 <= len(names) <= MOST:
-            return PlainTextResponse(f"choose 1 to {MOST} runs\n", 400)
+            return PlainTextResponse(
+                f"{len(names)} runs are selected: select 1 to {MOST} runs for a report\n", 400
+            )
         for name in names:
             with untrusted.opened(root, name) as run:
                 if strange := describe.strange(run):
-                    return PlainTextResponse(f"{name}: its {strange} was not written by a run\n", 422)
+                    return PlainTextResponse(
+                        f"no report: the file {strange} in the run folder {name} was not written by ssfl\n",
+                        422,
+                    )
         async with one_at_a_time:
             return await _made([str(root / name) for name in names])
 
     def not_there(request: Request, error: Exception) -> Response:
-        return PlainTextResponse("there is no such run\n", 404)
+        return PlainTextResponse(
+            "this run does not exist, or no longer: choose another in the board's list\n", 404
+        )
 
     routes = [Route(path, asset) for path in ASSETS]
     routes += [Route("/runs", listed), Route("/run", looked_at), Route("/report", report)]
@@ -146,7 +164,11 @@ async def _made(paths: list[str]) -> Response:
     try:
         out, errors = await asyncio.wait_for(child.communicate(), SECONDS)
     except TimeoutError:
-        return PlainTextResponse(f"the report took longer than {SECONDS} s; try `ssfl report`\n", 504)
+        return PlainTextResponse(
+            f"the report took longer than {SECONDS} s and was stopped: write it with `ssfl report RUN`, "
+            "which has no limit\n",
+            504,
+        )
     finally:
         if child.returncode is None:
             child.kill()
@@ -170,7 +192,8 @@ def serve(root: Path, port: int) -> None:
     """Serves the board for the runs under the folder `root`, on this port, until Ctrl-C."""
     if not root.is_dir():
         raise SsflError(
-            f"there is no folder {root}: `ssfl run` creates runs/, or name the folder with your runs",
+            f"there is no folder {root}, so there are no runs to show: start a run with `ssfl run`, which "
+            "creates the folder runs, or name the folder of your runs, as in `ssfl board FOLDER`",
             key="DIR",
             value=str(root),
         )
@@ -187,6 +210,6 @@ def serve(root: Path, port: int) -> None:
         ) from None
     server = uvicorn.Server(uvicorn.Config(make_app(root.resolve()), log_level="warning", ws="none"))
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    print(f"the runs in {root}: {address}   (stop with Ctrl-C)", flush=True)
+    print(f"the board shows the runs in {root} at {address}   (stop it with Ctrl-C)", flush=True)
     with suppress(KeyboardInterrupt, Terminated), listener:
         server.run(sockets=[listener])

@@ -27,7 +27,10 @@ def save(file: Annotated[Path, typer.Argument(help="The file to write.")]) -> No
     from ssfl.runs.text import printable
 
     saved = compile_cache.save(file)
-    print(f"saved {saved.files:,} files, {saved.bytes / 1e6:,.1f} MB, as {printable(str(file))}")
+    print(
+        f"saved {saved.files:,} files of compiled code ({saved.bytes / 1e6:,.1f} MB) as "
+        f"{printable(str(file))}"
+    )
 
 
 @app.command()
@@ -39,7 +42,10 @@ def load(file: Annotated[Path, typer.Argument(help="A file that `ssfl cache save
     from ssfl.core import compile_cache
 
     loaded = compile_cache.load(file)
-    print(f"loaded {loaded.files:,} files, {loaded.bytes / 1e6:,.1f} MB; {loaded.known:,} were there before")
+    print(
+        f"loaded {loaded.files:,} files of compiled code ({loaded.bytes / 1e6:,.1f} MB); {loaded.known:,} "
+        "of them were already in the compile cache"
+    )
 
 
 @app.command()
@@ -52,6 +58,9 @@ def clear() -> None:
     from ssfl.runs.text import printable
 
     folders = compile_cache.clear()
-    print(f"{printable(str(cache.root() / 'compile'))} is empty now")
+    print(f"deleted the compile cache in {printable(str(cache.root() / 'compile'))}")
     for place in folders:
-        print(f"kept {printable(str(place))}, which you chose with an environment variable")
+        print(
+            f"did not delete {printable(str(place))}: an environment variable names this folder, so it may "
+            "hold other files. Delete it yourself if you do not need it"
+        )

@@ -29,7 +29,9 @@ def contest(
         list[str],
         typer.Option(help="Methods, separated by commas; FILE.py:NAME for your own. Repeatable."),
     ] = ["anchored,grouping,crl-gn,semifl,server-only"],  # noqa: B006
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 3 means 1, 2 and 3.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="The number of seeds. With 3, every method runs with seeds 1, 2 and 3.")
+    ] = 3,
     choose: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +87,7 @@ def contest(
     origin = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}
     standings.write(ranking, target, origin | {"equal": equal.value, "source": config})
     pictures = ", ".join(file.name for file in standings.draw(ranking, target))
-    print(f"written to {target}: contest.json, {pictures}")
+    print(f"wrote contest.json, {pictures} to {target}")
     if all(standing.mean is None for standing in ranking):
         raise DivergedError(
             "training diverged with every method: lower train.lr with --set, and choose another --out; "

@@ -44,7 +44,10 @@ def keys_init(
     from ssfl.deploy import keys
 
     keys.init(folder, host or [])
-    print(f"made {folder}; next, run `ssfl keys add NAME --dir {quote(str(folder))}` for each site")
+    print(
+        f"made the centre's keys in {folder}; next, run `ssfl keys add NAME --dir {quote(str(folder))}` for "
+        "each site"
+    )
 
 
 @keys_app.command("add")
@@ -88,7 +91,7 @@ def keys_revoke(
     from ssfl.deploy import keys
 
     keys.revoke(folder, name)
-    print(f"the key of {name} is revoked")
+    print(f"the key of {name} is revoked: the centre no longer accepts this site")
 
 
 @app.command()

@@ -65,7 +65,9 @@ def described(judged: "Evaluation") -> list[str]:
     from ssfl.core import statistics
     from ssfl.runs import text
 
-    caveat = f"; {judged.count} images are few" if judged.count < statistics.FEW else ""
+    caveat = (
+        f"; only {judged.count} images, so this is a rough estimate" if judged.count < statistics.FEW else ""
+    )
     gap = judged.mean_confidence - judged.accuracy
     calibration = "well calibrated" if abs(gap) < 0.03 else "overconfident" if gap > 0 else "underconfident"
     matrix, classes = judged.confusion, judged.classes

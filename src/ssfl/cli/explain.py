@@ -114,7 +114,8 @@ def lines(word: str = "") -> list[str]:
         ]
     if not shown:
         raise ConfigError(
-            f"no setting has {word!r} in its name or text: `ssfl settings` lists all of them", value=word
+            f"no setting has {word!r} in its name or description: `ssfl settings` lists all settings",
+            value=word,
         )
     return shown[1:] if shown[0] == "" else shown
 

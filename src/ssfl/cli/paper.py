@@ -111,7 +111,10 @@ def show(
 def run(
     numbers: Annotated[list[str], typer.Argument(metavar="ROW...", help="Rows, 1 to 50, or `methods`.")],
     scale: Scale = 1.0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 3 means 1, 2 and 3.")] = 1,
+    seeds: Annotated[
+        int,
+        typer.Option(min=1, help="The number of seeds. With 3, every run is repeated with seeds 1, 2 and 3."),
+    ] = 1,
     fidelity: Fidelity = "paper",
     data: DataFile = None,
     only: Only = "",

@@ -64,7 +64,7 @@ class Verbs(TyperGroup):
         if self.get_command(ctx, args[0]) is None:
             names = self.list_commands(ctx)
             close = difflib.get_close_matches(args[0], names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            hint = f"did you mean {close[0]}?" if close else f"its commands are {', '.join(names)}"
             raise SsflError(f"{ctx.command_path} has no command {args[0]!r}: {hint}")
         return super().resolve_command(ctx, args)
 
@@ -97,7 +97,7 @@ def explained(error: Any) -> str:
     what = what[:1].lower() + what[1:]
     if hasattr(error, "possibilities"):
         known = [one for parameter in context.command.params for one in parameter.opts] if context else []
-        what = f"no option {error.option_name}{_instead(error.option_name, known)}"
+        what = f"there is no option {error.option_name}{_instead(error.option_name, known)}"
     if context is None:
         return f"{what}; see `ssfl --help`"
     _, example = summary_and_example(context.command)
@@ -115,7 +115,7 @@ def _instead(option: str, known: Sequence[str]) -> str:
     if homes and "--set" in known:
         return f": write --set {homes[0]}.{key}=VALUE"
     if option == "--set":
-        return ": settings can be set only when a run starts"
+        return " here: settings are chosen when a run starts, and this command reads them from the run"
     close = difflib.get_close_matches(option, known, 1, 0.75)
     return f", did you mean {close[0]}?" if close else ""
 

@@ -25,7 +25,7 @@ def check(config: Config) -> None:
     _check_comparison(config)
     if config.train.nesterov and config.train.momentum == 0:
         raise _error(
-            "train.nesterov", True, "needs train.momentum above 0, and it is 0: set train.nesterov=false",
+            "train.nesterov", True, "needs momentum, and train.momentum is 0: set train.nesterov=false",
             "train.nesterov=false",
         )  # fmt: skip
     config.method.check(config)
@@ -43,7 +43,8 @@ def _check_counts(config: Config) -> None:
     split, federation = config.split, config.federation
     if config.data.name is not None and config.data.path is not None:
         raise ConfigError(
-            "set either data.name (such as digits) or data.path (your own images), not both",
+            f"data.name = {config.data.name!r} and data.path = {config.data.path!r} are both set: keep "
+            "data.name for a known data set, or data.path for your own images",
             key="data.name",
             value=config.data.name,
         )
@@ -51,28 +52,30 @@ def _check_counts(config: Config) -> None:
     if participants > split.users:
         raise _error(
             "federation.participants", participants,
-            f"is more than split.users = {split.users}: use at most {split.users}",
+            f"is more than the number of users (split.users = {split.users}): use at most {split.users}",
             f"federation.participants={split.users}",
         )  # fmt: skip
     groups = federation.groups
     if groups is not None and groups > participants:
         raise _error(
             "federation.groups", groups,
-            f"is more than the {participants} participants: use at most {participants}",
+            f"is more than the {participants} participants of a round: use at most {participants}",
             f"federation.groups={participants}",
         )  # fmt: skip
     if (federation.rounds is None) == (federation.epochs is None):
         raise ConfigError(
-            f"federation.rounds = {federation.rounds} and federation.epochs = {federation.epochs}: "
-            "set exactly one of them",
+            "the length of the run is not set: set federation.rounds, or federation.epochs"
+            if federation.rounds is None
+            else f"federation.rounds = {federation.rounds} and federation.epochs = {federation.epochs} are "
+            "both set, but each of them sets the length of the run: keep only one",
             key="federation.rounds",
             value=federation.rounds,
         )
     if split.scheme == "mixture" and not split.mixtures:
         raise _error(
             "split.scheme", "mixture",
-            "needs class weights: set split.mixtures to a row for each kind of user with a number for each "
-            "class, such as [[0.9, 0.1], [0.1, 0.9]] for two classes",
+            "needs class weights, and split.mixtures is empty: set it to one row for each kind of user, "
+            "with one weight for each class, such as [[0.9, 0.1], [0.1, 0.9]] for two classes",
             None,
         )  # fmt: skip
 
@@ -84,8 +87,8 @@ def _check_labels(config: Config) -> None:
     if split.shared and split.labels_at != "server":
         raise _error(
             "split.shared", True,
-            f"shares the server's images, but split.labels_at = {split.labels_at!r}: "
-            "set split.labels_at=server",
+            "gives users the server's labelled images, so all labels must be at the server, but "
+            f"split.labels_at = {split.labels_at!r}: set split.labels_at=server",
             "split.labels_at=server",
         )  # fmt: skip
     if split.labels_at != "server" and not method.trains_users:
@@ -112,7 +115,8 @@ def _check_labels(config: Config) -> None:
     if federation.median_fallback and no_server:
         raise _error(
             "federation.median_fallback", True,
-            "needs labelled images at the server, and it has none: set federation.median_fallback=false",
+            "needs labelled images at the server, and the server has none: set "
+            "federation.median_fallback=false",
             "federation.median_fallback=false",
         )  # fmt: skip
 
@@ -122,14 +126,20 @@ def _check_comparison(config: Config) -> None:
     with the other settings."""
     run = config.run
     if run.folds == 1:
-        raise _error("run.folds", 1, "would hold out all images: use at least 2, such as 5", "run.folds=5")
+        raise _error(
+            "run.folds",
+            1,
+            "would hold out all labelled images and leave none to train on: use at least 2, such as 5",
+            "run.folds=5",
+        )
     for engine, why in (("dist", "several processes"), ("sites", "real sites")):
         if run.folds and run.engine == engine:
             message = f"cannot be combined with {why} (run.engine = {engine!r}): set run.folds=0"
             raise _error("run.folds", run.folds, message, "run.folds=0")
     if run.folds and config.privacy.clip is not None:
         raise _error(
-            "run.folds", run.folds, "would spend the users' privacy again in every fold: set run.folds=0",
+            "run.folds", run.folds, "trains on the users' images again in every fold, which the reported "
+            "privacy ε does not include: set run.folds=0",
             "run.folds=0",
         )  # fmt: skip
     if run.baseline and run.engine == "dist":
@@ -139,7 +149,8 @@ def _check_comparison(config: Config) -> None:
         )  # fmt: skip
     if run.folds and (config.split.labels_at == "users" or config.split.server_labels == 0):
         raise _error(
-            "run.folds", run.folds, "divides the server's labelled images, and it has none: set run.folds=0",
+            "run.folds", run.folds, "cross-validates on the server's labelled images, and the server has "
+            "none: set run.folds=0",
             "run.folds=0",
         )  # fmt: skip
 
@@ -201,8 +212,8 @@ def _check_privacy(config: Config) -> None:
     privacy, method, users = config.privacy, config.method, config.split.users
     if privacy.clip is None or privacy.noise is None:
         raise ConfigError(
-            f"privacy.clip = {privacy.clip} and privacy.noise = {privacy.noise}: "
-            "set both, such as 1.0 and 0.5",
+            f"privacy.clip = {privacy.clip} and privacy.noise = {privacy.noise}: differential privacy needs "
+            "both. Set both, such as 1.0 and 0.5",
             key="privacy.clip",
             value=privacy.clip,
         )
@@ -215,13 +226,14 @@ def _check_privacy(config: Config) -> None:
         why = f"method.name = {method.name!r}, which does not train users"
     if config.federation.skip_unlabelled:
         key, value = "federation.skip_unlabelled", "true"
-        why = "federation.skip_unlabelled = true, which reveals who had no pseudo-label"
+        why = "federation.skip_unlabelled = true, which reveals which users had no pseudo-label"
     if config.train.momentum_policy == "slot":
         key, value = "train.momentum_policy", "slot"
         why = "train.momentum_policy = 'slot', which passes one user's momentum on to another"
     if why:
         raise ConfigError(
-            f"[privacy] cannot be combined with {why}: change that, or leave [privacy] out",
+            f"[privacy] cannot be combined with {why}: change that setting, or leave the section [privacy] "
+            "out",
             key=key,
             value=value,
         )

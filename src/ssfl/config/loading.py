@@ -42,11 +42,13 @@ RENAMED = {
 """Settings that were renamed since the first release. Each old name maps to the present name."""
 GONE = {
     "method.objective": "choose another method.name",
-    "method.labels": "choose another method.name: alternate labels in every step, anchored once a round",
+    "method.labels": "choose method.name=alternate, which makes pseudo-labels in every step, or "
+    "method.name=anchored, which makes them once a round",
     "method.thresholds": "choose method.name=flexmatch, freematch, fl2 or cbafed",
     "method.fill": "choose method.name=semifl",
     "method.weighting": "choose method.name=fl2 or cbafed",
-    "method.averaging": "set federation.groups for grouping, method.server_weight for a weighted average",
+    "method.averaging": "set federation.groups to average in groups, or method.server_weight to weight the "
+    "server",
     "method.server": "set split.labels_at=users or split.server_labels=0 to leave the server without labels",
 }
 """Settings of the first release that were removed. Each maps to advice, which the error message shows."""

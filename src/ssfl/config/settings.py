@@ -36,10 +36,10 @@ class DataSettings:
     """Whether missing official files may be downloaded."""
     size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to squares with sides of this many pixels. Default: images are not resized."""
-    test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a part of the labelled images")
+    test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a fraction of the labelled images")
     """The part of a folder's labelled images that is held out for testing if the folder has no sub-folder
     test/. With run.folds, none are held out: each labelled image is tested in its fold."""
-    validation: float = setting(0.0, least=0, most=0.5, what="a part of the training images")
+    validation: float = setting(0.0, least=0, most=0.5, what="a fraction of the training images")
     """The part of the labelled training images that is set aside as validation images, before the split.
     Nobody trains on them; they are used to choose settings."""
     flip: bool | None = None
@@ -68,7 +68,7 @@ class SplitSettings:
     who owns which image (ssfl.Data, or sub-folders of unlabelled/)."""
     users: int = setting(10, least=1, most=10_000_000, what="users")
     """K, the number of users. If the data say who owns which image, it is the number of owners."""
-    skew: float = setting(0.4, least=0, most=1, what="0 is iid, 1 is one main class each")
+    skew: float = setting(0.4, least=0, most=1, what="0 is iid, with 1 each user has one main class")
     """R, how much the users' class mixtures differ (scheme "skew"): 0 is iid, 1 is one main class for each
     user."""
     server_labels: int | None = setting(None, least=0, most=10**9, what="images")
@@ -82,7 +82,9 @@ class SplitSettings:
     shared: bool = False
     """Give every user a copy of the server's images in addition to its own, as the method DataSharing
     does."""
-    alpha: float = setting(0.1, least=1e-6, most=1e6, what="small is skewed, large is even")
+    alpha: float = setting(
+        0.1, least=1e-6, most=1e6, what="a small value is very skewed, a large value is even"
+    )
     """The parameter α of the Dirichlet distribution (scheme "dirichlet"). With a small value, each user has
     few classes. With a large value, all users have about the same mixture."""
     capped: bool = False
@@ -91,10 +93,10 @@ class SplitSettings:
     numbers of images then differ less."""
     classes_per_user: int = setting(2, least=1, most=10**6, what="classes")
     """The number of classes of each user (scheme "shards")."""
-    mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="weights")
+    mixtures: tuple[tuple[float, ...], ...] = setting((), least=0, most=1e9, what="class weights")
     """Rows of class weights, one weight for each class (scheme "mixture"). User u takes row u modulo the
     number of rows."""
-    seed: int = setting(2019, least=0, most=2**63 - 1, what="any whole number")
+    seed: int = setting(2019, least=0, most=2**63 - 1, what="a whole number")
     """The random seed of the split; 2019 is the paper's."""
 
 
@@ -115,7 +117,9 @@ class ModelSettings:
     weights: str | None = None
     """Start from the weights in this .safetensors file. Default: random weights, or ImageNet weights for
     lite0."""
-    cached_views: int | None = setting(None, least=0, most=64, what="views; 0 makes new ones in every step")
+    cached_views: int | None = setting(
+        None, least=0, most=64, what="views; with 0, every step makes new views"
+    )
     """V, for networks whose first part is frozen. The output of that part is computed once for V weak and V
     strong views of every image, and training uses the stored outputs. Default: 4 for lite0 unless all its
     layers are trained, otherwise 0."""
@@ -154,18 +158,18 @@ class FederationSettings:
     """M, the number of images on which each user and the server train in an epoch."""
     extra_step: bool = False
     """In the first round of every epoch, train for one more step, as in the authors' code."""
-    attackers: float = setting(0.0, least=0, most=1, what="a share of the users")
+    attackers: float = setting(0.0, least=0, most=1, what="a fraction of the users")
     """The share of simulated users that send manipulated models, to test how robust a federation is."""
     attack: str = setting("sign", choices=("sign", "ascent", "noise", "shift", "slow", "alternating"))
     """What attackers send. "sign": their update with the opposite sign. "ascent": the same, but very long.
     "noise": their model plus random noise. "shift": a model that predicts, for each class, the next one.
     "slow": small steps towards such a model. "alternating": an honest update and one with the opposite sign,
     in turns."""
-    attack_scale: float = setting(1.0, least=0, most=1e6, what="times the update")
+    attack_scale: float = setting(1.0, least=0, most=1e6, what="a factor for the update")
     """The factor by which attackers multiply their manipulated update."""
-    head_start: float = setting(0.0, least=0, most=0.9, what="a share of the rounds")
+    head_start: float = setting(0.0, least=0, most=0.9, what="a fraction of the rounds")
     """The share of all rounds, at the start of the run, in which only the server trains."""
-    slow_average: float = setting(0.0, least=0, most=0.99999, what="below 1")
+    slow_average: float = setting(0.0, least=0, most=0.99999, what="the decay of the average")
     """Evaluate and save an exponential moving average of the model over rounds, with this decay. 0: evaluate
     and save the model itself."""
     gate: bool | None = None
@@ -190,9 +194,9 @@ class FederationSettings:
 class PrivacySettings:
     """[privacy] Differential privacy for each user. Default: off."""
 
-    clip: float | None = setting(None, least=1e-6, most=1e6, what="a norm")
+    clip: float | None = setting(None, least=1e-6, most=1e6, what="the largest norm of an update")
     """The largest norm of a user's update. A longer update is scaled down to this norm."""
-    noise: float | None = setting(None, least=1e-3, most=1e6, what="times clip")
+    noise: float | None = setting(None, least=1e-3, most=1e6, what="a multiple of privacy.clip")
     """z: each user adds Gaussian noise to every number of its update. The standard deviation of the noise is
     z times clip."""
     delta: float | None = setting(None, least=1e-30, most=0.1, what="a small probability")
@@ -208,21 +212,21 @@ class TrainSettings:
     """B, the number of images in a training step."""
     lr: float = setting(0.03, least=0, most=1000, what="a learning rate")
     """γ, the base learning rate."""
-    momentum: float = setting(0.9, least=0, most=0.9999, what="below 1")
+    momentum: float = setting(0.9, least=0, most=0.9999, what="a momentum")
     """SGD's momentum."""
     nesterov: bool = True
     """Use Nesterov momentum."""
-    weight_decay: float = setting(1e-4, least=0, most=10, what="a small number")
+    weight_decay: float = setting(1e-4, least=0, most=10, what="a weight decay")
     """Weight decay on every parameter."""
-    clip: float = setting(0.0, least=0, most=1e6, what="a norm; 0 is no limit")
+    clip: float = setting(0.0, least=0, most=1e6, what="the largest norm of a gradient; 0 means no limit")
     """Gradient clipping: the largest norm of the gradient in a training step. 0: no limit."""
     warmup: int = setting(0, least=0, most=10**9, what="steps")
     """The number of steps in which the learning rate rises linearly from 0. A warm-up of e epochs in the
     paper is e · M / B steps."""
-    cycles: float = setting(7 / 16, least=0, most=1000, what="half turns of the cosine")
+    cycles: float = setting(7 / 16, least=0, most=1000, what="half periods of the cosine")
     """c, the number of half periods of the cosine that the learning rate schedule covers. With c of at least
     1/2, the learning rate falls to its floor."""
-    horizon: float = setting(1.0, least=0.01, most=10_000, what="runs")
+    horizon: float = setting(1.0, least=0.01, most=10_000, what="a multiple of the run's length")
     """The length of the learning rate schedule as a multiple of the run's length. Above 1, the run ends
     before the schedule does."""
     schedule: str = setting("paper", choices=("paper", "annealing"))
@@ -239,7 +243,9 @@ class TrainSettings:
     """Views of the server's images: "weak" (paper), "both" (every second image is a strong view), or
     "suited". "suited" means "both" for images of at least 16 pixels a side, and "weak" for smaller images,
     which strong augmentation would destroy."""
-    server_held_out: float = setting(0.0, least=0, most=0.5, what="a part of the server's labelled images")
+    server_held_out: float = setting(
+        0.0, least=0, most=0.5, what="a fraction of the server's labelled images"
+    )
     """The part of the server's labelled images that the server does not train on. The guard of the method
     `anchored` and federation.median_fallback then evaluate models on these images, which the server cannot
     have memorised."""
@@ -263,7 +269,7 @@ class RunSettings:
     """[run] How the run is carried out. Except for the seed, these settings do not change the result. Only
     rounding errors differ between engines, devices or numbers of threads."""
 
-    seed: int = setting(1, least=0, most=2**63 - 1, what="any whole number")
+    seed: int = setting(1, least=0, most=2**63 - 1, what="a whole number")
     """The random seed of the initial weights and of the training; 1 is the paper's."""
     engine: str = setting("auto", choices=("auto", "loop", "vmap", "dist", "sites"))
     """How users are trained. "loop": one after another. "vmap": many at once. "auto": chosen automatically.
@@ -294,11 +300,11 @@ class RunSettings:
     """Also train a model on the server's labels alone, with the same initial weights and number of steps, and
     report whether the unlabelled images helped. If they hurt on held-out labels, the server-only model is
     kept as the result. Default: yes for your own images, no for known data sets."""
-    folds: int = setting(0, least=0, most=100, what="folds; 0 is none")
+    folds: int = setting(0, least=0, most=100, what="folds; 0 means no cross-validation")
     """The number of folds of a cross-validation on the server's labelled images; 0 is none. Each image is
     held out in one of this many shorter runs. Images of one patient stay in one fold if file names or
     sub-folders show which they are. The final model is trained on all labels."""
-    diversity_every: int = setting(0, least=0, most=10**9, what="rounds; 0 is never")
+    diversity_every: int = setting(0, least=0, most=10**9, what="a number of rounds; 0 means never")
     """The number of rounds from one measurement of gradient diversity to the next; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))
     """Also log metrics to an experiment tracker: "tensorboard" (event files in RUN/tensorboard), "mlflow" or

@@ -95,7 +95,10 @@ def play(
         if scores:
             best, taken = max(scores, key=lambda score: score[0])
             others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            tell(f"{method}: chose {' '.join(taken)}; validation accuracy {_percent(best)}, others {others}")
+            tell(
+                f"{method}: chose {' '.join(taken)}, with the best validation accuracy ({_percent(best)}; "
+                f"other values: {others})"
+            )
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
         tried = [
@@ -179,8 +182,8 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
             raise ConfigError(f"{where}: {error}", key=error.key, value=error.value, fix=error.fix) from error
         if not len(held):
             raise ConfigError(
-                f"data.validation = {candidate.config.data.validation} of so few labelled images gives no "
-                "validation images: raise it",
+                f"data.validation = {candidate.config.data.validation} gives no validation image, because "
+                "there are too few labelled images: raise data.validation",
                 key="data.validation",
                 value=candidate.config.data.validation,
             )
@@ -204,7 +207,9 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
     settings_now = {"model.name": network} | json.loads(json.dumps(written))
     file = out / "protocol.json"
     if (out / "config.toml").exists():
-        raise ConfigError(f"{out} is a run folder: choose another --out", key="--out", value=str(out))
+        raise ConfigError(
+            f"{out} holds a single run, not a contest: choose another --out", key="--out", value=str(out)
+        )
     if file.is_file():
         try:
             before = {"model.name": network} | dict(
@@ -212,13 +217,16 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
             )
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{file} cannot be read: choose another --out", key="--out", value=str(out)
+                f"{file} is damaged, so this contest cannot be continued: choose another --out",
+                key="--out",
+                value=str(out),
             ) from None
         changed = [key for key in sorted(settings_now | before) if settings_now.get(key) != before.get(key)]
         if changed:
             was, now = (settings.get(changed[0], "not set") for settings in (before, settings_now))
             raise ConfigError(
-                f"{out} has a contest with {changed[0]} = {was}, and now it is {now}: choose another --out",
+                f"{out} already holds a contest with {changed[0]} = {was}, and this contest has {now}: "
+                "choose another --out, or use the same value",
                 key=changed[0],
                 value=now,
             )
@@ -232,11 +240,11 @@ def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
     training diverged."""
     same.require(entry.config, entry.path)
     if folder.read_summary(entry.path) is not None:
-        tell(f"{entry.path.name}: already finished")
+        tell(f"{entry.path.name}: skipped, because it is already finished")
         return entry.path
     why = folder.broke_down(entry.path)
     if why is not None:
-        tell(f"{entry.path.name}: is not run again, because it diverged before: {why}")
+        tell(f"{entry.path.name}: skipped, because it diverged when it was run before: {why}")
         return None
     tell(entry.path.name)
     try:

@@ -115,7 +115,11 @@ def table(standings: Sequence[Standing]) -> str:
         rows.append([name, accuracy, *standing.correct, behind, str(seeds), str(lost), str(standing.rounds),
                      *millions, f"{standing.megabytes:.4g}", chosen])  # fmt: skip
     commits = {str(run["commit"]) for standing in standings for run in standing.runs}
-    note = f"\nthe runs are from {len(commits)} commits, see contest.json" if len(commits) > 1 else ""
+    note = (
+        f"\nthe runs were made with {len(commits)} different commits of ssfl; contest.json lists them"
+        if len(commits) > 1
+        else ""
+    )
     flagged = [f"\n* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
     return text.table(rows) + _images(standings) + note + "".join(flagged)
 

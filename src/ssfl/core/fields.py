@@ -71,7 +71,7 @@ def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
     """Returns the value of the setting `key` in the type `hint`. Raises ConfigError if the type or the limits
     do not allow it."""
     if value == "" and isinstance(value, str):
-        raise ConfigError(f"{key} is empty: set a value or leave it out", key=key, value=value)
+        raise ConfigError(f"{key} is an empty string: set a value, or leave {key} out", key=key, value=value)
     try:
         typed = _as(value, hint)
     except (TypeError, ValueError):

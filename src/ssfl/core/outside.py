@@ -101,14 +101,18 @@ def called(name: str, key: str) -> Any:
     function, setting = load(name, key), f"{key} = {name!r}"
     if not callable(function):
         raise ConfigError(
-            f"{setting} is of type {type(function).__name__}: name a function", key=key, value=name
+            f"{setting} is of type {type(function).__name__}, not a function: name a function",
+            key=key,
+            value=name,
         )
     try:
         return function()
     except SsflError as error:
         raise ConfigError(f"{setting}: {error}", key=key, value=name) from error
     except Exception as error:
-        raise ConfigError(f"{setting}: it raised {with_class(error)}", key=key, value=name) from error
+        raise ConfigError(
+            f"{setting}: calling this function raised {with_class(error)}", key=key, value=name
+        ) from error
 
 
 def require(name: str, key: str) -> Path:
@@ -119,10 +123,10 @@ def require(name: str, key: str) -> Path:
     if not _is_trusted(module, file):
         unknown = module.endswith(".py") and file is None
         path = "FILE.py" if unknown else str(file) if module.endswith(".py") else module
-        where = f", with the path that {Path(module).name} has now" if unknown else ""
+        where = f", where FILE.py is the present path of {Path(module).name}" if unknown else ""
         raise ConfigError(
-            f"{key} = {name!r} is Python code that is not part of ssfl, and is imported only if you name it "
-            f"in this command: add --with {quote(path)}{where}",
+            f"{key} = {name!r} is Python code that is not part of ssfl. Such code is imported only if this "
+            f"command names it: add --with {quote(path)}{where}",
             key=key,
             value=name,
             fix=f"--with {quote(path)}",

@@ -52,7 +52,7 @@ def image_tensor(values: Array, what: str) -> Tensor:
     copy, so later changes of the argument have no effect."""
     array = _array(values, what)
     if not array.size:
-        raise ConfigError(f"{what}: holds no images", key=what, value=0)
+        raise ConfigError(f"{what} is empty: pass at least one image", key=what, value=0)
     with as_config_error(what):
         return as_images(np.array(array), what)  # a copy, which nobody else can change
 
@@ -64,8 +64,8 @@ def require_same_shape(parts: Mapping[str, Tensor]) -> None:
     for what, images in parts.items():
         if tuple(images.shape[1:]) != shape:
             raise ConfigError(
-                f"{what} are {_shown(images)} (channels x height x width), but images are "
-                f"{_shown(parts['images'])}: give all images one shape",
+                f"the images of {what} have the shape {_shown(images)} (channels x height x width), but "
+                f"those of images have {_shown(parts['images'])}: give all images the same shape",
                 key=what,
                 value=_shown(images),
             )
@@ -91,7 +91,8 @@ def _labels(values: Array, what: str) -> NDArray[Any]:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "biuU":
         raise ConfigError(
-            f"{what} is {array.dtype} {list(array.shape)}: pass a list of whole numbers or of class names",
+            f"{what} is an array of {array.dtype} with shape {list(array.shape)}, which cannot be labels: "
+            "pass a list of whole numbers or of class names",
             key=what,
             value=str(array.dtype),
         )
@@ -111,11 +112,17 @@ def class_numbers(
     else:
         names = tuple(map(str, range(int(train.max(initial=-1)) + 1)))
     if len(set(names)) < len(names):
-        raise ConfigError("classes: two classes have the same name: use different names", key="classes")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"classes: two classes have the name {twice!r}: give each class its own name",
+            key="classes",
+            value=twice,
+        )
     coded, test = coded_labels(train, names, "labels"), coded_labels(test_labels, names, "test_labels")
     if (test < 0).any():
         raise ConfigError(
-            "test_labels: every test image needs a label, and some have none (-1)",
+            "test_labels: some labels are -1 (no label), but every test image needs a label: add the "
+            "labels, or leave these images out",
             key="test_labels",
             value=-1,
         )
@@ -139,7 +146,8 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
         unknown = set(array.tolist()) - set(names)
         if unknown:
             raise ConfigError(
-                f"{what}: {sorted(unknown)[0]!r} is not one of the classes: {', '.join(names[:12])}",
+                f"{what}: {sorted(unknown)[0]!r} is not a class. The classes are {', '.join(names[:12])}: "
+                "correct the label, or add the class to classes",
                 key=what,
                 value=sorted(unknown)[0],
             )
@@ -147,8 +155,8 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
     strange = array[(array < -1) | (array >= len(names))]
     if len(strange):
         raise ConfigError(
-            f"{what}: {strange[0]} is not a class: the {len(names)} classes are 0 to {len(names) - 1}, and "
-            "-1 means no label",
+            f"{what}: {strange[0]} is not a class. Use the class numbers 0 to {len(names) - 1}, or -1 for "
+            "an image without a label",
             key=what,
             value=int(strange[0]),
         )
@@ -163,7 +171,8 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
         array = np.flatnonzero(array)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what} is {array.dtype} {list(array.shape)}: pass a list of image numbers, or a mask",
+            f"{what} is an array of {array.dtype} with shape {list(array.shape)}, which cannot select "
+            "images: pass a list of image numbers, or a boolean mask",
             key=what,
             value=str(array.dtype),
         )
@@ -208,7 +217,7 @@ def require_one_owner(
     called = [called[owner] for owner in owners[twice[0] : twice[0] + 2]]
     both = f"is twice in {called[0]}" if called[0] == called[1] else f"is in {called[0]} and in {called[1]}"
     raise ConfigError(
-        f"image {images[twice[0]]} {both}: every image may have only one owner",
+        f"image {images[twice[0]]} {both}, but every image may have only one owner: list it once",
         key=called[1],
         value=int(images[twice[0]]),
     )
@@ -237,10 +246,10 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
         count = len(dataset)
     except TypeError:
         raise ConfigError(
-            f"{what}: has no length: pass a map-style data set, or a list of its items", key=what
+            f"{what} has no len(): pass a map-style data set, or a list of its items", key=what
         ) from None
     if not count:
-        raise ConfigError(f"{what}: holds no images", key=what, value=0)
+        raise ConfigError(f"{what} is empty: pass at least one image", key=what, value=0)
     images, labels = [], []
     for place in range(count):
         image, label = _item(dataset[place], f"{what}[{place}]")
@@ -267,14 +276,17 @@ def _item(item: Any, what: str) -> tuple[Any, Any]:
             if key in item:
                 return item[key], next((item[label] for label in _LABEL_KEYS if label in item), None)
         raise ConfigError(
-            f"{what} has no 'image' or 'img', only {', '.join(map(repr, item))}: rename its columns",
+            f"{what} has no column 'image' or 'img', only {', '.join(map(repr, item))}: rename the column "
+            "of the images",
             key=what,
             value=list(item),
         )
     if isinstance(item, tuple | list) and len(item) >= 2:
         return item[0], item[1]
     raise ConfigError(
-        f"{what} is of type {type(item).__name__}: it must be a pair (image, label) or a dict", key=what
+        f"{what} is of type {type(item).__name__}, but it must be a pair (image, label) or a dict with an "
+        "image",
+        key=what,
     )
 
 
@@ -284,7 +296,8 @@ def _pixels(image: Any, what: str) -> NDArray[Any]:
     if hasattr(image, "convert") and hasattr(image, "mode"):
         if image.mode.startswith(("I", "F")):
             raise ConfigError(
-                f"{what} is a PIL image of mode {image.mode}: convert it to 8 bits first",
+                f"{what} is a PIL image of mode {image.mode}, which does not have 8 bits per channel: "
+                "convert it to mode L or RGB first",
                 key=what,
                 value=image.mode,
             )
@@ -298,7 +311,8 @@ def _pixels(image: Any, what: str) -> NDArray[Any]:
         if array.shape[place] in (1, 3):
             return array.transpose(1, 2, 0) if place == 0 else array
     raise ConfigError(
-        f"{what} has shape {list(array.shape)}: an image has height, width and 1 or 3 channels",
+        f"{what} has shape {list(array.shape)}, which is not an image: pass height x width, with 1 or 3 "
+        "channels",
         key=what,
         value=list(array.shape),
     )

@@ -99,7 +99,10 @@ class Data:
         every_label = np.concatenate(known)
         if validation_index is not None and (every_label[validation_index] < 0).any():
             raise ConfigError(
-                "validation: every image needs a label, and some have none (-1)", key="validation", value=-1
+                "validation: some of these images have no label (-1), but every validation image needs one: "
+                "add the labels, or leave these images out",
+                key="validation",
+                value=-1,
             )
         own_server = None if server is None else image_numbers(server, numbered, "server")
         own_users = None if users is None else user_images(users, numbered)
@@ -107,7 +110,10 @@ class Data:
         require_one_owner(own_server, own_users, validation_index, named_users)
         if own_server is not None and (every_label[own_server] < 0).any():
             raise ConfigError(
-                "server: every image needs a label, and some have none (-1)", key="server", value=-1
+                "server: some of these images have no label (-1), but every image at the server needs one: "
+                "add the labels, or leave these images out",
+                key="server",
+                value=-1,
             )
         channels = everything.shape[1]
         measured = statistics(everything)

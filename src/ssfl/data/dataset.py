@@ -71,19 +71,21 @@ def checked(data: Dataset, where: object, tested: bool = True) -> Dataset:
     ):
         if len(images) != len(labels):
             raise DataError(
-                f"{where}: {len(images)} {what} images but {len(labels)} labels; replace it with a fresh copy"
+                f"{where}: {len(images)} {what} images but {len(labels)} labels, so the data are damaged; "
+                "replace them with a fresh copy"
             )
     formats.check_side(*data.shape[1:], where)
     known = torch.unique(data.labels[data.labels >= 0])
     if len(known) < 2:
         raise DataError(
-            f"{where}: has only one class ({data.classes[int(known[0])]}); at least two are needed"
+            f"{where}: has only one class ({data.classes[int(known[0])]}); add images of at least one more "
+            "class"
         )
     strange = data.test_labels[~torch.isin(data.test_labels, known)]
     if len(strange):
         raise DataError(
-            f"{where}: class {data.classes[int(strange[0])]} has test images but no labelled "
-            "training images; add some, or remove it from the test set"
+            f"{where}: class {data.classes[int(strange[0])]} has test images but no labelled training "
+            "images; add training images of this class, or remove it from the test set"
         )
     return data
 

@@ -274,7 +274,8 @@ def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Siz
         other = good[number]
         if (other.width, other.height) != (width, height):
             raise DataError(
-                f"{files[number]}: {other.width}x{other.height} pixels, but {files[first]} has "
-                f"{width}x{height}; --set data.size=N resizes all images to NxN"
+                f"{files[number]}: has {other.width}x{other.height} pixels, but {files[first]} has "
+                f"{width}x{height}, and all images must have one size; --set data.size=N resizes all images "
+                "to NxN pixels"
             )
     return height, width

@@ -65,7 +65,7 @@ def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
     if len(members) < folds:
         of = "images" if groups is None else "groups of images (patients)"
         raise ConfigError(
-            f"run.folds = {folds}: there are only {len(members)} labelled {of}; lower it",
+            f"run.folds = {folds} is more than the {len(members)} labelled {of}: lower run.folds",
             key="run.folds",
             value=folds,
             fix=f"run.folds={len(members)}" if len(members) > 1 else "run.folds=0",

@@ -255,6 +255,6 @@ def join(parts: list[Tensor]) -> Tensor:
 def check_side(height: int, width: int, where: object) -> None:
     if not (min(height, width) >= SMALLEST and max(height, width) <= LARGEST):
         raise DataError(
-            f"{where}: images of {width}x{height} pixels; between {SMALLEST} and {LARGEST} on a "
-            "side are possible, and --set data.size=N resizes all images to NxN"
+            f"{where}: the images have {width}x{height} pixels, but each side must have {SMALLEST} to "
+            f"{LARGEST}; --set data.size=N resizes all images to NxN pixels"
         )

@@ -31,10 +31,13 @@ def load_npz(path: Path, size: int | None) -> Dataset:
         with reading(path):
             content = np.load(stream, allow_pickle=False)
         if not isinstance(content, np.lib.npyio.NpzFile):
-            raise DataError(f"{path}: a single array; save {', '.join(needed)} with numpy's savez")
+            raise DataError(
+                f"{path}: holds a single array, but several are needed; save {', '.join(needed)} with "
+                "numpy's savez"
+            )
         for name in needed:
             if name not in content.files:
-                raise DataError(f"{path}: holds no array {name}; it needs {', '.join(needed)}")
+                raise DataError(f"{path}: has no array {name}; save it with the arrays {', '.join(needed)}")
         for name in content.files:
             if name.startswith(("x_", "y_")) and name not in needed + extra:
                 raise DataError(
@@ -55,9 +58,13 @@ def load_npz(path: Path, size: int | None) -> Dataset:
         if images.shape[1:] != shape:
             same = images.shape[1] == shape[0]
             raise DataError(
-                f"{path}: images of {name} are {_shape(images)} (channels x height x width), but those of "
-                f"x_train are {_shape(parts['x_train'])}; "
-                + ("--set data.size=N resizes all" if same else "make all grey or all colour")
+                f"{path}: the images of {name} have the shape {_shape(images)} (channels x height x width), "
+                f"but those of x_train have {_shape(parts['x_train'])}; "
+                + (
+                    "--set data.size=N resizes all images to NxN pixels"
+                    if same
+                    else "make all images grey or all colour"
+                )
             )
         known = {"x_train": labels, "x_test": test_labels}.get(name)
         if known is not None and len(known) != len(images):

@@ -66,18 +66,18 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
         for name in inner:
             if name not in ("train", "test", *UNLABELLED):
                 raise DataError(
-                    f"{inner[name]}: beside train there may be only test and unlabelled; "
-                    "rename it or move it away"
+                    f"{inner[name]}: is not used; next to the folder train there may be only test and "
+                    "unlabelled. Rename this folder, or move it away"
                 )
     classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
     for entry in classes:
         if entry.name.lower() in UNLABELLED:
             raise DataError(
-                f"{entry}: is written with capital letters, so it would be a class; rename it to "
-                f"{entry.name.lower()} if its images have no labels, else to another name"
+                f"{entry}: would be read as a class, because its name has capital letters; rename it to "
+                f"{entry.name.lower()} if its images have no labels, or to another name if it is a class"
             )
     if not classes:
-        raise DataError(f"{places[0]}: holds no folders; put the images of each class in a folder")
+        raise DataError(f"{places[0]}: has no sub-folders; put the images of each class into a sub-folder")
     train = {entry.name: pictures.list_images(entry) for entry in classes}
     for entry in classes:
         if not train[entry.name]:
@@ -85,7 +85,9 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):
-            raise DataError(f"{loose}: a test image needs a label; move it into a class folder")
+            raise DataError(
+                f"{loose}: this test image has no label; move it into the sub-folder of its class"
+            )
         for name in test:
             if name not in train:
                 raise DataError(
@@ -212,7 +214,8 @@ def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
         return []
     if len(files) < 2:
         raise DataError(
-            f"{files[0]}: the only image of its class; each class needs two, one of them for testing"
+            f"{files[0]}: is the only image of its class, but each class needs at least two, one of them "
+            "for testing; add another image"
         )
 
     def draw(file: Path) -> bytes:

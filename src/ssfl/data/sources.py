@@ -49,9 +49,10 @@ def load(
     """
     if (name is None) == (path is None):
         raise DataError(
-            "set either data.name or data.path, not both"
+            f"data.name = {name!r} and data.path = {str(path)!r} are both set: keep only one of them"
             if name is not None
-            else "no data; set data.name to a dataset or data.path to an .npz file or image folder"
+            else "the config names no images: set data.name to a known data set, or data.path to an .npz "
+            "file or a folder of images"
         )
     if size is not None and not SMALLEST <= size <= LARGEST:
         raise DataError(

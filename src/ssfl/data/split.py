@@ -309,8 +309,8 @@ def _take_server(
         needed = share + (label < remainder)
         if needed > len(pool):
             raise ConfigError(
-                f"{key} = {count} asks for {needed} images of class {label}, which has {len(pool)}: "
-                f"lower it to at most {most}",
+                f"{key} = {count} needs {needed} labelled images of class {label}, which has only "
+                f"{len(pool)}: lower {key} to at most {most}",
                 key=key,
                 value=count,
                 fix=f"{key}={most}",
@@ -329,7 +329,7 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
     out."""
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
-        raise ConfigError("nothing to split: no image has a label")
+        raise ConfigError("no image has a label, so the images cannot be split by class: use labelled images")
     # numpy sorts 16-bit numbers faster (radix sort)
     narrow = labels.astype(np.int16) if classes < 1 << 15 else labels
     order = np.argsort(narrow, kind="stable")

@@ -34,7 +34,7 @@ class Anchored(Method):
 
     threshold: float = setting(0.8, least=0, most=1, what="a probability")
     """τ: an image gets a pseudo-label if the confidence of the received model is at least this."""
-    momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
+    momentum: float = setting(0.5, least=0, most=0.999, what="a momentum")
     """β, the server's momentum: this fraction of the last round's movement of the model is added to this
     round's."""
     guard: bool = True

@@ -30,7 +30,7 @@ class CbaFed(Method):
     on in the last round, minus the standard deviation of these shares. An even share counts as 0.1."""
     highest: float = setting(0.95, least=0, most=1, what="a probability")
     """The upper limit of every class's threshold."""
-    residual: int = setting(5, least=0, most=10**6, what="rounds; 0 is never")
+    residual: int = setting(5, least=0, most=10**6, what="a number of rounds; 0 means never")
     """n: after every n rounds, the model is averaged with the model that was stored n rounds before. 0 means
     never."""
 

@@ -22,7 +22,7 @@ class CrlGn(Method):
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
     joint views are always in training mode."""
-    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    server_weight: float | None = setting(None, least=0, most=1, what="the server's share of the average")
     """The server's weight in every average. Default: the same weight as each user."""
     server_replicas: bool = False
     """Whether one copy of the server's model is trained for each group, as in the authors' code. Otherwise

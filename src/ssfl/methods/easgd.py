@@ -16,7 +16,7 @@ class Easgd(Method):
     by the same amount. Users know their labels."""
 
     elasticity: float | None = setting(
-        None, least=0, most=1, what="0 leaves models apart, 1 makes them equal"
+        None, least=0, most=1, what="0 does not pull the models, 1 makes them equal"
     )
     """α: the fraction of the difference between a user's model and the common model by which both are moved
     towards each other. Default: 0.9/C, for C participants."""

@@ -36,7 +36,7 @@ class Fl2(Method):
     sharpness: float = setting(0.1, least=0, most=10, what="a distance")
     """ρ: how far the weights are moved in the direction in which the loss rises fastest. 0 switches the
     sharpness-aware loss off."""
-    momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
+    momentum: float = setting(0.5, least=0, most=0.999, what="a momentum")
     """β, the server's momentum: this fraction of the last round's movement of the model is added to this
     round's."""
 

@@ -15,7 +15,7 @@ class OverlapSgd(Method):
     """After a round, each user's model is pulled towards the average of the previous round, which is sent
     while the user trains. Users know their labels."""
 
-    elasticity: float = setting(0.6, least=0, most=1, what="0 leaves models apart, 1 makes them equal")
+    elasticity: float = setting(0.6, least=0, most=1, what="0 does not pull the models, 1 makes them equal")
     """α: the fraction of the difference to the average by which each user's model is pulled towards it."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}

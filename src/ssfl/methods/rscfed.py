@@ -28,7 +28,7 @@ class RscFed(Method):
     """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     consensus: int = setting(3, least=1, most=1000, what="averages")
     """How many averages over random halves of the users are made."""
-    scale: float = setting(1e4, least=0, most=1e9, what="above 0")
+    scale: float = setting(1e4, least=0, most=1e9, what="a rate")
     """β: how fast a user's weight falls with the distance of its model from the plain average of the half."""
 
     defaults: ClassVar = {

@@ -23,7 +23,7 @@ class SelfTraining(Method):
     teacher_mode: str = setting("train", choices=("eval", "train"))
     """Whether the pass that makes pseudo-labels is in "eval" or in "train" mode. It applies only to separate
     views."""
-    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    server_weight: float | None = setting(None, least=0, most=1, what="the server's share of the average")
     """The server's weight in every average. Default: the same weight as each user."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}}

@@ -24,10 +24,10 @@ class SemiFL(Method):
     """τ: an image gets a pseudo-label if the confidence of the received model is at least this."""
     mix: float = setting(1.0, least=0, most=100, what="a weight")
     """λ: the weight of the mix loss. 0 switches it off."""
-    alpha: float = setting(0.75, least=1e-3, most=100, what="above 0")
+    alpha: float = setting(0.75, least=1e-3, most=100, what="a positive number")
     """The value of both parameters of the Beta distribution from which the shares for mixing two images are
     drawn."""
-    momentum: float = setting(0.5, least=0, most=0.999, what="below 1")
+    momentum: float = setting(0.5, least=0, most=0.999, what="a momentum")
     """β, the server's momentum: this fraction of the last round's movement of the model is added to this
     round's."""
 

@@ -15,7 +15,7 @@ class Supervised(Method):
     """Users train on their true labels, with BatchNorm and FedAvg. It is an upper bound for methods without
     users' labels."""
 
-    server_weight: float | None = setting(None, least=0, most=1, what="a share of the average")
+    server_weight: float | None = setting(None, least=0, most=1, what="the server's share of the average")
     """The server's weight in every average. Default: the same weight as each user."""
     server_replicas: bool = False
     """Whether one copy of the server's model is trained for each group, as in the authors' code. Otherwise
