@@ -342,7 +342,7 @@ BAD: dict[str, tuple[dict[str, Any], str, Any]] = {
     "missing class": ({"labels": np.where(Y[:400] == 3, 2, Y[:400])}, "labels", "3"),
     "too few labels": ({"labels": Y[:399]}, "images", 399),
     "unlabelled at the server": ({"labels": np.r_[-1, Y[1:400]]}, "server", -1),
-    "classes twice": ({"classes": ["a"] * 10}, "classes", None),
+    "classes twice": ({"classes": ["a"] * 10}, "classes", "a"),
     "wrong shape": ({"images": X[:400, :, 0]}, "images", None),
     "five channels": ({"images": np.zeros((400, 8, 8, 5), np.uint8)}, "images", None),
     "bright floats": ({"images": X[:400].astype(float)}, "images", None),

@@ -66,8 +66,8 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
         for name in inner:
             if name not in ("train", "test", *UNLABELLED):
                 raise DataError(
-                    f"{inner[name]}: is not used; next to the folder train there may be only test and "
-                    "unlabelled. Rename this folder, or move it away"
+                    f"{inner[name]}: must not be next to the folder train, where only test and unlabelled "
+                    "are allowed; rename this folder, or move it away"
                 )
     classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
     for entry in classes:
