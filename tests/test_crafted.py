@@ -107,9 +107,9 @@ def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, imag
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"classes": [""] * 3_000_000}, "3,000,000 classes, which no layer has"),
-        ({"classes": 7}, "lists no classes"),
-        ({"classes": [{}] * 10}, "lists no classes"),
+        ({"classes": [""] * 3_000_000}, "3,000,000 classes"),
+        ({"classes": 7}, "class names"),
+        ({"classes": [{}] * 10}, "class names"),
         ({"classes": ["x" * 10_000, *"123456789"]}, "a name of more than 1,000 letters"),
         ({"shape": [1, 10**9, 10**9]}, "says that images are"),
         ({"shape": [10**6, 8, 8]}, "says that images are"),
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_finite_says_nothing_about_images(
     tensors[name].view(-1)[0] = bad
     save_file(tensors, run / "model.safetensors", {"card": json.dumps(card)})
     code, out, err = ssfl(*commands(run, image, good)[verb])
-    assert "holds numbers that are not finite" in one_line(code, err)
+    assert "not finite" in one_line(code, err)
     assert out == ""
     assert not list(run.parent.glob("exported*"))
 

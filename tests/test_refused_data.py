@@ -207,7 +207,7 @@ def test_folder_refused(tmp_path: Path) -> None:
     refused("single", (*two, "c/1.png"), tmp_path / "single" / "c", "only image")
     refused("val", (*split, "val/a/1.png"), tmp_path / "val" / "val", "rename")
     refused("late", (*split, "test/c/1.png"), "late/test/c", "class c is not in")
-    refused("unsure", (*split, "test/1.png"), "unsure/test/1.png", "needs a label")
+    refused("unsure", (*split, "test/1.png"), "unsure/test/1.png", "label")
     (tmp_path / "empty").mkdir()
     refused("empty", (), tmp_path / "empty", "each class")
     (tmp_path / "hollow" / "c").mkdir(parents=True)

@@ -82,7 +82,9 @@ class State:
         if unknown:
             names = ", ".join(sorted(unknown))
             raise MethodError(
-                f"round() keeps {names}, which initial() does not return: add it there", key=names
+                f"round() stores {names} in the method's memory, but initial() does not return {names}: add "
+                "it to what initial() returns",
+                key=names,
             )
         momentum = self.momentum
         for result in momentum_of:

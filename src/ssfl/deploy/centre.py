@@ -316,7 +316,10 @@ def opened(
     if again:
         config = folder.read_config(path)
         if config.run.engine != "sites":
-            raise RunError(f"{path} is a simulation: continue it with `{resuming.command(config, path)}`")
+            raise RunError(
+                f"{path} is a simulated run, not one of `ssfl serve`: continue it with "
+                f"`{resuming.command(config, path)}`"
+            )
         if folder.read_summary(path) is not None:
             raise RunError(f"{path} is finished: start a new run with --data")
         folder.require_resumable(path)

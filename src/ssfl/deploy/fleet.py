@@ -153,7 +153,9 @@ class Fleet:
     def cut(self, name: str, times: float) -> None:
         """Reports that a site's update was scaled down, because its norm was `times` times the usual norm."""
         self._limited(
-            name, "cut", f"an update whose norm is {times:.3g} times the usual one: it was scaled down"
+            name,
+            "cut",
+            f"an update whose norm is {times:.3g} times the usual norm, so the update was scaled down",
         )
 
     def weakened(self, name: str, weight: float) -> None:
@@ -169,9 +171,10 @@ class Fleet:
         for the same site and kind, so that the log stays short."""
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
+            told = f"{why} ({count} such update{'s' * (count > 1)} so far)"
             if what == "weakened":  # cuts are already in the round's event
-                self.log.append({"event": "limited", "site": name, "reason": f"{why} ({count} so far)"})
-            self.tell(f"{name} sent {why} ({count} so far)")
+                self.log.append({"event": "limited", "site": name, "reason": told})
+            self.tell(f"{name} sent {told}")
 
     def listen(self) -> set[int]:
         """Handles the reports that have arrived from the process at the centre's port, such as refused
@@ -303,7 +306,7 @@ class Fleet:
         elif not NAME.fullmatch(name):
             why = f"its name must have {NAME_RULE}"
         else:
-            why = f"all places ({self.needed}) are taken by other sites"
+            why = f"the centre waits for {self.needed} sites, and as many others have joined already"
         name = post.short(name)
         self.tell(f"{name} may not join: {why}")
         if taken and now - self._taken.setdefault(node, now) < TAKEN:
@@ -324,7 +327,7 @@ class Fleet:
             try:
                 self.look()
             except post.TROUBLE as error:
-                self.tell(f"changed keys were not applied yet: {post.short(error)}")
+                self.tell(f"the changed keys are not in use yet ({post.short(error)}): trying again")
             self.listen()
             nodes = self.connected()
             # sites that choose their own names are known one by one as they connect
@@ -477,7 +480,7 @@ class Fleet:
         """Excludes these users from the rest of the run, and tells their sites so."""
         new = {self.names[user] for user in users} - self.left_out
         for name in sorted(new):
-            self.tell(f"{name} is excluded from now on: it was refused three times")
+            self.tell(f"{name} is excluded from now on: three of its answers were refused")
             self.doing[name] = "excluded"
         self.left_out |= new
         self._dismiss_nodes([node for node, name in self._nodes.items() if name in new], EXCLUDED)

@@ -85,7 +85,7 @@ def usable(files: list[Path], tell: Tell) -> ImageFiles:
     good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):
-            tell(f"not used: {result}")
+            tell(f"this image is not used: {result}")
         else:
             good.append(files[number])
     if not good:

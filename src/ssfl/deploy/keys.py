@@ -226,7 +226,7 @@ def check_dates(folder: Path) -> None:
         if not first <= datetime.now(UTC) <= last:
             raise SsflError(
                 f"the certificate {file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, but not today: "
-                f"check the clock, or make new keys with {NEW_KEYS}, and send each its new file"
+                f"check the clock, or make new keys with {NEW_KEYS}, and send each site its new file"
             )
 
 

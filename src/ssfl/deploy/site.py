@@ -189,8 +189,8 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
         )
     if agreed.outside.get(key) != here(name):
         raise DataError(
-            f"{name} has other {'code' if what == 'digest' else 'layers or frozen weights'} than at the "
-            "centre: ask the operator of the centre for the file"
+            f"the {'code' if what == 'digest' else 'layers or frozen weights'} of {name} here differ from "
+            "those at the centre: ask the operator of the centre for the centre's file"
         )
 
 

@@ -335,8 +335,8 @@ class Vmap:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             warnings.warn(
-                "training is slower than it could be: a step cannot be recorded as a CUDA graph "
-                f"({_reason(error)})",
+                f"a training step cannot be recorded as a CUDA graph ({_reason(error)}): training is "
+                "slower, but its results are the same",
                 SsflWarning,
                 stacklevel=2,
             )
@@ -369,8 +369,8 @@ def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
             convolution.use(True)
             raise error from None
         warnings.warn(
-            f"training is slower than it could be: a step fails with the GPU kernels ({_reason(error)}) and "
-            "works without them. Is a C compiler installed?",
+            f"ssfl's GPU kernels failed ({_reason(error)}), so training uses PyTorch's layers, which are "
+            "slower. The kernels need a C compiler: check that one is installed",
             SsflWarning,
             stacklevel=2,
         )

@@ -271,8 +271,8 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
     except Exception as error:
         network.batched = False
         warnings.warn(
-            f"users are trained one after another, which is slower: torch.vmap cannot run several of these "
-            f"modules at once ({_reason(error)})",
+            "users are trained one after another, which is slower, because torch.vmap cannot run several "
+            f"copies of this network at once ({_reason(error)})",
             SsflWarning,
             stacklevel=2,
         )

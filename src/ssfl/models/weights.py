@@ -25,13 +25,13 @@ def load(network: nn.Module, file: str) -> None:
         if name not in last and not name.endswith("num_batches_tracked")
     )
     if unknown or missing:
-        problems = [("it lacks", missing), ("the network does not have its", unknown)]
+        problems = [("the file has no tensor", missing), ("the network has no tensor", unknown)]
         message = "; ".join(f"{problem} {_listed(names)}" for problem, names in problems if names)
         raise _error(file, f"{message}. Use a file for this model.name and model.norm.")
     for name, tensor in tensors.items():
         if tensor.shape != state[name].shape:
             shape, needed = tuple(tensor.shape), tuple(state[name].shape)
-            advice = "leave it out of the file" if name in last else "use weights of the same network"
+            advice = "remove this tensor from the file" if name in last else "use weights of the same network"
             raise _error(file, f"{name} has shape {shape}, but the network needs {needed}: {advice}")
         if not tensor.isfinite().all():
             raise _error(file, f"{name} contains numbers that are not finite: use another file")

@@ -27,7 +27,10 @@ def first_difference(first: Path, second: Path) -> str | None:
     for a, b in zip(one, two, strict=False):
         where = f"round {a['round']}"
         if (a["event"], a["round"]) != (b["event"], b["round"]):
-            return f"{where}: {a['event']} in the first, round {b['round']}: {b['event']} in the second"
+            return (
+                f"the first run has the event {a['event']} of round {a['round']} where the second run has "
+                f"the event {b['event']} of round {b['round']}"
+            )
         for key in [*a, *(key for key in b if key not in a)]:
             if key in folder.WALL_CLOCK or a.get(key) == b.get(key):
                 continue
@@ -35,7 +38,7 @@ def first_difference(first: Path, second: Path) -> str | None:
     if len(one) != len(two):
         which, rest = ("first", one) if len(one) > len(two) else ("second", two)
         event = rest[min(len(one), len(two))]
-        return f"round {event['round']}: {event['event']} is only in the {which} run"
+        return f"only the {which} run has the event {event['event']} of round {event['round']}"
     return None
 
 

@@ -67,7 +67,8 @@ def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str
     lines = loose(dataset.loose)
     if len(dataset.users) == 1 and dataset.names:
         lines.append(
-            f"there is only one user, {dataset.names[0]}, because every sub-folder of unlabelled/ is one user"
+            f"there is only one user, {dataset.names[0]}, because unlabelled/ has only one sub-folder; for "
+            "more users, make one sub-folder for each"
         )
     unused = len(dataset.labels) - len(np.unique(np.concatenate([parts.server, *parts.users, validation])))
     if unused:
@@ -85,7 +86,7 @@ def _warmup(config: Config) -> list[str]:
         return []
     return [
         f"train.warmup = {config.train.warmup} is longer than the run ({steps} steps): the learning rate "
-        "never reaches train.lr; lower it"
+        "never reaches train.lr; lower train.warmup"
     ]
 
 
@@ -124,7 +125,11 @@ def _unread(config: Config) -> list[str]:
             "federation.attackers=0.1",
         ),
     ]
-    return [f"{key} has no effect here: it needs {needed}" for key, changed, needed in idle if changed]
+    return [
+        f"{key} has no effect, because it is used only with {needed}"
+        for key, changed, needed in idle
+        if changed
+    ]
 
 
 def _few(config: Config, dataset: Dataset) -> list[str]:

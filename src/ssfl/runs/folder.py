@@ -226,7 +226,7 @@ def _known(*folders: Path) -> str:
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
     known = next(filter(None, candidates), [])
-    return f"; there are {', '.join(known[:5])}" if known else ""
+    return f"; the runs here are {', '.join(known[:5])}" if known else ""
 
 
 def read_config(path: Path) -> Config:
@@ -280,9 +280,14 @@ def read_events(path: Path) -> Iterator[Event]:
     try:
         lines = plain_files.read(path / "events.jsonl").split(b"\n")
     except FileNotFoundError:
-        raise RunError(f"{path} is not a run folder: it has no events.jsonl", value=str(path)) from None
+        raise RunError(
+            f"{path} is not a run folder, because it has no events.jsonl: name a folder that a run wrote",
+            value=str(path),
+        ) from None
     except OSError as error:
-        raise RunError(f"{path / 'events.jsonl'} cannot be read: {error.strerror}") from None
+        raise RunError(
+            f"{path / 'events.jsonl'} cannot be read: {error.strerror}; check that you may read it"
+        ) from None
     for line in lines[:-1]:
         try:
             event = plain_files.parse_json(line)

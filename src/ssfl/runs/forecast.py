@@ -112,11 +112,14 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
         total = len(sim.dataset.images) + len(sim.dataset.test_images)
         if 2 * sim.dataset.grey > total:
             shown.append(
-                f"images are not mirrored, because {sim.dataset.grey:,} of {total:,} are grey "
-                "(--set data.flip=true mirrors them)"
+                f"images are not mirrored, because {sim.dataset.grey:,} of {total:,} images are grey (--set "
+                "data.flip=true mirrors them)"
             )
     if sim.dataset.deep:
-        shown.append(f"images of more than 8 bits become 8: the value {sim.dataset.white:,} becomes white")
+        shown.append(
+            "images with more than 8 bits per channel are converted to 8 bits: the pixel value "
+            f"{sim.dataset.white:,} becomes white (255)"
+        )
     return shown
 
 

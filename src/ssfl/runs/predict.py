@@ -49,7 +49,9 @@ class Classifier(nn.Module):
         self.shape: tuple[int, int, int] = tuple(card["shape"])
         self.white = int(card.get("white", WHITE))
         if not 255 <= self.white <= WHITE:
-            raise ValueError(f"white is {self.white}")
+            raise ValueError(
+                f"its model card says that the largest pixel value is {self.white}, not 255 to {WHITE}"
+            )
         self.test_views, self.flip = int(card.get("test_views", 0)), bool(card.get("flip", False))
         """The number of test views that `averaged` uses besides the image itself, and whether some of them
         are mirrored."""
@@ -110,9 +112,9 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
         raise ValueError("its model card names no network")
     classes, shape = card.get("classes"), card.get("shape")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError("its model card lists no classes")
+        raise ValueError("its model card has no list of class names")
     if not any(tensor.dim() and len(classes) == len(tensor) for tensor in tensors.values()):
-        raise ValueError(f"its model card lists {len(classes):,} classes, which no layer has")
+        raise ValueError(f"its model card lists {len(classes):,} classes, but no layer has as many outputs")
     if any(len(name) > LONGEST for name in classes):
         raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
     sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
@@ -135,7 +137,7 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
             f"{MOST_VIEWS}"
         )
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise ValueError("it holds numbers that are not finite")
+        raise ValueError("its weights contain values that are not finite")
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
