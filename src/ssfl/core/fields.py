@@ -30,7 +30,8 @@ class Limits:
     most: float | None = None
     """The largest number allowed."""
     what: str = ""
-    """What the number means, such as "users" or "a probability"; error messages show it."""
+    """What the number in the setting means, such as "users" or "a probability". The error message about a
+    number outside the limits shows it."""
     choices: tuple[str, ...] = ()
     """The allowed words. If it is empty, every string is allowed."""
     paths: bool = False
@@ -68,8 +69,8 @@ def limits_of(kind: type) -> dict[str, Limits]:
 
 
 def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
-    """Returns the value of the setting `key` in the type `hint`. Raises ConfigError if the type or the limits
-    do not allow it."""
+    """Returns the value of the setting `key`, converted to the type `hint`. Raises ConfigError if the type or
+    the limits do not allow this value."""
     if value == "" and isinstance(value, str):
         raise ConfigError(f"{key} is an empty string: set a value, or leave {key} out", key=key, value=value)
     try:
@@ -107,7 +108,7 @@ def _as(value: Any, hint: Any) -> Any:
 
 def _items(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     """Returns the types of the `count` items of a tuple, so that each item can be checked. `inner` are the
-    arguments of the tuple's type, such as (float, ...)."""
+    arguments of the tuple's type: for tuple[float, ...] they are float and Ellipsis."""
     return inner[:1] * count if inner[1:] == (...,) else inner
 
 
@@ -142,8 +143,8 @@ def check_choice(key: str, value: Any, limits: Limits) -> None:
 
 
 def _check_range(key: str, value: Any, limits: Limits) -> None:
-    """Raises ConfigError if the value of the setting `key`, or a number inside it, is nan or lies outside the
-    limits."""
+    """Raises ConfigError if the value of the setting `key`, or a number inside it, lies outside the limits.
+    If there is a limit, nan counts as outside."""
     least, most = limits.least, limits.most
     for number in _numbers(value):
         too_small = least is not None and not number >= least  # also true for nan

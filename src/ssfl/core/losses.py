@@ -2,8 +2,8 @@
 per image.
 
 The mean over a batch estimates the paper's mean over the server's images (D_s) or over those of user k (D_k).
-Images whose confidence is below the threshold τ have a loss of zero. They still count in this mean, as in the
-paper and in FixMatch. ȳ denotes the predicted probabilities of an image.
+With pseudo-labels, images whose confidence is below the threshold τ have a loss of zero. They still count in
+this mean, as in the paper and in FixMatch. ȳ denotes the predicted probabilities of an image.
 """
 
 from typing import NamedTuple
@@ -31,8 +31,8 @@ class Losses(NamedTuple):
 
 
 def supervised(logits: Tensor, labels: Tensor) -> Losses:
-    """Returns the cross-entropy of each image with its true label. It is the loss L_s of the server, the
-    paper's equation (3), and of users that know their labels, equation (6)."""
+    """Returns the cross-entropy of each image with its true label. For the server this is the loss L_s, the
+    paper's equation (3). For users that know their labels it is equation (6)."""
     loss = cross_entropy(logits, labels)
     return Losses(loss, (labels >= 0).to(loss.dtype), labels, {})
 
@@ -49,16 +49,16 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
     one view of an image is the label with which the student is trained on another view.
 
     `teacher` and `student` are logits [n, B, classes]. Images for which the teacher's confidence is below
-    `threshold` have a loss of zero. If both see the same weak view, this is self-training, the paper's
-    equation (5).
+    `threshold` have a loss of zero. If both are logits of the same weak views, this is self-training, the
+    paper's equation (5).
     """
     label, mask = pseudo_label(teacher, threshold)
     return labelled(student, label, mask)
 
 
 def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
-    """Returns the cross-entropy of each image with a pseudo-label that was made before. It is multiplied by
-    `mask` (1 or 0), so it is zero for images that are not trained on."""
+    """Returns the cross-entropy of each image with its given pseudo-label, `labels`. The cross-entropy is
+    multiplied by `mask` (1 or 0), so it is zero for images that are not trained on."""
     return Losses(cross_entropy(logits, labels) * mask, mask, labels, {})
 
 

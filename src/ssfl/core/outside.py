@@ -28,8 +28,8 @@ _trusted: set[str] = set()
 """The code that may be imported: the absolute paths of files, and the dotted names of modules, that a person
 typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
-"""The imported modules by file. Each comes with the checksum of the file at that time, so that a changed file
-is imported again."""
+"""The imported modules by file. Each comes with the checksum that its source code had when it was imported.
+A file with another checksum now has changed, and is imported again."""
 
 
 def is_path(name: str | None) -> bool:

@@ -22,10 +22,10 @@ def show(visible: bool) -> None:
 
 
 def show_in(display: Callable[[str], None] | None) -> None:
-    """Makes progress appear as a text, by calling `display` with it, while another progress bar is already on
-    the screen. None restores the usual progress bars.
+    """Replaces the progress bars of a terminal by texts: `display` is called with each new text. Use this
+    while another progress bar is already on the screen. None restores the usual progress bars.
 
-    When the computation ends, `display` is called with an empty text.
+    When a computation ends, `display` is called with an empty text.
     """
     global _display
     _display = display

@@ -127,7 +127,7 @@ def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> 
 
 def balanced(class_accuracy: Sequence[float | None]) -> float | None:
     """Returns the balanced accuracy, which is the mean of the class accuracies. A class without images (None)
-    is left out."""
+    is left out. Returns None if no class has images."""
     accuracies = [value for value in class_accuracy if value is not None]
     return math.fsum(accuracies) / len(accuracies) if accuracies else None
 
@@ -152,8 +152,9 @@ class Bin:
 
 
 def reliability(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> list[Bin]:
-    """Returns the bins of a reliability diagram, which have equal width. For each bin it computes the mean
-    confidence and the accuracy of its images. In a well calibrated model these two agree in every bin."""
+    """Returns the bins of a reliability diagram, which have equal width. `confidence` and `correct` have one
+    entry per image. A bin has the mean confidence and the accuracy of its images. In a well calibrated model
+    these two agree in every bin."""
     table = []
     for number in range(bins):
         low, high = number / bins, (number + 1) / bins

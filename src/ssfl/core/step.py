@@ -25,16 +25,16 @@ Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
 """The type of a function that runs n models at once. It takes weights, buffers, images [n, B, ...], whether
 it is in training mode, and dropout keys [n]. It returns logits [n, B, classes] and the new buffers."""
 Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
-"""The type of a function that computes a loss. It takes a loss, weights, buffers, a batch, and the weights
-that were received at the start of the round. It returns the loss of each model [n], its metrics, and the new
-buffers."""
+"""The type of a function that computes the losses of n models. It takes a loss function, weights, buffers, a
+batch, and the weights that were received at the start of the round. The last may be None. It returns the loss
+of each model [n], the metrics by name, and the new buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
 """The metrics of every step. `loss` is the mean loss, and `mask_rate` is the fraction of images that are
 trained on. `known_rate` is the fraction that is trained on and whose true label is known. `correct_rate` is
 the fraction that is trained on with the correct label."""
 DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
-"""The names of the dropout masks that built-in methods use, each with the number that enters the key of its
-random draws. See `draw` in `Step.forward`."""
+"""The names of the dropout masks that built-in methods use: the argument `draw` of `Step.forward`. Each name
+has a number, from which the key of the mask's random draws is made."""
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
     """[n]: for each user, the key from which the dropout masks of this step are drawn (see
     `core/draws.py`)."""
     shares: Tensor
-    """[n, B]: the weight of each of a model's B images in its loss. For a plain mean, it is 1 / B."""
+    """[n, B]: the weight of each of a model's B images in its loss. If all count equally, it is 1 / B."""
     tensors: Named
     """Further tensors of this step by name, which the method's loss may read: those that its function `label`
     made, and those that the server sent with the model."""
@@ -148,7 +148,7 @@ class Step:
 
         Running statistics are updated only by the first call without `at`. The gradient has the number type
         of the weights, float32 or float64. With wide=False it has the type of the forward pass, such as
-        bfloat16. That saves time if the gradient is returned unchanged.
+        bfloat16. That saves time in a method whose function `gradient` returns this gradient unchanged.
         """
         if self._evaluate is None:
             raise MethodError("step.gradient() was called in a loss: call it in the method's gradient()")
@@ -188,8 +188,8 @@ class Step:
         return changed
 
     def _as_narrow(self, weights: Named) -> Named:
-        """Returns the weights in the number type that the network computes in. This may be narrower than that
-        of the stored weights, such as bfloat16."""
+        """Returns the weights in the number type that the network computes in. This type, such as bfloat16,
+        may be narrower than that of the stored weights."""
         return {name: weight.to(self._narrow[name].dtype) for name, weight in weights.items()}
 
 
@@ -202,8 +202,8 @@ def _declared(value: Any, name: str) -> Any:
 
 
 def _number(draw: str) -> int:
-    """Returns the number that enters the key of random draws in place of a dropout mask's name, because keys
-    are made of numbers."""
+    """Returns the number that stands for a dropout mask's name, `draw`, in the key of its random draws. Keys
+    are made of numbers only."""
     if draw in DRAWS:
         return DRAWS[draw]
     number = 0
@@ -283,7 +283,7 @@ class Look(NamedTuple):
     tensors: Named
     """Further tensors that the server sent to n users with the model, by name, [n, ...] each."""
     has_labels: bool
-    """Whether users have labelled images themselves."""
+    """Whether any user has labelled images of its own."""
     taken: Tensor | None = None
     """[n]: how many of the T steps each user takes; None if all users take T. The images of later steps are
     not used."""
@@ -313,7 +313,7 @@ class Labels(NamedTuple):
     T steps, for n users. The loss finds weak views of them in `step.tensors`."""
     weight: Tensor | None = None
     """[n]: the weight of each of n users in the average of the models; None: all have the same weight. A user
-    with weight 0 is treated as a dropout."""
+    with weight 0 is left out, as if it had dropped out of the round."""
     lr_scale: Tensor | None = None
     """[n]: for each of n users, a factor by which its learning rate is multiplied; None means 1."""
     steps: Tensor | None = None

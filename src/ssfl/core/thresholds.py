@@ -20,8 +20,8 @@ def flexible(probabilities: Tensor, threshold: float) -> Tensor:
     learned slowly get lower thresholds.
 
     β of a class is a ratio between 0 and 1. Its numerator is the number of images that are predicted as this
-    class with a confidence of at least τ. Its denominator is the largest such number of any class. If even
-    more images have a confidence below τ, their number is the denominator.
+    class with a confidence of at least τ. Its denominator is the larger of two numbers: the largest numerator
+    of any class, and the number of images with a confidence below τ.
     """
     users, images, classes = probabilities.shape
     confidence, label = probabilities.max(-1)
@@ -45,13 +45,14 @@ def free(probabilities: Tensor) -> Tensor:
 
 
 def balanced(probabilities: Tensor, threshold: float, counts: Tensor, highest: float) -> Tensor:
-    """Returns CBAFed's thresholds, [n, classes]. A class gets a higher threshold, the larger its share of the
-    images was that the last round trained on.
+    """Returns CBAFed's thresholds, [n, classes]. Classes with a larger share of the images that were trained
+    on in the last round get higher thresholds.
 
-    The threshold is `threshold` + share - standard deviation of all shares, limited to the range from 0 to
-    `highest`. `counts` [n, classes] are the numbers of images that were trained on, summed over all users.
-    Shares are scaled so that an even share is 1/10, whatever the number of classes. If all counts are zero,
-    every class gets `threshold`.
+    A class's threshold is `threshold` + share - standard deviation of all shares, limited to the range from 0
+    to `highest`. Shares come from `counts` [n, classes], the numbers of images that were trained on. The
+    server counts them over all users and itself, and sends them to each of n users. Shares are scaled so that
+    an even share is 1/10, whatever the number of classes. If all counts are zero, every class gets
+    `threshold`.
     """
     total = counts.sum(1, keepdim=True)
     part = (counts / total).to(probabilities) * counts.shape[1] / 10

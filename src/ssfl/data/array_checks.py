@@ -203,8 +203,9 @@ def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Han
 def require_one_owner(
     server: Index | None, users: Hands | None, validation: Index | None, names: Sequence[str]
 ) -> None:
-    """Raises if an image belongs to two owners. Owners are the server, each user, and the validation set.
-    `names` are the names of the users, for the message."""
+    """Raises if an image belongs to two owners. Owners are the server, each user, and the validation set;
+    None means no images. `names` are the names of the users, for the message; without names, their numbers
+    are shown."""
     nobody = np.zeros(0, np.int64)
     first_two = [nobody if numbers is None else numbers for numbers in (server, validation)]
     hands = Hands.of([*first_two, *(users or [])])

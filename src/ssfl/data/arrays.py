@@ -1,5 +1,5 @@
-"""`ssfl.Data`: a data set made in Python from arrays, with the owners of images and user-defined
-augmentations."""
+"""`ssfl.Data`: a data set made in Python from arrays. It can also say who owns which images, and contain
+user-defined augmentations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,13 +44,14 @@ class Data:
 
     `images` and `test_images` are numpy or torch arrays [N, H, W] or [N, H, W, C], where C is 1 or 3. They
     are uint8, or floats from 0 to 1. `labels` are class numbers, starting at 0, or class names; -1 marks an
-    image without a label. `unlabelled` has further images without labels, which are numbered after `images`.
+    image without a label. `classes` are the names of the classes, in the order of their numbers. `unlabelled`
+    has further images without labels, which are numbered after `images`.
 
     `server` is an array of image numbers: the server's labelled images. `users` is a list of such arrays, or
-    a dict of them by user name. No two owners may share an image. If you leave out one of the two, the
-    settings in [split] choose its images. With `users`, images without an owner are not used. `validation` is
-    an array of image numbers, or a pair (images, labels). `mean` and `std` of each channel are measured
-    unless you pass them.
+    a dict of them by user name. No two owners may share an image. If you leave out `server` or `users`, the
+    settings in [split] choose the images of the server or of the users. If you pass `users`, images without
+    an owner are not used. `validation` is an array of image numbers, or a pair (images, labels). `mean` and
+    `std` of each channel are measured unless you pass them.
 
     `weak` and `strong` are augmentations: functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8
     images of the same shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:,
@@ -132,8 +133,8 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any, *, unlabelled: Any = None, **options: Any) -> "Data":
-        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face. In these,
-        `len(train)` is the number of items. `train[i]` is a pair (image, label), or a dict with "image" (or
+        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face. Such a data set
+        has a length. Its items, such as `train[i]`, are pairs (image, label), or dicts with "image" (or
         "img") and "label".
 
         Images may be PIL images, numpy arrays [H, W] or [H, W, C], or tensors [C, H, W]. Each item is read
@@ -151,7 +152,8 @@ class Data:
 
     def resized(self, size: int | None) -> Dataset:
         """Returns the data set for a run. If `size` is not None, its images are resized to `size` x `size`
-        pixels, and a measured mean and standard deviation are measured again."""
+        pixels. The mean and the standard deviation are then measured again, unless they were passed to
+        `ssfl.Data`."""
         if size is None:
             return self.dataset
         images, test = (formats.resized(i, size) for i in (self.dataset.images, self.dataset.test_images))

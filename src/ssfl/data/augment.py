@@ -1,5 +1,5 @@
-"""Weak and strong views of a batch of images (flip and shift; random operations and Cutout). Each image has
-its own random draws.
+"""Weak and strong views of a batch of images. A weak view is made by a random flip and shift. A strong view
+is made from a weak one by random operations and Cutout. Each image has its own random draws.
 
 Everything runs on the device of the images. The same draws give the same bytes on every device, also if the
 code is compiled or runs in a CUDA graph. For this, the arithmetic leaves a compiler no freedom in rounding,
@@ -51,8 +51,8 @@ _STAGES = tuple(
 """For each of `OPERATIONS`, the stage of `apply_stage` that computes it: 1, 2 or 3. The operation Identity
 has 0, because it needs no stage."""
 LARGE = 64 * 64
-"""Images with at least this many pixels are called large. On a CPU, a large image goes only through the
-stages of its own operations, which saves time."""
+"""Images with at least this many pixels are called large. To save time on a CPU, a large image goes only
+through those stages of `apply_stage` that its own operations need."""
 AT_ONCE = 16
 """How many large images (see `LARGE`) are processed together on a CPU."""
 _CUTOUT_FILL = 127
@@ -140,8 +140,9 @@ def weak_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
-    """Returns a strong view of each of the uint8 images [N, C, H, W]. It is a weak view after two random
-    operations, each applied with probability 1/2, and Cutout. `draws` [N, 13] are the random numbers."""
+    """Returns a strong view of each of the uint8 images [N, C, H, W]. First a weak view is made. Then follow
+    two random operations, each applied with probability 1/2, and Cutout. With `flip`, views may be mirrored.
+    `draws` [N, 13] are the random numbers."""
     large = images.shape[-2] * images.shape[-1] >= LARGE
     if large and images.device.type == "cpu" and not torch.compiler.is_compiling():
         return _large_strong_views(images, draws, flip)
@@ -287,9 +288,9 @@ def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) ->
 
 
 def _equalise(index: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes Pillow's operation Equalize. Returns the new level of each old level, [N, C, 256], as the
-    second result. The first is the number of pixels per new level [N, C, 1]; where it is 0, the channel must
-    stay unchanged.
+    """Computes Pillow's operation Equalize. Returns two tensors. The first is the number of pixels per new
+    level, [N, C, 1]; a channel for which it is 0 must stay unchanged. The second is the new level of each old
+    level, [N, C, 256].
 
     `index` [N, C, H · W] has the levels of all pixels, and `high` [N, C, 1] the highest level.
     """
@@ -357,8 +358,9 @@ def _tables_for(images: Tensor) -> _Tables:
 
 def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
     """Returns two lookup tables for the operations that move pixels (rotation, shear, translation). The
-    first, [operation, magnitude, sign], has the number of an affine map. The second, [map, H · W], has the
-    position from which that map takes each pixel; H · W means a position outside the image."""
+    first, [operation, magnitude, sign], says which affine map is used, as a row of the second table. The
+    second, [map, H · W], has the position from which a map takes each pixel. H · W means a position outside
+    the image."""
     maps = [
         _fixed_affine(name, sign * v, height, width)
         for name in OPERATIONS

@@ -162,10 +162,11 @@ def read_svhn(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_stl_images(member: Member, size: int | None) -> list[Tensor]:
-    """Returns the images of an STL-10 binary file as batches, uint8 [n, 3, H, W] each. In the file, they have
-    96x96 pixels per channel, stored column by column.
+    """Returns the images of an STL-10 binary file as batches, uint8 [n, 3, H, W] each. They are resized to
+    size x size pixels, unless `size` is None. In the file, images have 96x96 pixels per channel, stored
+    column by column.
 
-    They are read and resized batch by batch, because the unlabelled images alone take 2.8 GB.
+    Images are read and resized batch by batch, because the unlabelled images alone take 2.8 GB.
     """
     record = 3 * 96 * 96
     count = _records(member, record)

@@ -55,7 +55,8 @@ KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
 
 def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
     """Returns a gentle view of uint8 images [N, C, H, W] for test-time augmentation. The views are numbered
-    1, 2, ... and are fixed: view `number` changes all images in the same way.
+    1, 2, ... and are fixed: view `number` changes all images in the same way. With `flip`, some views are
+    mirrored.
 
     Views 1 and 2 are opposites, as are 3 and 4, and so on. If view 1 rotates images to the left, view 2
     rotates them as far to the right. So an even number of views favours no direction.
@@ -124,9 +125,9 @@ def _inside(place: Tensor, size: int) -> Tensor:
 
 
 def _toned(images: Tensor, draws: Tensor) -> Tensor:
-    """Returns int32 images [N, C, H, W] with grey levels from 0 to 255 as uint8, after random changes of
-    gamma, contrast and brightness. Contrast changes around the image's mean. `draws` [N, 9] are the random
-    numbers."""
+    """Returns uint8 images after random changes of gamma, contrast and brightness. The argument `images`
+    [N, C, H, W] is int32, with grey levels from 0 to 255. Contrast changes around the image's mean. `draws`
+    [N, 9] are the random numbers."""
     *_, gammas, contrasts = _tables(images.device)
     chosen = below(draws, STEPS)
     levels = images.flatten(1).long()

@@ -25,7 +25,7 @@ class Hands(Sequence[Index]):
     flat: Index
     """The image numbers of all owners, one owner after another."""
     edges: Index
-    """[owners + 1]: the images of owner k are at the positions edges[k] to edges[k + 1] of `flat`."""
+    """[owners + 1]: the images of owner k are flat[edges[k] : edges[k + 1]]."""
 
     @classmethod
     def of(cls, lists: Sequence[ArrayLike]) -> "Hands":

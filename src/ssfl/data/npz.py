@@ -17,11 +17,15 @@ BATCH = 2_000  # images that are converted at once
 
 def load_npz(path: Path, size: int | None) -> Dataset:
     """Returns the data set in an .npz file, which has the arrays x_train, y_train, x_test, y_test and,
-    optionally, x_unlabelled and classes. `size` resizes all images to size x size pixels.
+    optionally, x_unlabelled and `classes`. All images are resized to size x size pixels, unless `size` is
+    None.
 
     Images have the shape N x H x W, or N x H x W x C with 1 or 3 channels. Labels are whole numbers or
-    strings; each different value is a class, in sorted order, and the array classes can name them. By
-    default, augmentation may mirror colour images but not grey ones, which often show writing.
+    strings, and each different value is a class. If labels are numbers, the array `classes` has a name for
+    each, in sorted order. If they are strings, it sets the order of the classes. Without this array, classes
+    are in sorted order.
+
+    By default, augmentation may mirror colour images but not grey ones, which often show writing.
     """
     needed = ("x_train", "y_train", "x_test", "y_test")
     extra = tuple(f"x_{spelling}" for spelling in UNLABELLED)
@@ -89,7 +93,8 @@ def _encoded(
     y_train: np.ndarray, y_test: np.ndarray, names: list[str] | None, path: Path
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Returns y_train and y_test as class numbers, starting at 0, and the names of the classes. Classes are
-    in sorted order, or in the order of `names` if the labels are strings."""
+    numbered in the sorted order of the labels. If labels are strings and `names` is given, they are numbered
+    in the order of `names`. `path` is for error messages."""
     if y_train.dtype.kind != y_test.dtype.kind:
         raise DataError(f"{path}: y_train and y_test must both be numbers or both be strings")
     values = np.unique(y_train)

@@ -53,11 +53,13 @@ class Files:
 
 
 def sort_files(folder: Path, test_fraction: float) -> Files:
-    """Returns the image files of a folder, sorted by their use. Each sub-folder is a class. Images outside
-    sub-folders, and those in "unlabelled", have no label. Each sub-folder of "unlabelled" is a user.
+    """Returns the image files of a folder, sorted by their use. Each sub-folder except "unlabelled" is a
+    class. Images in "unlabelled", and those outside sub-folders, have no label. Each sub-folder of
+    "unlabelled" is a user.
 
-    If there are sub-folders "train" and "test", the folders of the classes are inside these. Without "test",
-    the part `test_fraction` of each class is held out for testing.
+    If there are sub-folders "train" and "test", these are not classes: the folders of the classes are inside
+    them. "train" alone is enough if it has sub-folders. Without "test", the part `test_fraction` of each
+    class is held out for testing.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))

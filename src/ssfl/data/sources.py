@@ -40,8 +40,9 @@ def load(
     test_fraction: float = 0.2,
     broken: str = "skip",
 ) -> Dataset:
-    """Returns a data set. Either `name` is a known one, whose official files are in `root`, or `path` is your
-    own: an .npz file or a folder of images.
+    """Returns a data set. Either `name` is a built-in or public data set, or `path` is your own: an .npz file
+    or a folder of images. The official files of public data sets are searched in `root`. Missing ones are
+    downloaded if `download` is true; otherwise raises DataError.
 
     `size` resizes all images to size x size pixels. `test_fraction` is the part that is held out for testing
     from folders without test images; with 0, no images are held out. `broken` ("skip" or "stop") says what to

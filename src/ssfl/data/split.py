@@ -276,7 +276,8 @@ def label_some(labels: ArrayLike, parts: Parts, count: int, seed: int) -> Parts:
 
 
 def share(parts: Parts) -> Parts:
-    """Returns the split after every user got a copy of the server's images, in addition to its own."""
+    """Returns the split after the server's images were added to the unlabelled images of every user. The
+    server keeps them too."""
     users = Hands.of(parts.users)
     count = len(users)
     images = np.concatenate([users.flat, np.tile(parts.server, count)])

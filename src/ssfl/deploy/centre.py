@@ -53,8 +53,8 @@ from ssfl.simulate.rounds import Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
-"""The metrics of a round that are removed from its event with differential privacy, because the sites do not
-report them."""
+"""The metrics that are removed from the event of a round if the run has differential privacy. In such a run,
+sites do not report them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ class Centre(Simulation):
 
     def initial(self) -> State:
         """Returns the state before the first round. Unlike in a simulation, it always has a count of refused
-        models per user (`strikes`), because the centre also refuses models when the gate is off."""
+        models per user (`strikes`). The centre refuses broken answers even if the gate (the check of updates,
+        the setting federation.gate) is off."""
         strikes = torch.zeros(self.config.split.users, dtype=torch.int64)
         return replace(super().initial(), strikes=strikes)
 
@@ -131,11 +132,11 @@ class _Sites:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends each user of the cohort its model and waits for the trained models. Returns the cohort
-        without the users that did not return one.
+        """Sends each user of the cohort the model of its group, a row of `start`, and waits for the trained
+        models. Returns the cohort without the users that did not return a model.
 
-        `meanwhile` is called while the sites train. `extra` returns the numbers that the method sends with
-        the model.
+        `meanwhile` is called while the sites train. `extra` is a function that returns the tensors that the
+        method sends with the model; None if it sends only the model.
         """
         models = {
             user: wire.Sent(start[stream], {} if extra is None else extra([user]))
@@ -162,7 +163,8 @@ class _Sites:
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the server's model in this process, and returns the trained rows."""
+        """Trains the server's model in this process, and returns the result. Each model is a row, a vector
+        of weights and running statistics."""
         with self.phases.during("server"):
             return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
 
@@ -247,7 +249,9 @@ class Place:
 def serve(config: Config | None, path: Path, place: Place, again: bool, view: FederationView) -> Result:
     """Runs a whole federation as its centre: listens for sites, runs the rounds and returns the result.
 
-    With `again`, it continues the stopped run in the folder `path`. Otherwise it creates this folder.
+    With `again`, it continues the stopped run in the folder `path`, whose config it reads; `config` is then
+    not used. Otherwise it creates this folder. `place` has the options of `ssfl serve`, and `view` shows the
+    progress.
     """
     known = {} if place.keys is None else keyring.sites(place.keys)
     if place.keys is not None:
@@ -307,8 +311,9 @@ def _labelled(sim: Simulation) -> str:
 def opened(
     config: Config | None, path: Path, again: bool, known: list[str], count: int
 ) -> Iterator[tuple[Simulation, str, list[str]]]:
-    """Creates the run folder, or reopens it with `again`, and locks it. `known` are the names of the sites
-    with keys; `count` is the number of sites.
+    """Creates the run folder `path`, or reopens it with `again`, and locks it until the end of the `with`
+    block. With `again`, `config` is not used: the folder has the config. `known` are the names of the sites
+    with keys. `count` is the number of sites with keys or, without keys, of sites that may join.
 
     Yields the simulation with the centre's images, the terms (a text with the settings that all sites must
     share), and the names of the sites.
@@ -344,8 +349,9 @@ def opened(
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
-    """Runs all remaining rounds with the sites of a fleet and returns the result. At the end it tells the
-    sites that the run is over, and sends them the final model if `share` is set."""
+    """Runs all remaining rounds with the sites of a fleet and returns the result. With `again`, it starts
+    from the newest checkpoint in the folder `path`. At the end it tells the sites that the run is over, and
+    sends them the final model if `share` is true."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = round_loop.conditions(sim)

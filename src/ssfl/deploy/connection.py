@@ -21,8 +21,8 @@ from ssfl.errors import SsflError, one_line
 
 BEAT = 10.0
 """The heartbeat interval in seconds that the site announces to the centre. The site sends heartbeats twice as
-often. After two intervals without a heartbeat, the centre treats the site as disconnected, and it may connect
-again."""
+often. After two intervals without a heartbeat, the centre treats the site as disconnected. The site may then
+connect again."""
 GRACE = 30.0
 """Seconds for which a refusal of this site's key is not yet an error, because it may be temporary. A centre
 that has just started knows no keys yet. A site that was killed still counts as connected for a while."""
@@ -70,8 +70,8 @@ def connected(
     """Yields a connection from a site to the centre at `address` (HOST:PORT), and closes it at the end of the
     block.
 
-    If connecting fails, it tries again for up to `patience` seconds, then raises. Without a key nothing is
-    encrypted.
+    If connecting fails, it tries again for up to `patience` seconds, then raises. `tell` shows the first
+    failure. If `key` is None, nothing is encrypted.
     """
     private = ec.generate_private_key(ec.SECP384R1()) if key is None else key.private
     trust: ssl.SSLContext | bool = False

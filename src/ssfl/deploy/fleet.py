@@ -30,11 +30,11 @@ later answers are still handled."""
 LATER = 30.0
 """Seconds until the centre asks a site for its name again, if its answer was not valid."""
 SOON = 10.0
-"""Seconds until the centre asks a site for its name again, if the name was taken. The other site of that name
-may have disconnected without the centre knowing it yet."""
+"""Seconds until the centre asks a site for its name again, if the name was taken or the answer did not arrive
+completely. The other site of that name may have disconnected without the centre knowing it yet."""
 TAKEN = 30.0
-"""Seconds for which a site whose name is taken may keep trying. Then a site without a key is told that its
-name is taken, and has to leave."""
+"""Seconds for which a site without a key, whose name is taken, is asked for its name again. Then it is told
+that the name is taken, and has to leave. A site with a key is asked again without a limit."""
 SHARE = 2 / 3
 """The default quorum, as a fraction of the sites that have joined."""
 EXCLUDED = "the centre has excluded this site after refusing three of its answers: ask its operator why"
