@@ -15,14 +15,16 @@ from ssfl.report.gather import finite
 TAIL = 1 << 18
 """How many bytes at the end of events.jsonl are read for the list of runs."""
 SETTINGS = 300
-"""The largest number of settings that are shown."""
+"""How many settings the page of a run shows at most."""
 VERDICT = 2000
-"""The largest number of characters of a verdict that are shown."""
+"""How many characters of a verdict are shown at most. The verdict is the sentence in summary.json that says
+whether the unlabelled images helped."""
 SCORES = {
     "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
     "validation_correct": "validation_correct", "validation_count": "validation_count",
 }  # fmt: skip
-"""The results of a model: the name of each on the page, and its name in events and in summary.json."""
+"""The results of a model that the board shows: the name of each in the board's JSON maps to its name in
+events and in summary.json."""
 LARGEST = {
     "config.toml": untrusted.SMALL, "summary.json": untrusted.SMALL, "split.json": 1 << 26,
     "events.jsonl": 1 << 28,
@@ -65,8 +67,8 @@ def _verdict(summary: dict[str, Any]) -> str | None:
 
 
 def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
-    """Returns the 95 % intervals of the test and the validation accuracy, from 0 to 1. An interval is None if
-    the counts are unknown."""
+    """Returns the 95 % intervals of the test accuracy and of the validation accuracy, which are from 0 to 1.
+    An interval is None if the run has not recorded how many images it evaluated and how many were correct."""
     intervals = {}
     for name, correct, count in (
         ("interval", description["correct"], description["count"]),
@@ -109,7 +111,9 @@ def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[
     """Returns the progress of an unfinished run from its last events: round, accuracies and, if it is
     `running`, the seconds left.
 
-    The seconds left are the run's own estimate minus `age`, the seconds since its last event.
+    The seconds left are the run's own estimate minus `age`, the seconds since its last event. Older versions
+    of ssfl record no estimate. It is then computed from the total number of `rounds` and the seconds of
+    recent rounds.
     """
     progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
@@ -161,8 +165,9 @@ def settings(handle: int) -> dict[str, str]:
 
 
 def strange(handle: int) -> str | None:
-    """Returns the name of a file in the run folder that a run would not write, such as a link or a huge file;
-    None if there is none. The board makes no report of such a folder."""
+    """Returns the name of a suspicious file in the run folder, or None if there is none. A run writes only
+    regular files of limited size (`LARGEST`) and a folder checkpoints. Anything else under one of these names
+    is suspicious, such as a link or a huge file. The board then makes no report."""
     for file, most in (*LARGEST.items(), ("checkpoints", None)):
         try:
             status = os.stat(file, dir_fd=handle, follow_symlinks=False)

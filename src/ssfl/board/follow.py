@@ -18,12 +18,12 @@ CURVES = {
 """The curves, and the kind of event that each comes from. The curve of gradient diversity is added
 separately."""
 CHUNK, LONGEST, AT_ONCE = 1 << 20, 1 << 23, 1 << 26
-"""Limits in bytes: of one read, of one line, and of all that is read at one request. The next request
-continues from there."""
+"""Limits in bytes: of one read, of one line of events.jsonl, and of all reads for one request. If the last
+limit is reached, the next request reads on."""
 KEPT = 800
-"""The number of points at which a curve drops every second point."""
+"""When a curve has this many points, every second one is dropped."""
 FOLLOWED = 32
-"""How many runs are kept in memory."""
+"""How many runs keep their curves in memory: those that were opened most recently."""
 
 
 class Curve:
@@ -60,7 +60,7 @@ class Follower:
         self._forget()
 
     def _forget(self) -> None:
-        """Starts again from the beginning of the file, without any curve."""
+        """Deletes all curves, so that the next call of `look` reads the file from the beginning."""
         self.offset, self.rest, self.damaged, self.round = 0, b"", False, 0
         self.curves: dict[str, Curve] = {}
 
@@ -119,8 +119,8 @@ class Follower:
 
 
 class Followers:
-    """Keeps a `Follower` for each of the runs that were opened most recently, so that a page that is updated
-    does not read all events again."""
+    """Keeps a `Follower` for each of the runs that were opened most recently. So the board does not read all
+    events again when it updates the page of such a run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,8 +1,9 @@
 """Reads run folders that may be damaged or malicious. No symbolic link is followed, only regular files are
 opened, and their size is limited.
 
-A run is "finished" if its summary exists. Otherwise it is "running" while a process holds the folder's lock,
-"failed" if training ended with an error (failed.json), and "stopped" in all other cases.
+A run is "finished" if summary.json contains its final accuracy. Otherwise it is "running" while a process
+holds the folder's lock, "failed" if training ended with an error (failed.json), and "stopped" in all other
+cases. In the functions below, an argument `folder` is an open file descriptor of a run folder.
 """
 
 import json
@@ -23,15 +24,16 @@ runs are listed (the newest)."""
 SMALL = 1 << 20
 """The largest size of a small file, such as config.toml, in bytes."""
 LETTERS = 200
-"""The largest number of characters of a value that is shown."""
+"""How many characters of a value are shown at most."""
 
 
 class NotThere(Exception):
-    """Raised if there is no run of this name under the folder."""
+    """Raised if the folder that the board shows has no run of the requested name."""
 
 
 def names(root: Path) -> list[str]:
-    """Returns the paths of all runs under the folder `root`, relative to it, newest first."""
+    """Returns the paths of the runs under the folder `root`, relative to `root`, newest first. At most `RUNS`
+    are returned."""
     runs_found: list[tuple[float, str]] = []
     queue = [("", 0)]
     for visited, (place, depth) in enumerate(queue):
@@ -77,7 +79,7 @@ def opened(root: Path, name: str) -> Iterator[int]:
 
 def open_plain(folder: int, file: str) -> int | None:
     """Returns a file descriptor of a regular file, open for reading, or None if there is no such file.
-    `folder` is the file descriptor of its folder."""
+    `folder` is the file descriptor of the folder that contains the file."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:

@@ -14,8 +14,8 @@ from ssfl.cli.options import Quiet
 
 
 class Equal(StrEnum):
-    """What is equal for all methods: the number of user images, or the number of forward and backward
-    passes."""
+    """What is equal for all methods: the number of images that users train on, or the number of the users'
+    forward and backward passes."""
 
     images = "images"
     passes = "passes"

@@ -82,7 +82,7 @@ def keys_replace(
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")
 ) -> None:
-    """Revoke the key of a site, so that it can no longer take part. This also works while the centre is
+    """Revoke the key of a site, so that the site can no longer take part. This also works while the centre is
     running.
 
     Example: ssfl keys revoke hospital-a
@@ -249,8 +249,9 @@ def tell(line: str) -> None:
 
 
 def _site_name(data: str) -> str:
-    """Returns the default name of a site without a key: the name of its image folder, or of the Python file
-    with its function."""
+    """Returns the default name of a site that has no key. `data` is the site's image folder, or FILE.py:NAME
+    for a function that returns images. The result is the name of the folder, or FILE without its
+    ending."""
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name

@@ -29,7 +29,7 @@ EXTRAS = {
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """Returns the results of all checks, as values that fit into JSON. `broken` lists everything that
+    """Returns the results of all checks, as a dict for JSON. Its entry "broken" is a list of everything that
     prevents training. `folder` is the current folder."""
     broken = [line for name in NEEDED if (line := _cannot_import(name))]
     report: dict[str, Any] = {

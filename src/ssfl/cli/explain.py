@@ -58,8 +58,9 @@ def _allowed(limits: Limits, text: str) -> str:
 
 
 def _by_method(section: str, name: str, default: Any, shown: str) -> str:
-    """Returns the default of a setting as text. If some methods have another default, these values come
-    first, with the names of the methods."""
+    """Returns the default of the setting `section.name` as text. `default` is the general default, and
+    `shown` is its text. If some methods have other defaults, the text lists these first, with the names of
+    the methods."""
     others: dict[str, list[str]] = {}
     for method in METHODS if section != "method" else ():
         value = find(method).defaults.get(section, {}).get(name, default)
@@ -93,8 +94,9 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def lines(word: str = "") -> list[str]:
-    """Returns the lines that `ssfl settings WORD` prints: the settings with this word in their name or
-    description. If the word is the name of a method, these are the settings of the method."""
+    """Returns the lines that `ssfl settings WORD` prints. If the word is the name of a method, the lines show
+    the settings of that method. Otherwise they show all settings with this word in their name or description.
+    Without a word, they show the settings of all sections except [method], and the names of all methods."""
     if word in METHODS or ":" in word:
         return _lines("method", find(word), "", f"method.name = {word}")[1:]
     shown: list[str] = []
@@ -121,8 +123,9 @@ def lines(word: str = "") -> list[str]:
 
 
 def _lines(name: str, kind: type, word: str, title: str = "") -> list[str]:
-    """Returns the lines about those settings of one section that contain the word, below an empty line and a
-    title. Returns [] if no setting contains it."""
+    """Returns lines about the settings of section `name` that have `word` in their name or description. An
+    empty line and a heading come first. `kind` is the dataclass of the section, and `title` is added to the
+    heading. An empty `word` selects all settings. Returns [] if no setting has the word."""
     width = max(60, min(110, shutil.get_terminal_size().columns))
     about, rows = section(name, kind)
     rows = [one for one in rows if word.lower() in f"{one.key} {one.about}".lower()]

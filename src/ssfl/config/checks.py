@@ -39,7 +39,8 @@ def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigErro
 
 def _check_counts(config: Config) -> None:
     """Raises for numbers that do not fit together, such as more participants than users. Also raises if two
-    settings that exclude each other are both set, such as data.name and data.path."""
+    settings that exclude each other are both set, such as data.name and data.path. Also raises if a required
+    setting is missing, such as split.mixtures for the scheme "mixture"."""
     split, federation = config.split, config.federation
     if config.data.name is not None and config.data.path is not None:
         raise ConfigError(
@@ -81,8 +82,8 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Raises if users have labels but the method does not train users, or if a setting needs labels at the
-    server but the server has none."""
+    """Raises if users have labels but the method does not train users. Also raises if a setting needs a
+    server that has labels or that trains, but the server does not."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -156,8 +157,9 @@ def _check_comparison(config: Config) -> None:
 
 
 def _check_averaging(config: Config) -> None:
-    """Raises if the settings ask for a way to average models that the method does not allow, because it
-    averages in its own way."""
+    """Raises if a setting that changes how models are averaged cannot be combined with the method. For
+    example, federation.combine = "median" ignores weights, so a method that weights its users differently
+    does not allow it. A method whose users keep models of their own does not allow groups."""
     method, federation = config.method, config.federation
     robust = [
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
@@ -184,8 +186,9 @@ def _check_averaging(config: Config) -> None:
 
 
 def _check_dist(config: Config) -> None:
-    """Raises for settings that need all users' models in one process. They do not work with the engine
-    "dist", whose processes exchange only sums of models."""
+    """Raises if the settings or the method cannot be combined with the engine "dist". Its processes exchange
+    only sums of models, but some settings need all users' models in one process. `check` calls this only if
+    run.engine is "dist"."""
     federation = config.federation
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
@@ -207,8 +210,9 @@ def _check_dist(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    """Raises if users would send or reveal more than their clipped and noised updates. The reported ε of
-    differential privacy would then be wrong."""
+    """Raises if differential privacy is not possible with the other settings, or if its own settings are
+    incomplete. It is not possible if users would send or reveal more than their clipped and noised updates,
+    because the reported ε would then be wrong. `check` calls this only if [privacy] is used."""
     privacy, method, users = config.privacy, config.method, config.split.users
     if privacy.clip is None or privacy.noise is None:
         raise ConfigError(
@@ -240,11 +244,12 @@ def _check_privacy(config: Config) -> None:
 
 
 def obstacle(config: Config, needs: tuple[str, ...]) -> str:
-    """Returns, for an error message, why the method cannot be used with an engine or with differential
-    privacy; "" if it can.
+    """Returns a text for an error message that says why the method cannot be used, or "" if it can be used.
+    The caller is a check of an engine, of real sites or of differential privacy.
 
-    `needs` lists what the caller cannot provide. The method is an obstacle if it requires one of them (see
-    `NEEDS` in `federation.py`), or if its users keep models of their own.
+    `needs` lists what the engine, the sites or differential privacy do not allow, in the words of `NEEDS` in
+    `federation.py`. The method cannot be used if its `needs()` contains one of these words. It also cannot be
+    used if its users keep models of their own.
     """
     from ssfl.federation import NEEDS  # here and not above, because it imports torch
 

@@ -65,19 +65,19 @@ __all__ = [
 def load_config(
     source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
 ) -> Config:
-    """Returns the checked config of a preset, a TOML file or a folder with ssfl.toml, after applying
-    overrides of the form `section.key=value`.
+    """Returns the checked config from `source`, after applying overrides of the form `section.key=value`. The
+    source is the name of a preset, a TOML file, or a folder with ssfl.toml or with images.
 
-    Without a `source`, the preset is `quickstart`. But if an override sets data.path or data.name, it is the
-    preset `own`, because the settings of `quickstart` are made for its data set of digits. A `method` object
-    replaces the section [method].
+    If `source` is None, the preset `quickstart` is used. But if an override sets data.path or data.name, the
+    preset `own` is used, because the settings of `quickstart` suit only its own data set, digits. A `method`
+    object replaces the section [method].
     """
     return from_dict(read(source, overrides), method=method)
 
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the settings that the source and the overrides contain, as {section: {key: value}}. No defaults
-    are added and no values are checked. Without a source, it is a preset, as in `load_config`."""
+    are added and no values are checked. If `source` is None, a preset is read, chosen as in `load_config`."""
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
@@ -174,8 +174,8 @@ def from_dict(
 def unchecked(
     sections: dict[str, dict[str, Any]], *, resolved: bool = False, method: "Method | None" = None
 ) -> Config:
-    """Returns a config in which each setting was checked alone, but not whether the settings can be combined.
-    The arguments are those of `from_dict`."""
+    """Returns the same config as `from_dict`, for the same arguments, but checks only each setting alone. It
+    does not check whether the settings can be combined."""
     _check_keys(sections)
     method_settings = dict(sections.get("method", {}))
     name = method_settings.pop("name", methods.DEFAULT)

@@ -37,8 +37,9 @@ class DataSettings:
     size: int | None = setting(None, least=4, most=1024, what="pixels")
     """Resize all images to squares with sides of this many pixels. Default: images are not resized."""
     test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a fraction of the labelled images")
-    """The part of a folder's labelled images that is held out for testing if the folder has no sub-folder
-    test/. With run.folds, none are held out: each labelled image is tested in its fold."""
+    """If an image folder has no sub-folder test/, this part of its labelled images is held out for testing.
+    With run.folds, no test images are held out, because the cross-validation tests on every labelled
+    image."""
     validation: float = setting(0.0, least=0, most=0.5, what="a fraction of the training images")
     """The part of the labelled training images that is set aside as validation images, before the split.
     Nobody trains on them; they are used to choose settings."""
@@ -120,9 +121,9 @@ class ModelSettings:
     cached_views: int | None = setting(
         None, least=0, most=64, what="views; with 0, every step makes new views"
     )
-    """V, for networks whose first part is frozen. The output of that part is computed once for V weak and V
-    strong views of every image, and training uses the stored outputs. Default: 4 for lite0 unless all its
-    layers are trained, otherwise 0."""
+    """V, the number of stored views of each image, for networks whose first layers are frozen. The outputs of
+    the frozen layers are computed once, for V weak and V strong views, and training uses these stored
+    outputs. Default: 4 for lite0 unless all its layers are trained, otherwise 0."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """The normalisation layers of the network: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
@@ -138,17 +139,18 @@ class FederationSettings:
     participants: int | None = setting(None, least=1, most=10_000_000, what="users per round")
     """C, the number of users that take part in a round. Default: all users."""
     groups: int | None = setting(None, least=1, most=10_000_000, what="groups")
-    """S, the number of groups of participants; each group has its own model. Default: max(2, C/10 rounded up)
-    for the method grouping, otherwise 1."""
+    """S, the number of groups of participants; each group has its own model. Default: 1. For the method
+    grouping, the default is a tenth of the participants, rounded up, but at least 2."""
     group_sizes: str = setting("even", choices=("even", "filled"))
     """How participants are divided into groups. "even": sizes differ by at most one. "filled", as in the
-    authors' code: groups are filled one after another with C/S users, rounded up. For example, 47 users in 5
-    groups give 10, 10, 10, 10 and 7."""
+    authors' code: groups are filled one after another. A full group has C/S users, rounded up, for C
+    participants in S groups. For example, 47 users in 5 groups give 10, 10, 10, 10 and 7."""
     period: int = setting(16, least=1, most=10**6, what="local steps")
     """T, the number of training steps of a user in a round."""
     local_epochs: float | None = setting(None, least=0.001, most=1000, what="passes over a user's images")
-    """Local epochs: in each round, users make this many passes over their own images, instead of T steps. A
-    user with more images takes more steps. The learning rate is then constant within a round."""
+    """Local epochs: in each round, users make this many passes over their own images, instead of
+    federation.period steps. A user with more images takes more steps. If local epochs are set, the learning
+    rate is constant within a round."""
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """The number of rounds; set this or epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
@@ -221,8 +223,8 @@ class TrainSettings:
     clip: float = setting(0.0, least=0, most=1e6, what="the largest norm of a gradient; 0 means no limit")
     """Gradient clipping: the largest norm of the gradient in a training step. 0: no limit."""
     warmup: int = setting(0, least=0, most=10**9, what="steps")
-    """The number of steps in which the learning rate rises linearly from 0. A warm-up of e epochs in the
-    paper is e · M / B steps."""
+    """The number of steps in which the learning rate rises linearly from 0. The paper gives it in epochs:
+    e epochs are e · federation.epoch_images / train.batch_size steps."""
     cycles: float = setting(7 / 16, least=0, most=1000, what="half periods of the cosine")
     """c, the number of half periods of the cosine that the learning rate schedule covers. With c of at least
     1/2, the learning rate falls to its floor."""
@@ -237,8 +239,8 @@ class TrainSettings:
     momentum_policy: str = setting("reset", choices=("reset", "server", "slot", "user"))
     """SGD's momentum at the start of a round. "reset": it is zero. "server": only the server keeps its
     momentum from the last round. "user": the server and every user keep theirs. "slot": as "user", but for
-    positions instead of users. Each round puts its participants into a random order, and the participant at
-    position i continues with the momentum of the previous participant at that position."""
+    positions instead of users. Each round puts its participants into a random order. The participant at
+    position i continues with the momentum of the last participant that had position i."""
     server_views: str = setting("weak", choices=("weak", "both", "suited"))
     """Views of the server's images: "weak" (paper), "both" (every second image is a strong view), or
     "suited". "suited" means "both" for images of at least 16 pixels a side, and "weak" for smaller images,
@@ -266,8 +268,9 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """[run] How the run is carried out. Except for the seed, these settings do not change the result. Only
-    rounding errors differ between engines, devices or numbers of threads."""
+    """[run] How the run is carried out and evaluated. Only seed, baseline and folds can change the final
+    model. The other settings change it at most by rounding errors, if model.name and train.precision are set;
+    the defaults of these two depend on the device."""
 
     seed: int = setting(1, least=0, most=2**63 - 1, what="a whole number")
     """The random seed of the initial weights and of the training; 1 is the paper's."""
@@ -302,8 +305,8 @@ class RunSettings:
     kept as the result. Default: yes for your own images, no for known data sets."""
     folds: int = setting(0, least=0, most=100, what="folds; 0 means no cross-validation")
     """The number of folds of a cross-validation on the server's labelled images; 0 is none. Each image is
-    held out in one of this many shorter runs. Images of one patient stay in one fold if file names or
-    sub-folders show which they are. The final model is trained on all labels."""
+    held out in one of this many shorter runs. If file names or sub-folders show which images belong to the
+    same patient, these images stay in the same fold. The final model is trained on all labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="a number of rounds; 0 means never")
     """The number of rounds from one measurement of gradient diversity to the next; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

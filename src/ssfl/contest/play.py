@@ -45,13 +45,15 @@ def play(
     tell: Tell,
     quiet: bool = False,
 ) -> list[Standing]:
-    """Runs every method with every seed, and returns the results of each method, best first. Finished runs
-    are not repeated.
+    """Runs every method in `names` with the seeds 1 to `seeds`, and returns the results of each method, best
+    first. Finished runs are not repeated.
 
+    All methods use the config `source` with the overrides `sets`, and their runs are in the folder `out`.
     With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
-    of half the length. `choose` lists values of other settings (KEY=A,B) to choose from, in runs of full
-    length. All choices are made on validation images. `equal` says what is the same for all methods: "images"
-    or "passes".
+    of half the length. Instead, `choose` can list values of settings (KEY=A,B); each method then chooses from
+    them in runs of full length. All choices are made on validation images. `equal` says what is the same for
+    all methods: the users' "images", or their forward and backward "passes". `tell` prints a line of text.
+    `quiet` hides the progress.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -191,11 +193,12 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
-    """Writes the protocol of this contest to protocol.json. If the folder already has one, raises if it
-    differs, because the results would not be comparable.
+    """Writes the protocol of this contest to protocol.json in the folder `out`. If the folder already has a
+    protocol.json with another protocol, raises, because the results would not be comparable.
 
-    Execution settings and file locations are not part of the protocol. The network is part of it even if no
-    setting names it, because then it is chosen for the machine.
+    The protocol consists of the settings in `source` and `sets`, without [method], execution settings and
+    file locations. The name of the `network` is always included. If no setting names a network, the machine
+    decides which one is used, so that another machine could use another network.
     """
     written = {
         f"{section}.{key}": value

@@ -130,11 +130,11 @@ def common() -> dict[tuple[str, str], Any]:
 
 
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
-    """Returns the config with the number of rounds that gives the users the same amount of work in every
-    method. With `half`, it is half of that. Rounds in which only the server trains (the head start) are
-    added.
+    """Returns the config with another number of rounds, so that users do the same amount of work in every
+    method. With `half`, users do half of that work. Rounds in which only the server trains (the head start)
+    are added to this number.
 
-    With `equal` = "passes", the work is forward and backward passes; otherwise it is images.
+    Work is counted in forward and backward passes if `equal` is "passes", otherwise in images.
     """
     work, head = passes(config), config.federation.head_start
     divisor = work if equal == "passes" else 1

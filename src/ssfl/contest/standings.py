@@ -53,7 +53,7 @@ class Standing:
     collapsed: int = 0
     """How many runs collapsed: they ended far below their own best validation accuracy."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The resolved config of the first seed's run."""
+    """The resolved config of the first run that did not diverge, without paths of this machine."""
 
     @property
     def mean(self) -> float | None:
@@ -62,14 +62,14 @@ class Standing:
 
     @property
     def images_tested(self) -> int | None:
-        """The number of test images, or None if it differs between the runs."""
+        """The number of test images. None if it differs between the runs, or if every seed diverged."""
         counts = {run["test_images"] for run in self.runs}
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the mean accuracy in percent. It reflects only the limited number of test
-        images, not the differences between seeds. None if it is unknown."""
+        images, not the differences between seeds. None if the mean or the number of test images is None."""
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
@@ -77,8 +77,8 @@ class Standing:
 
     @property
     def correct(self) -> tuple[str, str]:
-        """Two texts for a table: the mean number of correct test images, such as "912.3 of 1,000", and the 95
-        % interval of the accuracy in percent."""
+        """Two texts for a table. The first is the mean number of correctly classified test images, such as
+        "912.3 of 1,000". The second is `interval`, such as "89.3 to 92.8". Both are "–" if unknown."""
         if self.mean is None or self.interval is None or self.images_tested is None:
             return "–", "–"
         low, high = self.interval
@@ -89,8 +89,8 @@ class Standing:
 
     @property
     def deviation(self) -> float | None:
-        """The standard deviation of the test accuracy over the seeds in percentage points, or None for a
-        single seed."""
+        """The standard deviation of the test accuracy over the seeds in percentage points. It needs
+        at least two seeds that did not diverge; otherwise it is None."""
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
@@ -135,8 +135,8 @@ def _images(standings: Sequence[Standing]) -> str:
 
 
 def _behind(standing: Standing, first: Standing) -> str:
-    """Returns as text how many percentage points a method is behind the first method, with the 95 % interval
-    over the seeds. Returns "–" for the first method itself."""
+    """Returns as text how many percentage points a method is behind the first (best) method, with the 95 %
+    interval over the seeds. Returns "–" for the first method itself, or if no seed is common to both."""
     interval = _interval(standing, first)
     if interval is None:
         return "–"
@@ -160,7 +160,8 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
 
 def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
     """Returns the mean of `ours` minus `theirs` over their common seeds with its standard error as text, such
-    as "1.20 ± 0.31". Both arguments are accuracies by seed. `sign` is a format option, such as "+"."""
+    as "1.20 ± 0.31". Both arguments are accuracies by seed. The standard error is left out for a single seed,
+    and the text is "–" if there is no common seed. With `sign` = "+", positive numbers get a plus sign."""
     apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not apart:
         return "–"
@@ -169,8 +170,9 @@ def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> 
 
 
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns how many percentage points the first method is better than this one, as [mean, low, high]. Low
-    and high are the ends of the 95 % interval. Returns None for the first method itself.
+    """Returns how many percentage points the first (best) method is better than this one, as [mean, low,
+    high]. Low and high are the ends of the 95 % interval, or None for a single seed. Returns None for the
+    first method itself, or if no seed is common to both methods.
 
     Differences are taken seed by seed, since both methods have the same split for the same seed.
     """

@@ -4,7 +4,8 @@ of models (one model per row).
 The new model of group i is s_i · w_s + (1 - s_i) · mean of w_k over the users of the group, G_i. Here w_s is
 the server's model, w_k is the model of user k, and s_i is the server's weight. FedAvg has one group of all C
 users, with s = 1/(C+1). The grouping of the paper (Zhang et al. 2020) has S groups, with s_i = 1/(|G_i|+1). A
-server-weighted average has one group and any s.
+server-weighted average has one group and any s. In shapes such as [C, P], P is the length of a model stored
+as one vector.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,13 +45,13 @@ def mixing(groups: Sequence[Sequence[int]], server: bool, server_weight: float |
 
 
 def combined(rule: str, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns the average [P] of n models `rows` [n, P], computed by one of three rules. The rule "mean" is
-    the mean, weighted by `weights` [n] if given.
+    """Returns the average [P] of the n models in `rows` [n, P], computed by one of three rules. The rule
+    "mean" is the mean, weighted by `weights` [n] if given.
 
     The rules "median" and "trimmed" are robust: a few extreme models have little influence on them. They take
     the median or the trimmed mean of each coordinate, and ignore `weights`. The trimmed mean leaves out the
-    smallest and the largest fifth of the values, at least one value each. With one or two models, all three
-    rules give the mean.
+    smallest and the largest fifth of the values, at least one value each. With one or two models, the robust
+    rules give the unweighted mean.
     """
     count = len(rows)
     if weights is not None and rule == "mean":

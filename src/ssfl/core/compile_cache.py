@@ -50,13 +50,13 @@ BAD = (
 )  # fmt: skip
 """The exceptions that reading a damaged archive may raise."""
 _chosen: dict[str, str] = {}
-"""The values that `use` gave to the environment variables in `VARIABLES`. Another value means that the user
-chose the folder."""
+"""The folders that `use` wrote into the environment variables in `VARIABLES`, by part. `_own` compares them
+with the present values, to tell ssfl's choice of a folder from the user's."""
 
 
 class Copied(NamedTuple):
-    """The result of `save` or `load`: the number of files, their total size in bytes, and how many of them
-    existed before."""
+    """The result of `save` or `load`: the number of files, and their total size in bytes. After `load`,
+    `known` says how many of the files were in the cache already; after `save` it is 0."""
 
     files: int
     bytes: int
@@ -123,8 +123,9 @@ def use() -> None:
 
 
 def _make_private() -> None:
-    """Creates the folder of the cache with access for this user only, since its files will be executed.
-    Raises PermissionError if another user could change them."""
+    """Creates the compile cache's folders with access for this user only, since their files will be executed.
+    A folder to which others were allowed to write is deleted first. Raises PermissionError if
+    another user could still change the files."""
     cache.root().mkdir(parents=True, exist_ok=True, mode=0o700)
     status = cache.root().stat()
     if cache.PLACE not in os.environ and status.st_uid == os.getuid() and status.st_mode & 0o022:

@@ -1,5 +1,6 @@
-"""Gradient diversity Δ, a measure of how much the directions of users and server differ: Definition 1 of the
-paper (Zhang et al. 2020), and the variants of its Appendix D. Each is available in two normalisations.
+"""Gradient diversity Δ measures how much the gradients (or updates) of users and server differ in direction.
+It is Definition 1 of the paper (Zhang et al. 2020). `variants` also computes the variants of its Appendix D.
+There are two normalisations: `gradient_diversity` and `authors_diversity`.
 
 Low diversity means that all users and the server move in the same direction. They may agree, or the model may
 have collapsed. The mask rate and the accuracy show which of the two it is.
@@ -17,8 +18,8 @@ from ssfl.core.averaging import as_rows
 
 
 def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
-    """Returns the gradient diversity Δ of n gradients g_k, the rows of `gradients` [n, P]. It is (sum over k
-    of ‖g_k‖^q) / ‖sum over k of g_k‖^q.
+    """Returns the gradient diversity Δ of n gradients g_k, the rows of `gradients` [n, P], for a model of P
+    weights. It is (sum over k of ‖g_k‖^q) / ‖sum over k of g_k‖^q.
 
     The exponent q is 2 if `squared`, else 1. `order` is the order of the norm, 1 or 2. The defaults give
     Definition 1 of the paper. If the gradients sum to zero, the result is inf; if all of them are zero, it is
@@ -33,11 +34,12 @@ def gradient_diversity(gradients: Any, order: int = 2, squared: bool = True) -> 
 
 def authors_diversity(gradients: Any, order: int = 2, squared: bool = True) -> float:
     """Returns the gradient diversity as the scripts of the paper's authors compute it: the mean over k of
-    (‖g_k‖ / ‖mean of g‖)^q. It equals n^(q-1) · Δ, with n, q and Δ as in `gradient_diversity`.
+    (‖g_k‖ / ‖mean of all g_k‖)^q. It equals n^(q-1) · Δ. The arguments, n, q, g_k and Δ are those of
+    `gradient_diversity`.
 
-    With the default arguments it is 1 if all gradients are equal, and n if they are orthogonal and equally
-    long. It is larger if they oppose each other. So larger cohorts look more diverse. (For equal gradients Δ
-    is 1/n, and for orthogonal ones it is 1.)
+    With the default arguments, the result is 1 if all gradients are equal (Δ is then 1/n). It is n if they
+    are orthogonal and equally long (Δ is then 1), so larger cohorts look more diverse. It is even larger if
+    the gradients oppose each other.
     """
     count = len(gradients) if squared else 1
     return count * gradient_diversity(gradients, order, squared)
@@ -48,14 +50,15 @@ def variants(
     server: dict[str, Tensor | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
-    """Returns a table of all sixteen variants of gradient diversity by name. Each has four values: both
-    normalisations, over all users and within groups.
+    """Returns a table of all sixteen variants of gradient diversity by name. Each variant has four values:
+    both normalisations, computed over all users and within groups.
 
     A variant is a choice of gradient or update, L1 or L2 norm, squared or not, and with or without the
-    server. `rows` holds under "gradient" the C users' gradients over all their images, and under "update" the
-    changes of their models, [C, P] each. `server` holds the same for the server, [P] each or None; without
-    them, the variants with the server are missing. The value within groups is the mean over groups, weighted
-    by their numbers of users; the server counts in every group. Undefined values are None.
+    server. `rows` holds two tensors [C, P] for C users and P weights. The tensor "gradient" has the users'
+    gradients over all their images, and "update" has the changes of their models. `server` holds the same for
+    the server, as vectors [P]. If a vector is None, the variants with the server are missing. `groups` lists
+    for each group the positions of its users. The value within groups is the mean over groups, weighted by
+    their numbers of users; the server is a member of every group. Undefined values are None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(
