@@ -114,8 +114,9 @@ class BatchNorm(nn.Module):
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
-    """Returns the normalisation layer for the setting model.norm: "group", "batch", or none for other values.
-    GroupNorm gets at most 32 groups, each of at least two channels."""
+    """Returns the normalisation layer for the setting model.norm: GroupNorm for "group", BatchNorm for
+    "batch", and a layer that changes nothing for "none". GroupNorm gets at most 32 groups, each of at least
+    two channels."""
     if norm == "group":
         return GroupNorm(min(32, channels // 2), channels)
     return BatchNorm(channels) if norm == "batch" else nn.Identity()
@@ -148,8 +149,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
 
 
 def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """Returns relu(norm(x) + add). With a `slope`, it is a leaky ReLU with this negative slope. ssfl's GPU
-    kernels compute it in one pass over the images if they can."""
+    """Returns activation(norm(x) + add); nothing is added if `add` is None. The activation is ReLU, or a
+    leaky ReLU with the negative slope `slope` if this is not 0. Where ssfl's GPU kernels can be used, they
+    compute everything in one pass over the images."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
     if isinstance(norm, BatchNorm) and norm.suits(x):

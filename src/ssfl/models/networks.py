@@ -216,8 +216,8 @@ def suited(shape: tuple[int, int, int], gpu: bool) -> str:
 
 def build(name: str, classes: int, shape: tuple[int, int, int], norm: str, seed: int = 1) -> nn.Module:
     """Returns the built-in network `name` for images of this shape (channels, height, width). `norm` is the
-    setting model.norm. Its initial weights are PyTorch's default, and depend only on the seed. Raises
-    ConfigError if the images are too small."""
+    setting model.norm. The network's initial weights are drawn as PyTorch does by default, and depend only on
+    the seed. Raises ConfigError if the images are too small."""
     if min(shape[1:]) < SMALLEST[name]:
         raise ConfigError(
             f"model.name = {name!r} needs images of at least {SMALLEST[name]} pixels a side, and these have "

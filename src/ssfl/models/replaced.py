@@ -1,8 +1,9 @@
-"""Replaces some functions of torch while a person's own module runs: dropout, attention and normalisation.
+"""Replaces the functions of torch for dropout, attention and normalisation while a network from outside the
+package runs.
 
 Dropout gets its masks from ssfl's random numbers (`core/draws.py`), so that runs can be repeated and all
-engines use the same masks. The other functions are replaced by forms that torch.vmap can run for n models at
-once.
+engines use the same masks. Attention and normalisation are replaced by equivalent functions that torch.vmap
+can run for n models at once.
 """
 
 import contextlib
@@ -19,15 +20,16 @@ from ssfl.core import draws
 
 
 class _Masks:
-    """Makes the dropout masks of one forward pass. Each mask depends on the key and on how many masks were
-    made before it."""
+    """Makes the dropout masks of one forward pass. A mask depends only on the random key of this pass, and on
+    how many masks were made before it. `key` is None if no dropout is allowed."""
 
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
     def mask(self, x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-        """Returns a random mask of ones and zeros of this shape, for dropout. An element is zero with
-        probability `rate`; 16 random bits decide it."""
+        """Returns a random mask of ones and zeros of this shape, for dropout. Each element is zero with
+        probability `rate`, rounded to a multiple of 1/65536. Raises ValueError if there is no key, as in eval
+        mode."""
         if self.key is None:
             raise ValueError("dropout is active in eval mode: pass training=self.training to F.dropout")
         drawn = draws.bits(draws.fold(self.key, self.count), -(-math.prod(shape) // 4))
@@ -94,11 +96,13 @@ def _channels(x: Tensor) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def replaced_functions(key: Tensor | None) -> Iterator[None]:
-    """Replaces functions of torch during a `with` block in which a person's module runs. Dropout then uses
-    ssfl's random numbers, and functions that torch.vmap cannot run are replaced by equivalent ones.
+    """Replaces functions of torch during a `with` block in which a network from outside the package runs.
+    Dropout then uses ssfl's random numbers. Functions that torch.vmap cannot run are replaced by equivalent
+    ones.
 
-    `key` is the key of the random numbers; None means that no dropout may occur. For dropout it is enough to
-    replace functions of `torch._VF`, because all dropout functions of `torch.nn.functional` call these.
+    `key` determines the dropout masks. If it is None, as in eval mode, a call of dropout raises ValueError.
+    For dropout it is enough to replace functions of `torch._VF`, because all dropout functions of
+    `torch.nn.functional` call these.
     """
     masks = _Masks(key)
     drops = [masks.dropout, masks.feature_dropout, masks.alpha_dropout, masks.feature_alpha_dropout]
@@ -123,10 +127,11 @@ def replaced_functions(key: Tensor | None) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a normalisation function that computes in at least float32. torch.vmap does not allow narrower
-    inputs together with running statistics in float32.
+    """Returns the function `normalise`, changed so that torch.vmap can run it.
 
-    It avoids cuDNN, which asks for the memory format of its inputs; torch.vmap cannot answer that.
+    It computes in at least float32, because torch.vmap does not allow 16-bit inputs together with running
+    statistics in float32. It does not use cuDNN, which asks for the memory format of its inputs. torch.vmap
+    does not support this.
     """
 
     def wide(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -14,8 +14,9 @@ LISTED = 4
 
 
 def load(network: nn.Module, file: str) -> None:
-    """Loads the weights in a .safetensors file into a network. The file may lack the last layer, because it
-    may have been trained with other classes. Raises ConfigError if the file does not fit the network."""
+    """Loads the weights in a .safetensors file into a network. The file may lack the weights of the last
+    layer, because they may have been trained for other classes. The network then keeps its own last layer.
+    Raises ConfigError if the file does not fit the network."""
     tensors, state = _read(file), network.state_dict()
     last = _last_layer(network)
     unknown = sorted(tensors.keys() - state.keys())

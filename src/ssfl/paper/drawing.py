@@ -1,7 +1,8 @@
 """Functions that the paper's figures share: they choose results, draw lines and legends, and write files.
 
-Gradient diversity is drawn in two ways: as in Definition 1 of the paper, and as the authors' scripts print it
-(n·Δ within each group, which grows with the size of the group).
+Gradient diversity is drawn in two normalisations. One is Δ of Definition 1 in the paper. The other is n·Δ, as
+the authors' scripts print it, where n is the number of users in a group. It is computed within each group,
+and is larger for larger groups.
 """
 
 from collections import Counter
@@ -53,8 +54,8 @@ class Line:
 
 
 class Drawing:
-    """Collects the results for one figure. It uses only results of one fidelity, data set and scale, and
-    records which runs are missing."""
+    """Collects the results for one figure. All results are of one fidelity (see `fidelity.py`). Runs that are
+    missing are recorded."""
 
     def __init__(self, results: Sequence[PaperResult], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
@@ -66,8 +67,8 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that this fidelity trains in place of the given runs of the paper (see `actual`),
-        each only once."""
+        """Returns the runs that are trained for the given runs of the paper under the figure's fidelity (see
+        `actual`). Each run is returned once."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(
@@ -76,9 +77,12 @@ class Drawing:
         """Returns one line for each of the runs that has results. Runs without results are recorded as
         missing.
 
-        All lines have the same scale and data set, so that they can be compared. They are those for which
-        most runs have results; among several, those with the largest scale. Runs that differ in `by` get
-        different colours and styles. So do runs with changed settings, which come last.
+        All these lines have the same scale and the same data set, so that they can be compared. The pair of
+        scale and data set is chosen for which the most runs have results. If several pairs have equally many,
+        the one with the largest scale is used.
+
+        `by` returns a value for each run. Runs with different values get different colours and styles. So do
+        runs with changed settings, which come last.
         """
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
@@ -152,14 +156,15 @@ def percents(results: Sequence[PaperResult]) -> list[float]:
 
 
 def beside(results: Sequence[PaperResult], key: str) -> Points:
-    """Returns a metric of the rounds, such as "mask_rate", over epochs. It is known at the rounds that had an
-    evaluation."""
+    """Returns a metric of the rounds, such as "mask_rate", over epochs. Only rounds with an evaluation have a
+    point."""
     return _over(results, "curve", lambda point: point.get(f"round_{key}"))
 
 
 def diversity(results: Sequence[PaperResult], measure: str, variant: str = GIVEN_L2) -> Points:
-    """Returns the gradient diversity over epochs. `variant` says which vectors and norm are used, and
-    `measure` is the normalisation (see `MEASURES`)."""
+    """Returns the gradient diversity over epochs. `measure` is its normalisation, a key of `MEASURES`.
+    `variant` is one of the names in `core.diversity.variants`, such as "update_l1": the ℓ1 norm of the users'
+    updates."""
     return _over(results, "diversity", lambda point: point.get(variant, {}).get(measure))
 
 

@@ -35,9 +35,9 @@ AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 
 
 def actual(run: PaperRun, fidelity: str) -> PaperRun:
-    """Returns the run that is trained in place of a run of the paper. It is the same run with the fidelities
-    `paper` and `reference`. The fidelity `recommended` replaces FedAvg and grouping by the recommended
-    method."""
+    """Returns the run that is trained in place of a run of the paper. With the fidelities `paper` and
+    `reference`, it is the paper's run itself. The fidelity `recommended` replaces FedAvg and grouping by the
+    recommended method, unless the users have the labels."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
         return replace(run, method="anchored", groups=None, published=None, where="")
     return run
@@ -119,8 +119,9 @@ def _environment(run: PaperRun, seed: int) -> Sections:
 
 
 def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, trial: bool) -> None:
-    """Adds the optimizer settings of the paper's Table A.1 to `values`. Schedule, warm-up and number of
-    rounds are shortened by the factor `scale`."""
+    """Adds the optimizer settings of the paper's Table A.1 to `values`. The schedule, the warm-up and the
+    number of rounds are multiplied by `scale`. `trial` means a quick trial on the bundled digits, which has
+    smaller epochs (see `TRIAL`)."""
     known = OPTIMIZER[run.data]
     images, batch = (TRIAL["images"], TRIAL["batch"]) if trial else (IMAGES, BATCH)
     period = values["federation"]["period"]
@@ -190,8 +191,9 @@ def _as_coded(values: Sections, run: PaperRun) -> None:
 
 
 def _recommended(values: Sections, run: PaperRun) -> None:
-    """Changes `values` to the library's recommended learning rate schedule, a cosine that falls to zero. All
-    other settings keep the library's defaults."""
+    """Changes the learning rate schedule in `values` to the one that the library recommends, a cosine that
+    falls to zero. The other optimizer settings stay those of the paper's Table A.1. Settings that the paper's
+    table does not give keep the library's defaults."""
     if run.method != "fedmatch":
         values["train"] |= {"cycles": 0.5, "floor": 0.0}
 

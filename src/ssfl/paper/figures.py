@@ -1,4 +1,9 @@
-"""Draws the paper's figures from finished runs as PNG and SVG files, with the same panels as in the paper."""
+"""Draws the paper's figures from finished runs as PNG and SVG files, with the same panels as in the paper.
+
+The symbols are the paper's. R is the skew, T the number of local steps per round, N_s the number of labelled
+images at the server. C is the number of participants per round, K the number of users, and E the number of
+epochs.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +92,8 @@ def _curves_and_diversity(skew: float, number: str) -> Callable[[Drawing, Path],
 
 
 def _factors(drawing: Drawing, out: Path) -> list[Path]:
-    """Draws Figure 5: the accuracy against R, T and N_s. Hollow marks are the accuracies that the paper
-    prints."""
+    """Draws Figure 5: the test accuracy against R, T and N_s, in one panel each. Hollow marks show the
+    accuracies that the paper prints."""
     figure, axes = drawing.plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     panels: list[tuple[str, tuple[int, ...], Callable[[PaperRun], float]]] = [
         ("non-iidness R", (1, 2, 3), lambda run: run.skew),
@@ -126,8 +131,9 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _factor_ticks(axis: Any, periods: bool) -> None:
-    """Sets the ticks of the horizontal axis. For `periods` (T), which are powers of two, the axis is
-    logarithmic and each value gets a tick. A single value is the only tick."""
+    """Sets the ticks of the horizontal axis. With `periods`, the values are periods T, which are powers of
+    two. The axis is then logarithmic, and each value gets a tick. If there is only one value, it gets the
+    only tick."""
     values = sorted({float(x) for line in axis.lines for x in line.get_xdata()})
     if periods:
         axis.set_xscale("log", base=2)
@@ -165,8 +171,9 @@ def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
 
 
 def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
-    """Draws the test accuracy of every run of row 16 of the experiment table (Figure 6). Yields each line
-    with the column of panels for its C, so that the caller can draw the rest."""
+    """Draws the test accuracy of every run of row 16 of the experiment table (Figure 6) into the top panels.
+    For each run, it yields the line and the column of panels for the run's C. The caller draws the other
+    panels of the column. `style` is the line style; "" means one style per method."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
         drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
@@ -200,9 +207,12 @@ def _lines(
 
 
 def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], list[Path]]:
-    """Returns a function that draws one figure of Appendix D: four of the sixteen measures of diversity. They
-    are measured on gradients or updates (`kind`) by the ℓ1 or ℓ2 norm (`norm`). Methods differ in colour, and
-    normalisations in line style."""
+    """Returns a function that draws one figure of Appendix D, which shows four of the sixteen variants of
+    gradient diversity. A figure is about gradients or updates (`kind`), and uses the norm "l1" or "l2"
+    (`norm`). Its four variants use squared norms or not, and include the server or not.
+
+    Methods differ in colour, and the two normalisations (see `MEASURES`) in line style.
+    """
 
     def drawn(drawing: Drawing, out: Path) -> list[Path]:
         figure, axes = _by_participants(drawing)

@@ -262,7 +262,8 @@ _ROWS_38_50 = (
          S=2, published=_printed(_G, "Table 3", R00=63.32, R10=63.24), note=_JEONG),
 )  # fmt: skip
 _AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
-"""The accuracies in percent of rows 49 and 50 in the half of Table 3 where the users have the labels."""
+"""The accuracies in percent that Table 3 prints for rows 49 and 50 if the users have the labels, not the
+server. There is one for each run of the row."""
 
 
 def _completed(row: Row) -> Row:

@@ -34,8 +34,8 @@ class Options:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The changed settings that make this another experiment than the paper's. File locations and
-        execution settings (section [run]) do not."""
+        """The changed settings that can change the results, so that the run is no longer the paper's
+        experiment. File locations and execution settings (section [run]) are left out."""
         aside = ("data.root", "data.download", "run.")
         return tuple(sorted(one for one in self.sets if not one.startswith(aside)))
 

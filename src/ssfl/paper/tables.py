@@ -14,8 +14,9 @@ HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "
 
 
 def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns the lines of a table as dicts. There is one line for each run and each way in which it was done
-    (scale, fidelity, data, changed settings). A run without results has one line too."""
+    """Returns the lines of a table as dicts. A run has one line for each combination of scale, fidelity, data
+    and changed settings with which it was trained. A run without results has one line too. A run that is in
+    several rows is listed once."""
     rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
     seen: set[tuple[str, float | None]] = set()
@@ -38,8 +39,9 @@ def _head(row: Row, run: PaperRun) -> dict[str, Any]:
 
 
 def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns one line for each way in which a run was done. It includes our accuracy minus the published one
-    in percentage points, or None if they are not comparable."""
+    """Returns one line for each combination of scale, fidelity, data and changed settings with which a run
+    was trained. In a line, "difference" is our accuracy minus the published one, in percentage points. It is
+    None if the two are not comparable."""
     ways = []
     for way in means(one for one in results if one.name == run.name):
         published = None if way.changes else run.published  # with changed settings, it is another experiment

@@ -10,9 +10,12 @@ from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
 """Limits in the diagnosis of a collapse. Pseudo-labels are called confident but wrong if the mask rate is at
-least SURE and at most a share WRONG of them is correct. The accuracy is said to have fallen if it is at least
-FELL below its best. Updates are called nearly parallel if n·Δ is at most ONE_WAY. Here Δ is the gradient
-diversity of n updates. n·Δ is 1 if all updates are parallel, and n if they are orthogonal."""
+least SURE and the share of correct pseudo-labels is at most WRONG. The accuracy is said to have fallen if it
+is at least FELL below its best.
+
+Updates are called nearly parallel if n·Δ is at most ONE_WAY. Here Δ is the gradient diversity of n users. For
+gradients of equal length, n·Δ is 1 if all are parallel, and n if all are orthogonal.
+"""
 STAYS = 3
 """The signs of a collapse must last for this many rounds in a row."""
 
@@ -92,8 +95,9 @@ def _fall(accuracy: Points, since: int | None) -> tuple[float, float]:
 
 
 def _way(run: Run, since: int) -> str:
-    """Returns a clause that says whether the users' updates are nearly parallel from the round `since` on. It
-    uses the median of n·Δ within groups. Returns "" if it was not measured."""
+    """Returns a clause that says whether the users' updates are nearly parallel from the round `since` on.
+    This is decided by the median of n·Δ within groups, where Δ is the gradient diversity of the n users of a
+    group. Returns "" if the diversity was not measured."""
     values = sorted(value for at, value in run.diversity("authors_groups") if at >= since)
     if not values:
         return ""

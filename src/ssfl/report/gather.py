@@ -206,8 +206,9 @@ class Run:
     def diversity(self, normalisation: str) -> Points:
         """Returns the curve of the gradient diversity over the rounds, as (round, number).
 
-        `normalisation` is "definition" (Δ, Definition 1 of the paper) or "authors" (n·Δ, as in the authors'
-        code). With the ending "_groups" it is measured within groups.
+        `normalisation` is "definition" (Δ, Definition 1 of the paper) or "authors" (n·Δ for n users, as in
+        the authors' code). "definition_groups" and "authors_groups" are the means over groups, each computed
+        from the users of one group.
         """
         return self.curve(lambda event: inside(event.get(MEASURE), normalisation), "diversity")
 

@@ -86,8 +86,8 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
 
 
 def _variety(run: Run, rows: list[list[float | None]]) -> Block:
-    """Returns a bar chart that counts users by how many classes make up 90 % of their images. It summarises
-    all users if there are too many to show each."""
+    """Returns a bar chart with the number of users by how many classes make up 90 % of a user's images. It is
+    a summary for when there are too many users to show each of them."""
     needed = Counter(_nine_tenths([value or 0 for value in row]) for row in rows if any(row))
     low, high = min(needed), max(needed)
     width = -(-(high - low + 1) // 12)
@@ -173,8 +173,12 @@ def groups(run: Run) -> list[Block]:
 
 
 def _attendance(run: Run, rounds_played: list[Event], attendance: Counter[int], times: list[int]) -> str:
-    """Returns sentences that say how often users took part, how many updates did not arrive, and how many the
-    gate refused. `times` is the sorted number of rounds of each user."""
+    """Returns sentences that say how often users took part, how many updates did not arrive, and how many
+    were refused by the gate (federation.gate).
+
+    `attendance` maps each user to the number of rounds in which its update arrived, and `times` are these
+    numbers in ascending order. `rounds_played` are the events of the rounds.
+    """
     often = f"{times[0]:,}" if times[0] == times[-1] else f"{times[0]:,} to {times[-1]:,}"
     rounds = count(len(rounds_played), "round")
     sentence = f"In {rounds}, {len(attendance):,} of {run.users:,} users sent an update, {often} times each."

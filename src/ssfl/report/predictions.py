@@ -32,8 +32,8 @@ SIDE = 48
 """The largest width or height of an image in a report, in pixels. Larger images are scaled down to keep the
 file small."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
-"""How many example images are shown of each sort, how many training images with views, and how many weak and
-strong views of each."""
+"""EACH example images are shown of each kind: confident mistakes, least confident, and random ones. VIEWED
+training images are shown, each with WEAK weak and STRONG strong views."""
 
 Shown = dict[str, Any]
 """An image on the page: the picture as a data: URL, with its classes and confidence."""
@@ -132,8 +132,9 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 
 def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
-    """Returns the confusion matrix of a run without test images, which cross-validation recorded, and
-    training views. Returns a sentence if the matrix does not exist yet."""
+    """Returns the predictions for a run without test images: the confusion matrix that its cross-validation
+    recorded, and views of training images. `at` is the round of the model. If there is no matrix yet, returns
+    a sentence that says so."""
     matrix = inside(run.summary.get("folds"), "confusion")
     size = len(data.classes)
     square = (

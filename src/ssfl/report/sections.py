@@ -247,8 +247,13 @@ def _diversities(families: Sequence[Family]) -> list[Block]:
 
 
 def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> list[Block]:
-    """Returns a list with the chart of gradient diversity, including the lowest possible value. The list is
-    empty if the diversity was not measured (run.diversity_every)."""
+    """Returns a list with the chart of gradient diversity; it is empty if diversity was not measured
+    (run.diversity_every).
+
+    A horizontal line shows the value for parallel updates, if all runs have equally many participants. A
+    report on one run with groups has a second line, for updates that are parallel within groups. `marks` are
+    vertical marks.
+    """
     if not any(one["points"] for one in series):
         return []
     many = {run.config.federation.participants or run.users for run in runs}
@@ -264,8 +269,9 @@ def _spread(series: list[Block], runs: Sequence[Run], marks: list[Block]) -> lis
 
 
 def _owners(families: Sequence[Family]) -> list[Block]:
-    """Returns the report's section about the owners of the images, for each experiment. If two experiments
-    have the same split, it is shown only once."""
+    """Returns the report's section about the owners of the images, for the first `MOST_DETAILED` experiments.
+    If two experiments have the same split, the charts of who has which images are shown only for the
+    first."""
     if len(families) == 1:
         run = families[0].runs[0]
         return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
@@ -290,7 +296,11 @@ def _detailed(
     families: Sequence[Family], seen_of_families: Sequence[Seen | str], alone: bool
 ) -> list[tuple[str, str, list[Block]]]:
     """Returns three sections (id, title, blocks): mistakes, test images and training views. Each experiment
-    is represented by its first run. `alone` says that the report is on a single run."""
+    is represented by its first run. Training views are shown for one experiment only.
+
+    `seen_of_families` has the predictions for each experiment, or a sentence that says why there are none.
+    `alone` says that the report is on a single run.
+    """
     wrong: list[Block] = []
     images: list[Block] = []
     views: list[Block] = []

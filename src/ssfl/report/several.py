@@ -37,7 +37,8 @@ class Family:
     @property
     def counts(self) -> tuple[str, str]:
         """Two texts for a table: the mean number of correct images, such as "912.3 of 1,000", and the 95 %
-        interval of the accuracy. Both are "–" if the runs have different numbers of images."""
+        interval of the accuracy. Both are "–" if the runs have different numbers of images, or no accuracy
+        yet."""
         scores = [run.score for run in self.counted if run.score is not None and run.score.count]
         if not scores or len({score.count for score in scores}) > 1:
             return "–", "–"
@@ -65,8 +66,12 @@ class Family:
 
 
 def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
-    """Returns a list with one sentence that says whether the best two experiments differ clearly. The first
-    run of each is compared on the same test images. The list is empty if there are no two such runs."""
+    """Returns a list with one sentence that says whether the best two experiments differ clearly. Each
+    experiment is represented by its first run, and the two runs are compared on the same test images.
+
+    Only finished runs on the same data are compared. If fewer than two experiments have such a run, the list
+    is empty. `seen` has the predictions for each experiment, or a sentence that says why there are none.
+    """
     known = [
         (sum(look.correct), family, look)
         for family, look in zip(families, seen, strict=False)

@@ -1,7 +1,7 @@
 """Makes a simulation, ready to train, from a config. `resolve.py` does the part about the data.
 
-Every mistake in a config that needs the data or the machine to be noticed is found here, before anything is
-written.
+Some mistakes in a config can only be noticed with the data or on the machine that trains. They are all found
+here, before anything is written.
 """
 
 from dataclasses import replace
@@ -67,8 +67,11 @@ def make(
     config: Config, model: external.Factory | str | None = None, data: Data | str | None = None
 ) -> Simulation:
     """Returns the simulation of a config, ready to run: loads the data, fills in open settings, splits the
-    images and builds the network. `model`, a function that makes the network, and `data` replace what the
-    config names. Both may also be import paths."""
+    images and builds the network.
+
+    If `model` or `data` is given, it replaces the network or the data that the config names. `model` is a
+    function that makes the network, and `data` the data as a Python object. Each may also be an import path.
+    """
     config = with_data(config, data)
     if model is not None:
         if isinstance(model, str):
@@ -104,12 +107,15 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns what identifies a network and a method from outside the package, to notice on resume whether
-    they have changed. The keys are "model" and "method". Each value has the import path, the hash of the file
-    (None for a Python object) and, for a network, a fingerprint of its frozen weights.
+    """Returns the identity of the network and of the method, if they come from outside the package. It is
+    saved, so that a resumed run notices whether they have changed.
 
-    The package's own networks and methods have no entry, except pretrained networks, for the fingerprint of
-    their weights.
+    The keys are "model" and "method". Each value has the import path ("name"), a hash of the file ("digest",
+    None for a Python object) and the seed. For a network, it also has a fingerprint of the frozen weights
+    ("frozen").
+
+    The package's own networks and methods have no entry. Its pretrained networks are an exception: they have
+    one without "digest".
     """
     identities: dict[str, dict[str, Any]] = {}
     for section, name in (("model", config.model.name), ("method", config.method.name)):

@@ -1,8 +1,8 @@
 """Trains the models that a run is compared with: a server-only model, and the models of a cross-validation on
 the labelled images.
 
-Each of them is trained in its own sub-folder of the run folder, with its own checkpoints. If the command is
-killed meanwhile, it continues there.
+Each of these models is trained in its own sub-folder of the run folder, with its own checkpoints. If the
+command is killed during this training, the resumed run continues from these checkpoints.
 """
 
 import json
@@ -36,23 +36,25 @@ LEAST = 20
 
 
 class Play(Protocol):
-    """A function that trains a run inside the folder of the main run, such as the server-only run, and
-    returns its last state. `path` is its own folder, in which it continues from the last checkpoint if there
-    is one. `what` is its name in messages."""
+    """A function that trains one of the runs for the comparison, such as the server-only run, and returns the
+    last state of that run. `path` is the folder of that run. If it has a checkpoint, training continues from
+    there. `what` is the run's name in messages."""
 
     def __call__(self, sim: Simulation, path: Path, what: str) -> State: ...
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The outcome of comparing a run with a server-only model, and of its cross-validation."""
+    """What the server-only run and the cross-validation of a run have shown. A field is None if its part was
+    not run."""
 
     verdict: dict[str, Any] | None = None
     """What `verdict.judge` returned: whether the unlabelled images helped. None if there was nothing to
     compare."""
     folds: dict[str, Any] | None = None
-    """The accuracy of the cross-validation, as in summary.json; None without cross-validation. It is that of
-    federated or of server-only models, whichever kind the run keeps."""
+    """The accuracy of the cross-validation, as in summary.json; None without cross-validation. If the run
+    saves the server-only model as its result, this is the accuracy of server-only models, otherwise of
+    federated models."""
     alone: tuple[Simulation, State] | None = None
     """The simulation and the last state of the server-only run; None if there was none."""
 
@@ -112,8 +114,9 @@ def server_only(config: Config) -> Config:
 
 
 def _inside(config: Config) -> Any:
-    """Returns the section [run] for a run inside the folder of the main run, such as the server-only run.
-    Such a run has no comparison, no cross-validation and no experiment tracker."""
+    """Returns the section [run] for a run that is trained for the comparison, such as the server-only run.
+    Such a run itself has no comparison, no cross-validation, no measurement of diversity and no experiment
+    tracker."""
     return replace(config.run, baseline=False, folds=0, diversity_every=0, track="none")
 
 
@@ -127,9 +130,12 @@ def _users(config: Config) -> str:
 def _played(
     sim: Simulation, config: Config, parts: split.Parts, validation: Index, path: Path, play: Play, what: str
 ) -> tuple[Simulation, State]:
-    """Trains a run inside the folder of the main run, such as the server-only run. It has this config, these
-    owners of images (`parts`) and the folder `path`. Returns its simulation and its last state. `what` is its
-    name in messages."""
+    """Trains a run for the comparison, such as the server-only run, in the folder `path`. Returns its
+    simulation and its last state.
+
+    `sim` is the main run's simulation, whose data and network are used. `parts` says which images the server
+    and the users own, and `validation` which images are for validation. `what` is the run's name in messages.
+    """
     inner = assemble.build(
         config, sim.dataset, parts, validation, sim.device, sim.make, sim.pool.features
     )  # fmt: skip
@@ -167,13 +173,13 @@ class Held:
     folds: int
     rounds: int
     groups: int | None
-    """The number of groups, such as patients, whose images were kept in one fold; None if no groups are
-    known."""
+    """The number of groups of images, such as the images of one patient. All images of a group are in the
+    same fold. None if no groups are known."""
 
     def described(self, kept_alone: bool) -> dict[str, Any]:
         """Returns the accuracy of the cross-validation with its interval and confusion matrix, as in
-        summary.json. With `kept_alone`, it is that of the server-only models if there are any; otherwise that
-        of the federated models."""
+        summary.json. They are computed from the predictions of the federated models. With `kept_alone`, those
+        of the server-only models are used, if there are any."""
         predicted = self.alone if kept_alone and self.alone is not None else self.federated
         truth = self.labels.tolist()
         matrix = statistics.confusion(truth, predicted.tolist(), self.classes)
@@ -227,10 +233,11 @@ def cross_validate(sim: Simulation, path: Path, play: Play) -> Held:
 
 
 def fold_rounds(config: Config) -> int:
-    """Returns the number of rounds of each run of the cross-validation. It is chosen such that all folds
-    together cost about as much as the main run.
+    """Returns the number of rounds of each run of the cross-validation.
 
-    With cached features, rounds are cheap. Each fold then has as many rounds as the main run.
+    With cached features, rounds are cheap, and the number is that of the main run. Otherwise, it is the main
+    run's number divided by the number of folds. So all folds together cost about as much as the main run. At
+    least `LEAST` rounds are run, but not more than in the main run.
     """
     rounds = config.federation.rounds or 1
     if config.model.cached_views:
@@ -247,8 +254,9 @@ def _fold_configs(config: Config, rounds: int) -> dict[str, Config]:
 
 
 def _without(sim: Simulation, held: Index) -> split.Parts:
-    """Returns the owners of images, without the labelled images `held` that a fold holds out. If the server
-    shares its images with the users (split.shared), these images are taken from the users too."""
+    """Returns which images the server and the users own, without the labelled images `held` that a fold holds
+    out. The held-out images are also removed from the users if the server shares its images with them
+    (split.shared)."""
     parts = sim.parts
     users = parts.users
     if sim.config.split.shared:

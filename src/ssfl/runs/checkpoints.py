@@ -88,9 +88,9 @@ def newest(path: Path, device: torch.device) -> Checkpoint | None:
 
 
 def require_memory(path: Path, state: State, begun: State) -> None:
-    """Raises if the state of a checkpoint has other tensors in its memory than the method keeps now. This
-    happens if another version of the method wrote it. `begun` is the method's initial state, to compare
-    with."""
+    """Raises if the memory in `state`, which was read from a checkpoint, has other tensors than the method
+    keeps now. This happens if another version of the method wrote the checkpoint. `begun` is the method's
+    initial state, which shows the tensors that it keeps now."""
     for name in sorted(state.memory.keys() ^ begun.memory.keys()):
         if name in state.memory:
             problem = f"has the tensor {name!r}, which this version of the method does not use"

@@ -1,9 +1,10 @@
 """Chooses settings for a folder of images, such that a run on two CPU cores ends within ten minutes.
 
 `choose` decides by the number and size of the images, the CPU cores and the device. It never changes a
-setting that the user set. Commands call `load_config`. The costs below were measured on shared cores. If they
-are wrong, a run only takes longer or shorter; before its first round, the run measures its costs again
-(`forecast.py`).
+setting that the user set. Commands call `load_config`.
+
+The costs below, in seconds, were measured on shared cores. If the costs are wrong, a run only takes longer or
+shorter. Before its first round, a run measures its own costs, to forecast its time (`forecast.py`).
 """
 
 import importlib.util
@@ -51,8 +52,9 @@ PRETRAINED = "pictures"
 """The name of the preset for a pretrained network. Its settings are used, except that image size, number of
 views and, with few labels, number of steps are adapted to the images."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
-"""Pairs of image size in pixels and number of cached views per image, best first. The first pair is used for
-which the frozen network's outputs can be computed within `BUDGET`."""
+"""Pairs of image size in pixels and number of cached views per image, best first. The frozen network's
+outputs must be computed for all views within `BUDGET`. The first pair that allows this is used, or the last
+pair if none does."""
 FEATURE_COST = {224: 0.055, 128: 0.018}
 """How many seconds the frozen network takes for one view of an image on one CPU core. The keys are the side
 of the image in pixels."""
@@ -214,8 +216,8 @@ def _pretrained(
     facts: Facts, cores: int, overrides: Mapping[str, Any], settings: Sections, sites: bool
 ) -> list[str]:
     """Writes the settings for a network that was pretrained on ImageNet into `settings`, and returns the
-    reasons as lines of text. Images get the size that was used in pretraining, or are smaller if there are
-    many."""
+    reasons as lines of text. Images get the size that was used in pretraining. If there are so many images
+    that this would be slow, they get a smaller size."""
     preset, most = loading.read(PRETRAINED), 8 * facts.labelled
     method = preset.pop("method")
     if overrides.get("method", {}).get("name", method["name"]) == method["name"]:
@@ -270,7 +272,12 @@ def _pretrained(
 
 def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites: bool) -> list[str]:
     """Writes a cross-validation (run.folds) into `settings` if there are too few labelled images to hold some
-    out for testing. Returns the reason as a line of text in a list; otherwise an empty list."""
+    out for testing. Returns a list with the reason as a line of text. Otherwise writes nothing and returns an
+    empty list.
+
+    A cross-validation is never chosen for real sites (`sites`), for a folder with its own test images, or if
+    the user set run.folds. Every class must have at least two images for each fold.
+    """
     labelled, test = facts.files.train, facts.files.test
     smallest = min(len(files) + len(test.get(name, ())) for name, files in labelled.items())
     if sites or facts.files.own_test or "folds" in overrides.get("run", {}):
@@ -288,8 +295,9 @@ def _folds(facts: Facts, overrides: Mapping[str, Any], settings: Sections, sites
 def _from_scratch(
     facts: Facts, cores: int, gpu: bool, network: str | None, overrides: Mapping[str, Any], settings: Sections
 ) -> list[str]:
-    """Writes the settings for a small network with random initial weights into `settings`, and returns the
-    reasons as lines of text. `network` is the network that the user chose, or None."""
+    """Writes the settings for a network that is trained from random initial weights into `settings`, and
+    returns the reasons as lines of text. `network` is the network that the user chose, or None. If it is None
+    and there is no GPU, a small network is chosen."""
     federation, train = settings["federation"], settings["train"]
     pixels = overrides.get("data", {}).get("size")
     most = 96 if gpu else 64

@@ -85,9 +85,9 @@ class Reporter:
         return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
-        """Sets the remaining time to `left` seconds. During a run inside the main run, such as the
-        server-only run, `left` is only the time of the inner run. The time of the main run then simply counts
-        down."""
+        """Sets the remaining time to `left` seconds; None means that it is not known. While a run for the
+        comparison trains, such as the server-only run, `left` is the remaining time of that run only. The
+        main run's remaining time, if known, is then not changed and simply counts down."""
         end = None if left is None else time.monotonic() + left
         if not self.what or self.whole is None:
             self.whole = end

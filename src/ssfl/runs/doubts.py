@@ -60,8 +60,8 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
 
 
 def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
-    """Returns warnings about data that say who owns which image: about loose images in unlabelled/, about a
-    single user, and about images without an owner."""
+    """Returns warnings if the data themselves say which images belong to which user; otherwise an empty list.
+    The warnings are about loose images in unlabelled/, a single user, and images that belong to nobody."""
     if dataset.users is None:
         return []
     lines = loose(dataset.loose)

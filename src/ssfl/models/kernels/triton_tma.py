@@ -204,8 +204,9 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
 
 
 def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
-    """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from images [n · B, H, W,
-    C]. A box has box[0] images, box[1] rows, box[2] columns and `channels` channels."""
+    """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from x. These are the
+    images of n models, B for each, [n · B, H, W, C]. A box has box[0] images, box[1] rows, box[2] columns and
+    `channels` channels. Neighbouring pixels of a box are `stride` pixels apart in the image."""
     _, height, width, deep = x.shape
     shape = [len(x), height // stride, stride, width // stride, stride * deep]
     strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
@@ -213,8 +214,8 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) ->
 
 
 def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
-    """Returns a descriptor with which the copy engine (TMA) loads tiles of the shape `block` from x, viewed
-    as a matrix with this many rows."""
+    """Returns a descriptor with which the copy engine (TMA) loads tiles of the shape `block` from x. For
+    this, x is viewed as a matrix with `rows` rows."""
     columns = x.numel() // rows
     return TensorDescriptor(x, [rows, columns], [columns, 1], block)
 
@@ -222,8 +223,13 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """Returns the tile size for the kernel `_correlate` on these images. None means that `triton_conv.py`
-    must be used instead. The sizes were chosen by measurements, results/kernels-h200.json."""
+    """Returns the tile size with which `_correlate` computes a convolution of the images x, or its gradient
+    with respect to the images. Returns None if these kernels cannot compute it; `triton_conv.py` is used
+    then.
+
+    `size` is the height and width of the result. `up` is the stride of the forward pass for a gradient, and 1
+    for a convolution. The tile sizes were chosen by measurements, results/kernels-h200.json.
+    """
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
         return None
@@ -241,11 +247,12 @@ def product_tile(
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """Returns how to compute the gradient of the filters: the tile size, whether three taps are computed
-    together, and into how many parts the sum over pixels is split.
+    """Returns how to compute the gradient of the filters, as (tile size, row, parts). `row` says whether the
+    three taps (positions) in a row of a 3×3 filter are computed together. The sum over pixels is split into
+    `parts` parts.
 
-    None means that `triton_conv.py` must be used instead. The values were chosen by measurements,
-    results/kernels-h200.json.
+    Returns None if `triton_conv.py` must be used instead. `grad` is the gradient of the convolution's output.
+    The values were chosen by measurements, results/kernels-h200.json.
     """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
@@ -278,9 +285,13 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Returns the convolution of images [n · B, H, W, C] with filters [n, O, k, k, C], where each model has
-    its own filters. With `flip`, returns the gradient with respect to the images instead. `size` is the
-    height and width of the result."""
+    """Returns the convolution of the images x [n · B, H, W, C] with the filters w [n, O, k, k, C]. Each of n
+    models has B images and its own filters.
+
+    With `flip`, x is the gradient of a convolution's output, and the gradient with respect to its images is
+    returned. `up` is then the stride of the convolution; otherwise it is 1. `size` is the height and width of
+    the result, and `outputs` its number of channels.
+    """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
