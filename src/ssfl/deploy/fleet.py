@@ -40,8 +40,8 @@ SHARE = 2 / 3
 EXCLUDED = "the centre has excluded this site after refusing three of its answers: ask its operator why"
 """The text that an excluded site is sent."""
 FEWEST = 2
-"""The default quorum is at least this many sites, unless there are fewer: a single update is not an
-average."""
+"""The smallest default quorum: with a single update there would be nothing to average. If there are fewer
+sites than this, the quorum is all of them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Answers:
     """The model (all weights as one vector) and the metrics of each user whose answer came in time and was
     accepted."""
     refused: Mapping[int, str]
-    """For each user of whom something was refused: the reason. Another answer of the same user may still have
-    been accepted."""
+    """For each user that sent a refused message: why the message was refused. The same user may also have
+    sent an answer that was accepted, and then is in `returned` too."""
     traffic: Mapping[str, int]
     """Bytes sent and received at the centre's port during the round, including those that Flower adds:
     `wire_up` to the centre, `wire_down` to the sites."""
@@ -63,7 +63,8 @@ class Answers:
     """The names of the sites that should have taken part but sent no model, neither an accepted nor a refused
     one."""
     again: list[int] = field(default_factory=list)
-    """The users that were sent their model more than once. A user is listed once for each repetition."""
+    """The users that were sent their model more than once in this round. A user that was sent the model three
+    times is listed twice."""
 
 
 @dataclass
@@ -76,11 +77,12 @@ class Fleet:
     names: list[str]
     """The names of the sites. Site `names[i]` is user i."""
     needed: int
-    """How many sites must be connected before the first round."""
+    """How many sites the centre waits for before the first round."""
     deadline: float
     """How many seconds a site has to answer in a round."""
     patience: float
-    """The run stops after this many seconds without any answer."""
+    """The run stops with an error if too few sites are connected for this many seconds, or if no site answers
+    for this many seconds."""
     tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
     """Reports from the process at the centre's port: refused requests, and numbers of bytes. Another thread
@@ -101,12 +103,13 @@ class Fleet:
     left_out: set[str] = field(default_factory=set)
     """The names of the sites that are excluded from the run."""
     log: list[Event] = field(default_factory=list)
-    """Events about refused messages that have not yet been written to the run folder."""
+    """Events about refused messages and limited updates that have not yet been written to the run folder."""
     _joined: set[str] = field(default_factory=set)
     """The names of all sites that have connected at least once. The default quorum is a fraction of their
     number."""
     _without: list[str] = field(default_factory=list)
-    """The missing sites in the last line about missing sites, so that the same line is not repeated."""
+    """The sites that were missing at the last call of `_tell_missing`. If the same sites are missing again,
+    the line about them is not repeated."""
     _traffic: dict[str, int] = field(default_factory=dict)
     """The latest counts of bytes at the centre's port, `up` and `down`; empty if they are not reported."""
     _refused: dict[str, str] = field(default_factory=dict)
@@ -116,8 +119,8 @@ class Fleet:
     """The name of the site behind each node. Flower numbers its nodes, and a site gets a new number when its
     key changes."""
     _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """For each node that was asked for its name: the message's identifier, and until when it may answer
-    (`time.monotonic`)."""
+    """For each node that was asked for its name: the identifier of the message that asked, and the time until
+    which the node may answer (`time.monotonic`)."""
     _rejected: dict[int, float] = field(default_factory=dict)
     """For each node that may not join: the time before which the centre does not ask for its name again
     (`time.monotonic`)."""
@@ -129,15 +132,16 @@ class Fleet:
     """Whether Flower's SuperLink answered at the last attempt. It is used to report a failure only once."""
 
     def least(self, sites: int) -> int:
-        """Returns the quorum: how many of `sites` sites must answer before a round counts."""
+        """Returns the quorum of `sites` sites: how many of them must be connected to start a round, and must
+        answer to finish it."""
         usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
         return min(sites, usual if self.quorum is None else self.quorum)
 
     def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
         """Prints and logs that a message was refused, and why.
 
-        If `name` is None, a stranger at the address `host` sent it. If `counted` is set, the refusal was
-        already counted against the site elsewhere.
+        `name` is the site that sent the message. If `name` is None, a stranger at the address `host` sent it.
+        If `counted` is true, the refusal was already counted against the site, and is not counted again.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -167,8 +171,11 @@ class Fleet:
         )
 
     def _limited(self, name: str, what: str, why: str) -> None:
-        """Prints and logs that a site's update was limited. It does so only the 1st, 2nd, 4th, 8th, ... time
-        for the same site and kind, so that the log stays short."""
+        """Prints that a site's update was limited, and logs it unless the round's event already has it.
+
+        `what` is the kind of limit, "cut" or "weakened", and `why` is the text to print. To keep the output
+        and the log short, only the 1st, 2nd, 4th, 8th, ... limit of the same site and kind is reported.
+        """
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
             told = f"{why} ({count} such update{'s' * (count > 1)} so far)"
@@ -295,8 +302,10 @@ class Fleet:
     def _turn_away(self, node: int, name: str) -> None:
         """Refuses to let a site join whose name is taken, unknown or not allowed.
 
-        If the name is taken, the site is asked again for a while, because the other site of that name may
-        have disconnected. A site without a key is then told why it may not join.
+        If the name is taken, the centre asks the site again later, because the other site of that name may
+        have disconnected. If sites choose their own names, the centre does so only for `TAKEN` seconds. If
+        the name is unknown or not allowed, the site is not asked again. A site that chose its own name is
+        told why it may not join, as soon as it is not asked again.
         """
         now, taken = time.monotonic(), name in self.names
         if taken:
@@ -319,8 +328,9 @@ class Fleet:
     def gather(self, first: bool = False) -> dict[int, int]:
         """Waits until enough sites are connected, and returns Flower's node number of each connected user.
 
-        Enough means a quorum, or before the `first` round all needed sites. Raises after `patience` seconds
-        with too few sites.
+        Before the first round (`first` is true), enough means `needed` sites; later it means a quorum. After
+        `patience` seconds with too few sites it raises. Exception: if the sites have keys, the first round
+        then starts with a quorum.
         """
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
@@ -370,7 +380,7 @@ class Fleet:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, RecordDict]:
         """Sends each node its content, and returns the contents of the answers that arrive within `deadline`
-        seconds, by node. `meanwhile` is called while the sites work."""
+        seconds, by node. `kind` is "query" or "train". `meanwhile` is called once while the sites work."""
         return post.exchange(
             self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
         )
@@ -389,9 +399,9 @@ class Fleet:
     ) -> Answers:
         """Sends each connected user its model and returns the trained models that come back in time.
 
-        Users that do not answer are asked again until there is a quorum. `meanwhile` trains the server's
-        model while the sites train. `alone` says whether the round may continue with the server alone if none
-        of the users is connected.
+        Users that do not answer are asked again until there is a quorum. `terms` is the text with the
+        settings that all sites must share. `meanwhile` trains the server's model while the sites train.
+        `alone` says whether the round may continue with the server alone if none of the users is connected.
         """
         before, heard, wait = dict(self._traffic), time.monotonic(), self.deadline
         returned: dict[int, tuple[Tensor, dict[str, float]]] = {}
@@ -446,8 +456,9 @@ class Fleet:
         wait: float,
         meanwhile: Callable[[], None],
     ) -> dict[int, tuple[Tensor, dict[str, float]]]:
-        """Sends each of these nodes its user's model once. Returns the models and metrics that arrive within
-        `wait` seconds and are valid, by user."""
+        """Sends each user its model once, and calls `meanwhile` while the sites train. `users` maps Flower's
+        node numbers to users. Returns the valid models and metrics that arrive within `wait` seconds, by
+        user."""
         contents = {
             node: wire.pack_work(models[user], terms=terms, user=user, round=round)
             for node, user in users.items()

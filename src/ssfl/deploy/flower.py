@@ -1,4 +1,5 @@
-"""The same federation run with Flower's own commands: a ServerApp and a ClientApp for `flwr run`.
+"""Runs a federation with Flower's own commands instead of `ssfl serve` and `ssfl join`. For `flwr run`, this
+module defines a ServerApp (the centre) and a ClientApp (a site).
 
 Here Flower's own SuperLink and SuperNodes carry the messages, start a process for each message, and decide
 who may join. The contents of answers are checked as with `ssfl serve`. The checks of `request_filter.py` are

@@ -19,8 +19,11 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns all images as uint8 [N, C, H, W], where `shape` is the centre's (C, H, W). `white` is the
-        largest pixel value at the centre."""
+        """Returns all N images as uint8 [N, C, H, W], where `shape` is (C, H, W) of the centre's images.
+
+        `white` concerns only image files with more than 8 bits per channel: it is the value that becomes 255
+        at the centre. `tell` prints a line for the site's operator.
+        """
         ...
 
 
@@ -58,9 +61,12 @@ class Loaded:
         return len(self.images)
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns the images, uint8 [N, C, H, W], in the centre's `shape`. They are resized if necessary.
-        Raises if their number of channels differs, or if they would have to be resized and the centre's
-        images are not square."""
+        """Returns the N images, uint8 [N, C, H, W], resized to the centre's `shape` (C, H, W) if necessary.
+        `white` and `tell` are not used.
+
+        Raises if the number of channels differs from the centre's. Also raises if the images have to be
+        resized and the centre's images are not square.
+        """
         channels, height, width = shape
         if tuple(self.images.shape[1:]) == shape:
             return self.images

@@ -140,8 +140,8 @@ class Caller:
     """Sends requests to Flower's SuperLink, as protobuf messages over HTTP. Calling it with a path and the
     request's fields returns the response.
 
-    A failed request is repeated for up to `patience` seconds. `headers` returns the headers that each request
-    gets.
+    A failed request is repeated for up to `patience` seconds, unless the SuperLink refused it (HTTP status
+    4xx). `headers` is a function that returns the headers of the next request.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Caller:
     ) -> None:
         self.http, self.base, self.headers, self.patience = http, base, headers, patience
         self.connecting = 0.0
-        """Seconds for which a request is repeated if no connection could be opened. Repeating is safe then,
-        because the request was never sent."""
+        """If no connection could be opened, a request is repeated for this many seconds, or for `patience`
+        seconds if that is longer. Repeating such a request is safe, because it was never sent."""
         self.check: Callable[[], None] = lambda: None
         """Called after each failed request. It raises if repeating the request is useless."""
 
@@ -308,7 +308,8 @@ def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new
 def send(call: Caller, api: str, node: Any, message: Message, **options: Any) -> str:
     """Announces a message to Flower and uploads its parts. Returns the message's identifier.
 
-    `api` is "runtime" at the centre and "fleet" at a site. Raises `CannotCarry` if Flower does not accept the
+    `api` is "runtime" at the centre and "fleet" at a site. `node` is the sender. `options` are additional
+    fields of the request that announces the message. Raises `CannotCarry` if Flower does not accept the
     message.
     """
     name: str = message.object_id
@@ -368,8 +369,8 @@ def is_intact(name: str, content: bytes) -> bool:
 
 
 def array_chunks(content: bytes) -> bytes | None:
-    """Returns a JSON list of the chunks of an array, if this part of a message describes an array; otherwise
-    None."""
+    """Returns the description of an array, if this part of a message is one, and otherwise None. The
+    description is a JSON object that lists the array's chunks."""
     if get_object_head_values_from_object_content(content)[0] != "Array":
         return None
     body: bytes = get_object_body(content, Array)
@@ -389,16 +390,17 @@ class SuperLink:
     returns whether the node exists."""
     handlers: Mapping[str, Callable[..., Any]]
     """Flower's functions that answer requests about messages, by path. Calling them directly is faster than
-    going through `app`, but skips its checks. So the caller must already have checked who sent the request.
-    The functions for the centre also take its run, as `task`."""
+    going through `app`, but skips the checks of `app`. So the caller must already have checked who sent the
+    request. Functions for requests of the centre ("runtime/...") have another argument `task`, the centre's
+    run (`Task`)."""
 
 
 def superlink(keys_only: bool) -> SuperLink:
     """Returns Flower's SuperLink. With `keys_only`, a site cannot register a key itself, so only known sites
     can connect.
 
-    Its state is kept in memory, because it is not needed after the process ends, and a database (SQLite)
-    would take most of a round's time.
+    The SuperLink's state is kept in memory, because nobody needs it after the process ends. A database
+    (SQLite) would take most of a round's time.
     """
     os.environ["FLWR_DATABASE"] = FLWR_IN_MEMORY_DB_NAME
     try:

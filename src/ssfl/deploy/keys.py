@@ -1,5 +1,5 @@
-"""The keys of a federation: a certificate for the centre, and for each site one file with its key, to be
-given to the site.
+"""The keys of a federation: a certificate and keys for the centre, and a public and a private key for each
+site.
 
 A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds two
 files. `NAME.pub` is the public key (ECDSA P-384) with which the site's signatures are checked. `NAME.site`
@@ -166,13 +166,14 @@ class Watch:
     """The names of sites of this run that have no key now."""
     fleet: WatchedFleet
     renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
-    """Called with a site's name and its new key. The port then accepts only the new key; None means that the
-    site can no longer connect."""
+    """Called with a site's name and its new key, or with None if the key was removed. From then on, the port
+    accepts only the new key. With None, the site can no longer connect."""
     _seen: list[tuple[str, int]] = field(default_factory=list)
-    """The names and modification times of the key files at the last successful look."""
+    """The names and modification times of the key files when `look` last applied them."""
 
     def look(self) -> None:
-        """Applies the keys that were replaced, removed or added in the folder since the last call."""
+        """Applies the changes in the folder since the last call: keys that were replaced, removed or added.
+        If the folder cannot be read, prints why and leaves the changes to the next call."""
         try:
             seen = sorted((file.name, file.stat().st_mtime_ns) for file in self.folder.glob("*.pub"))
             if seen == self._seen:
@@ -185,8 +186,12 @@ class Watch:
         self._seen = seen  # if the port could not be reached, the next call tries again
 
     def _apply(self, now: dict[str, ec.EllipticCurvePublicKey]) -> None:
-        """Applies the differences between the `known` keys and the keys in the folder now: tells the port to
-        accept new keys, and excludes sites whose key was removed."""
+        """Applies the differences between the `known` keys and `now`, the keys that are in the folder now.
+
+        If a site of this run has a new key, the port accepts that key from now on. If its key was removed,
+        the site is excluded. For a site that is not in this run, only a line is printed that says how it can
+        join.
+        """
         for name in sorted(now.keys() | self.known.keys()):
             key, before = now.get(name), self.known.get(name)
             if key == before:

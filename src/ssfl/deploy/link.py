@@ -144,9 +144,10 @@ def running(
     """Starts a SuperLink, registers the sites with their public keys, and starts a run. Yields the `Link`
     through which the centre sends messages.
 
-    Without a `keys` folder nothing is encrypted and anybody may join. An incomplete answer is given up after
-    `deadline` seconds. An answer that is larger than a model (`model_bytes`) is refused. `note` is called
-    from another thread with the port's reports: refused requests, and numbers of bytes.
+    `folder` is for the SuperLink's own files, such as its log. Sites connect to `host` and `port`. Without a
+    `keys` folder nothing is encrypted and anybody may join. An incomplete answer is given up after `deadline`
+    seconds. An answer that is larger than a model (`model_bytes`) is refused. `note` is called from another
+    thread with the port's reports: refused requests, and numbers of bytes.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # left by a stopped run; its rounds are in checkpoints
@@ -209,8 +210,12 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def own_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
-    """Opens the Unix socket over which only the centre reaches the SuperLink. Yields the socket and its path.
-    The socket is in a folder that only the user of this process may enter."""
+    """Opens a Unix socket over which the centre, and nobody else, sends requests to the SuperLink. Yields the
+    socket and its path.
+
+    The socket is in `folder`, or in a temporary folder if its path would be too long. Only the user of this
+    process may enter that folder.
+    """
     with ExitStack() as stack:
         path = min(str(folder / "link.sock"), os.path.relpath(folder / "link.sock"), key=len)
         if len(os.fsencode(path)) > LONGEST:
@@ -306,8 +311,8 @@ def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
 
 @contextmanager
 def _played(call: internals.Caller) -> Iterator[int]:
-    """Makes this process the run's ServerApp and yields the run's number. Until the block ends, a thread
-    sends heartbeats. Then the run is marked as completed."""
+    """Makes this process the run's ServerApp and yields the run's number. During the `with` block, a thread
+    sends heartbeats. At the end of the block, the run is marked as completed."""
     run = internals.take_task(call)
     over = threading.Event()
 

@@ -1,6 +1,6 @@
 """Limits how many reports of refused requests the port sends to the centre, so that a flood of bad requests
-does not flood the centre. The first few are reported at once. The rest are counted and reported once a
-minute."""
+does not flood the centre. The first few refusals of each sender are reported immediately. The rest are
+counted and reported once a minute."""
 
 import time
 from collections.abc import Callable
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AT_ONCE = 5
-"""How many refusals of one sender are reported at once in each period. For strangers (senders without a known
-key), each reason is reported only once."""
+"""How many refusals of one sender are reported immediately in each period; the rest are counted. For a
+stranger (a sender without a known key), a refusal is also only counted if its reason was already reported."""
 PERIOD = 60.0
 """Seconds between two summaries of refused requests."""
 SENDERS = 20
-"""How many senders are counted separately in a period. Further strangers are counted together as `OTHERS`."""
+"""How many senders are counted separately in a period. Further strangers are counted together as `OTHERS`.
+Sites are always counted separately."""
 OTHERS = "other addresses"
 
 
@@ -29,8 +30,8 @@ class Budget:
 
 
 class Notes:
-    """Reports refused requests with `tell`, at most `AT_ONCE` per sender and period, and the rest as a
-    summary.
+    """Reports refused requests with `tell`: at most `AT_ONCE` per sender and period immediately, and the rest
+    in one summary per sender and period.
 
     Call `flush` regularly: it sends the summaries.
     """
@@ -62,7 +63,8 @@ class Notes:
             budget.last = why
 
     def count(self, node: int, host: str, why: str) -> None:
-        """Counts a site's refusal without reporting it at once. Only the next summary includes it."""
+        """Counts a refused request of a site without reporting it immediately. It is reported only in the
+        next summary."""
         self.flush()
         budget = self.senders.setdefault((node, ""), Budget())
         budget.counted += 1

@@ -31,8 +31,8 @@ from ssfl.errors import SsflError
 HANDSHAKE = 20.0
 """How many seconds a TLS handshake may take."""
 HEADERS = 20.0
-"""A new connection must send a signed request within this many seconds. A site must complete headers that it
-began to send within the same time."""
+"""A new connection must send a signed request within this many seconds. On a site's connection, the headers
+of each later request must be complete within this many seconds after their first byte."""
 IDLE = 75.0
 """How many seconds a site's connection may stay open without a request."""
 ANSWER = 900.0
@@ -43,9 +43,10 @@ STRANGERS = 64
 """How many connections without a known key are allowed from one address. Two more are allowed for each site,
 because many sites may share one address."""
 CHANCE = 1.0
-"""If there are too many connections without a known key, the oldest one is closed if it is older than this
-many seconds. If none is that old, a random one is closed. So a slow site that shares its address with
-strangers can still connect."""
+"""If strangers (senders without a known key) have too many connections, one is closed. It is the oldest one,
+if that is older than this many seconds, and otherwise a random one. A site is a stranger until its first
+signed request. During a flood of connections, the random choice leaves a slow site a chance to send this
+request."""
 PER_SITE = 8
 """How many connections one site may have open."""
 SPARE = 128
@@ -143,11 +144,10 @@ class Port:
             visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
 
     def make_room(self, host: str) -> None:
-        """Closes one stranger's connection if there are too many, so that a new connection from `host` can be
-        accepted.
+        """Closes one connection if there are too many, so that a new connection from `host` can be accepted.
 
-        If `host` itself has too many, one of its connections is closed. Otherwise it is one of the address
-        that has the most.
+        Strangers' connections are closed first. If strangers at `host` have too many, one of theirs is
+        closed. If there are too many in total, one is closed at the address that has the most.
         """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:
@@ -164,8 +164,9 @@ class Port:
         self.end(crowd[0] if old else random.choice(crowd))
 
     def admit(self, visit: Visit, node: int) -> bool:
-        """Records that a connection belongs to the site with this node number. If the site has too many
-        connections, an idle one is closed. Returns False if all of them are busy."""
+        """Records that a connection belongs to the site with this node number, and returns True. If the site
+        already has `PER_SITE` connections, an idle one is closed. If all of these are busy, returns False and
+        records nothing."""
         if visit.node != node:
             same_site = [other for other in self.visits if other.node == node]
             if len(same_site) >= PER_SITE:
@@ -278,8 +279,8 @@ def ends_with(parent: int) -> None:
 
 
 async def serve(listening: socket.socket, private: socket.socket, environment: dict[str, str]) -> None:
-    """Answers requests on both sockets until this process is asked to end: those of sites on `listening`,
-    those of the centre on `private`. `environment` has the options that the centre set for this process."""
+    """Answers requests until this process is asked to end. Sites send requests to the socket `listening`, and
+    the centre to the socket `private`. `environment` has the options that the centre set for this process."""
     keys = Path(environment["SSFL_LINK_KEYS"]) if environment.get("SSFL_LINK_KEYS") else None
     trust = None
     if keys is not None:

@@ -52,8 +52,8 @@ def send(
     """Sends each node its content. Yields the node and the identifier of its message, for each message that
     was accepted.
 
-    `kind` is "query" or "train". A message must be answered within `holds` seconds. `called` returns the name
-    of a node's site, for error messages.
+    `kind` is "query" or "train". A message must be answered within `holds` seconds. `tell` prints errors, and
+    `called` returns the name of a node's site for them.
     """
     for node, content in contents.items():
         for attempt in range(ATTEMPTS):
@@ -79,8 +79,9 @@ def exchange(
     """Sends each node its content, and returns the contents of the answers that arrive within `deadline`
     seconds, by node.
 
-    `lost` returns the nodes whose answers can no longer arrive. `meanwhile` is called once while the sites
-    work; the centre trains in it. `called` returns the name of a node's site.
+    `kind` is "query" or "train". `lost` returns the nodes whose answers can no longer arrive. `meanwhile` is
+    called once while the sites work; the centre trains in it. `tell` prints errors, and `called` returns the
+    name of a node's site for them.
     """
     if not contents:
         return {}
@@ -90,7 +91,8 @@ def exchange(
     end = time.monotonic() + deadline
 
     def fetch(node: int, name: str) -> None:
-        """Waits for the answer to one message and puts it into `inbox`.
+        """Waits for the answer to the message with the identifier `name`, which was sent to `node`. Puts the
+        answer, or an error, into `inbox`.
 
         Each answer is fetched in its own thread. So a site that stops in the middle of its answer does not
         delay the others.

@@ -1,10 +1,10 @@
-"""The filter for requests to the centre's port: it passes on only requests that come from sites, have an
-allowed size, and answer each message once.
+"""The filter for requests to the centre's port. It passes on only requests that come from sites and are
+not too large. It refuses a second answer to the same message.
 
-Flower reads requests of any size, trusts the size that an array claims, and does not report second answers.
-The filter refuses such requests before any of their content is stored, and tells the centre who sent them and
-why they were refused. A request without a signature of a known key is refused as soon as its headers have
-arrived. Its body is not read.
+Flower itself reads requests of any size, trusts the size that an array claims, and does not report second
+answers. The filter refuses such requests before any of their content is stored, and tells the centre who sent
+them and why they were refused. A request without a signature of a known key is refused as soon as its headers
+have arrived. Its body is not read.
 """
 
 import asyncio
@@ -146,8 +146,8 @@ class RequestFilter:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Tells Flower that the sites are alive, if this process was paused for more than `STALLED_PORT`
-        seconds. During the pause it could not read their heartbeats."""
+        """If this process was paused for more than `STALLED_PORT` seconds, tells Flower that all sites that
+        were alive before the pause are still alive. During the pause, their heartbeats could not be read."""
         before, self.ticked = self.ticked, time.monotonic()
         if self.ticked - before > STALLED_PORT:
             for node, seen in self.seen.items():
@@ -324,8 +324,8 @@ class RequestFilter:
             self.tell({"answered": self.coming.pop(node)[0]})
 
     async def _held(self, node: int | None, receive: Receive) -> bool:
-        """Holds a request for work open until there is a message for the node. Returns True if there is one,
-        and False if none came within `HOLD` seconds.
+        """Holds a request for work open until there is a message for the node, and then returns True. Returns
+        False if there is none after `HOLD` seconds, or if the site closes the connection.
 
         So an idle site asks only a few times a minute, and still gets its work at once.
         """
@@ -341,8 +341,9 @@ class RequestFilter:
         return event.is_set()
 
     async def _alive(self, node: int, path: str) -> None:
-        """Counts a request of a node as a sign of life, like a heartbeat. So a busy site is not treated as
-        disconnected because one heartbeat is late."""
+        """Records a request of a node as a sign of life, like a heartbeat. So a busy site is not treated as
+        disconnected because one heartbeat is late. If `path` is that of a request to disconnect, the record
+        is deleted instead."""
         now = time.monotonic()
         if path.endswith("/deactivate-node"):
             self.seen.pop(node, None)
@@ -353,8 +354,8 @@ class RequestFilter:
             await anyio.to_thread.run_sync(self.flower.alive, node, BEATS[0])
 
     async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
-        """Answers a heartbeat directly, because Flower's application is slower. Returns True if it was
-        answered, and False if Flower must answer it."""
+        """Answers a heartbeat directly, because Flower's application is slower, and returns True. If the
+        heartbeat is not from the site that it names, returns False, and Flower's application must answer."""
         request = _parsed("fleet/send-node-heartbeat", body)
         if node is None or request.node.node_id != node:
             return False
@@ -365,8 +366,8 @@ class RequestFilter:
         return True
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
-        """Returns the body of a request. Raises `Refused` if it has more than `most` bytes, and `BrokenOff`
-        if it does not arrive completely."""
+        """Returns the body of a request. Raises `Refused` if its length is missing or above `most` bytes, and
+        `BrokenOff` if it does not arrive completely."""
         try:
             size = int(headers[b"content-length"])
         except (KeyError, ValueError):
@@ -408,8 +409,8 @@ class RequestFilter:
         self.left[node] = self.most
 
     def _check_object(self, node: int, body: bytes) -> None:
-        """Raises if a part of an answer does not match its hash, or if all parts of the answer together are
-        larger than a model."""
+        """Raises if a part of an answer cannot be read, does not match its hash, or describes an array with
+        too many chunks. Also raises if the parts of the answer so far are together too large."""
         request = _parsed("fleet/push-object", body)
         content = request.object_content
         self.left[node] = self.left.get(node, 0) - len(content)
@@ -457,8 +458,8 @@ def _handshake(reason: str) -> str:
 
 
 def _parsed(path: str, body: bytes, which: int = 0) -> Any:
-    """Returns the request (`which` = 0) or the response (`which` = 1) of this path as a protobuf message.
-    Raises `Refused` if the body cannot be read."""
+    """Returns `body` as a protobuf message. It is the body of a request to this path (`which` = 0), or of the
+    response to such a request (`which` = 1). Raises `Refused` if the body cannot be read."""
     request = internals.TYPES[path][which]()
     try:
         request.ParseFromString(body)
@@ -468,8 +469,8 @@ def _parsed(path: str, body: bytes, which: int = 0) -> Any:
 
 
 async def _answer(send: Send, status: int, body: bytes, close: bool = True) -> None:
-    """Sends an HTTP response. With `close`, the body is plain text and the connection is closed
-    afterwards."""
+    """Sends an HTTP response. If `close` is true, the body is plain text, and the connection is closed
+    afterwards. Otherwise the body is a protobuf message, and the connection stays open."""
     headers = [(b"content-type", b"application/protobuf"), (b"content-length", str(len(body)).encode())]
     if close:
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]

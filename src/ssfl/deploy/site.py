@@ -114,8 +114,8 @@ class Site:
     def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
         """A context manager that ends this site's work if the `with` block raises an error.
 
-        The block checks that the external network or method `name`, or its weights, is the same here as at
-        the centre. If it is not, asking the centre again would not help.
+        The block compares code or weights of the network or method `name` with those at the centre. It raises
+        if they differ. Then the work ends, because trying again would not help.
         """
         try:
             yield
@@ -149,8 +149,9 @@ class Site:
         return trained._replace(rows=privacy.released(row, trained.rows, clip, noise, normal))
 
     def end(self, asked: ConfigRecord, content: RecordDict) -> None:
-        """Handles the centre's message that the run is over or that this site is refused. If the message has
-        the final model and `keep` is set, the model is written there."""
+        """Handles the centre's message that the run is over, or that this site is refused. `asked` has the
+        settings in this message. If `content` has the final model and `keep` is set, the model is written to
+        the path `keep`."""
         self.done = True
         if asked.get("refused"):
             self.unfit = SsflError(str(asked["why"]))
@@ -171,10 +172,12 @@ class Site:
 
 
 def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable[[str], str]) -> None:
-    """Raises if the external code or the frozen weights `name` at this site differ from the centre's.
+    """Raises if the network or method `name` has other code or other frozen weights here than at the centre.
 
-    `key` says what is compared: "model.digest", "method.digest" or "model.frozen". `here` computes this
-    site's digest. External code must have been allowed at this site with `--with`.
+    `key` says what is compared: the code ("model.digest" or "method.digest") or the frozen weights
+    ("model.frozen"). `here` computes this site's digest. A file with external code must have been allowed at
+    this site with `--with`. For a network or method of ssfl itself, only pretrained weights are compared. If
+    `name` is None, nothing is compared.
     """
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
@@ -195,8 +198,8 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
 
 
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
-    """Checks the model and the model card that the centre sent, and writes them as `ssfl export` does.
-    Returns the paths of the written files."""
+    """Checks the model (in `content`) and its model card that the centre sent, and writes both to the path
+    `target`, as `ssfl export` does. Returns the paths of the written files."""
     try:
         facts = json.loads(card)
         network = predict.network_of(facts, target)
@@ -216,7 +219,8 @@ def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = prin
 
     A "query" message asks for the site's name, or says that the run is over. A "train" message asks for one
     round of training. If the work fails, `tell` shows the full error at the site. The centre gets only a text
-    that reveals nothing about the site's files.
+    that reveals nothing about the site's files. `site_of` returns the site that answers. `mods` are further
+    Flower mods, functions that wrap the handling of each message.
     """
 
     def report_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

@@ -57,8 +57,8 @@ class Terms:
     """The settings that the centre and all sites must share, so that a site trains as a simulated user would.
     The centre sends them as text with every model.
 
-    `shape` is that of an image (C, H, W). `mean` and `std` normalise its channels. `white` is the largest
-    pixel value.
+    `shape` is that of an image (C, H, W). `mean` and `std` normalise its channels. `white` concerns image
+    files with more than 8 bits per channel: it is the pixel value that becomes 255.
     """
 
     config: Config

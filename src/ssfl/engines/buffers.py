@@ -1,8 +1,8 @@
 """Memory for training all trainers of a round together, and the SGD update on this memory. A trainer is a
 user or the server.
 
-The tensors stay at fixed addresses, because a step that is recorded on a GPU always reads and writes the same
-memory.
+The tensors stay at fixed addresses. On a GPU a step is recorded as a CUDA graph, which always reads and
+writes the same memory.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,11 @@ from ssfl.engines.work import Optimizer, Pool, Work
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """The tensors that a training step of n trainers (users, or the server) reads and writes, [n, ...] each.
-    They are allocated once and used again in every round."""
+    """The tensors that a training step of n trainers (users, or the server) reads and writes. They are
+    allocated once and used again in every round.
+
+    Tensors have the shape [n, ...] unless their description gives another one.
+    """
 
     weights: Named
     """The weights by name, in float32 or float64. The optimizer updates them."""
@@ -96,10 +99,11 @@ def make_buffers(
     learns: bool = True,
     received: bool = False,
 ) -> StepBuffers:
-    """Returns new, uninitialised buffers for `models` trainers. Their shapes are those of this `work`.
+    """Returns new buffers for `models` trainers. `StepBuffers.load` must set their values before a step.
 
-    If `learns` is false, the buffers are for prediction only and hold no optimizer state. If `received` is
-    true, they also keep the weights at the start of the round.
+    The models `rows` and the `work` of a round determine all other dimensions. `metrics` are the names of the
+    metrics that are summed. If `learns` is false, the buffers are for prediction only and hold no optimizer
+    state. If `received` is true, they also keep the weights at the start of the round.
     """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -51,9 +51,11 @@ def can_compile(name: str, device: torch.device) -> bool:
 
 
 def threads(needed: int, most: int) -> int:
-    """Returns how many CPU threads, up to `most`, should share one training step. `needed` is how many bytes
-    the step touches. It is 1 for a short step (see `CACHED`), because sharing it would cost more time than it
-    saves."""
+    """Returns how many CPU threads should share one training step that touches `needed` bytes of memory.
+
+    A short step (see `CACHED`) gets one thread, because sharing it would cost more time than it saves. Any
+    other step gets `most` threads.
+    """
     return 1 if needed <= CACHED else most
 
 
@@ -76,8 +78,12 @@ def make(
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
-    """Returns an engine that divides the trainers among several processes, if this is possible: on a CPU with
-    several cores. Otherwise returns the same engine."""
+    """Returns an engine that divides the trainers among several processes, if this is possible. Otherwise
+    returns the same engine.
+
+    It is possible on a CPU with several `cores`, if several trainers are trained together and the system lets
+    this process start others. `trainers` is how many are trained together.
+    """
     if not spread.possible(device, cores, trainers):
         return engine
     try:

@@ -17,8 +17,8 @@ class Engine(Protocol):
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
         """Returns the class probabilities [n, T · B, classes] that each of n models predicts in evaluation
-        mode. The method makes pseudo-labels from them. A model predicts one weak view of each image in its
-        own T batches of B images."""
+        mode. The method makes pseudo-labels from them. The input of a model is one weak view of each image in
+        its own T batches of B images."""
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
         """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
@@ -38,6 +38,10 @@ class Engine(Protocol):
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
-        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
-        (see `positions` in `engines/work.py`)."""
+        """Returns which of its images each of n trainers sees next, [n, count], as positions among the
+        trainer's own images.
+
+        Each trainer sees its images in a random order (see `positions` in `engines/work.py`). The result is
+        the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`, the
+        trainer's number (in `trainers`) and its number of images (in `sizes`).
+        """

@@ -41,8 +41,8 @@ def local_ranks() -> int:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Returns the device that this process trains on. On a machine with several GPUs, each process gets
-    another one. Raises ConfigError if there are more processes than GPUs."""
+    """Returns the device that this process trains on. If `device` is a GPU, each process on this machine gets
+    a different GPU. Raises ConfigError if there are more processes than GPUs."""
     if device.type != "cuda":
         return device
     place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -88,13 +88,13 @@ class Dist:
         return self.engine.train(rows, momentum, work)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that these models predict for the images in their batches, [n, T ·
-        B, classes]. This rank computes them with the wrapped engine."""
+        """Returns the class probabilities [n, T · B, classes] that each of n models predicts for its own T
+        batches of B images. This rank computes them with the wrapped engine."""
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's mean loss over all its images, [n, P]. This rank computes it
-        with the wrapped engine."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
+        weights. This rank computes it with the wrapped engine."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
@@ -104,9 +104,13 @@ class Dist:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
-        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
-        (see `positions` in `engines/work.py`)."""
+        """Returns which of its images each of n trainers sees next, [n, count], as positions among the
+        trainer's own images.
+
+        Each trainer sees its images in a random order (see `positions` in `engines/work.py`). The result is
+        the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`, the
+        trainer's number (in `trainers`) and its number of images (in `sizes`).
+        """
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def close(self) -> None:
@@ -122,11 +126,13 @@ class Dist:
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Exchanges the results of a round among all ranks. Returns the sum of all ranks' `streams` (partial
-        sums of the groups' models). For each tensor of `each`, it also returns the rows of all `count` users
-        instead of this rank's users only.
+        """Exchanges the results of a round among all ranks. Returns a list: first the sum of `streams` over
+        all ranks, then every tensor of `each` with the rows of all `count` users.
 
-        A single message carries everything. It contains a checksum of `start`, the model that the round
+        `streams` has, for each group of users, the sum of the models that this rank trained. A tensor of
+        `each` has one row for each user that this rank trained, such as the user's metrics.
+
+        Each rank sends a single message. It also contains a checksum of `start`, the model that the round
         started from. If the checksums differ, the ranks hold different models, and RunError is raised.
         """
         if self.size == 1:
@@ -163,13 +169,15 @@ class Dist:
         return [total.reshape(streams.shape), *(torch.cat(pieces) for pieces in gathered)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Returns the models of all `count` users of the round, [count, P + Q], in order, on every rank.
-        `rows` are the models that this rank trained."""
+        """Returns the models of all `count` users of the round on every rank, in the order of the users. They
+        are [count, P + Q], with P weights and Q running statistics each. `rows` are the models that this rank
+        trained."""
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:
-        """Returns the signal that asked any of the ranks to stop, or 0 if none was asked. So all ranks stop
-        after the same round."""
+        """Returns the number of the signal that asked any of the ranks to stop, or 0 if none was asked.
+        `stop` is the same for this rank alone. With the common result, all ranks stop after the same
+        round."""
         if self.size == 1:
             return stop
         signal = torch.tensor(float(stop))

@@ -98,8 +98,8 @@ class Features:
     not count."""
     computed: int = 0
     _available: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), repr=False)
-    """How many views of each image may be drawn in this round. The number lies in memory that forked
-    processes share, so that they see its changes."""
+    """How many of an image's views in each tensor of `views` may be drawn in this round. The number lies in
+    memory that forked processes share, so that they see its changes."""
     _images: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     _names: dict[int, bytes] = field(default_factory=dict, repr=False)
     """The checksums of the images whose features are computed. The keys are the images' indices in the
@@ -130,8 +130,8 @@ class Features:
         """Returns the features object of a network with a trunk and a tail. No features are computed yet;
         `prepare` does this.
 
-        Features are stored on disk only for the package's own augmentations. Others have no name by which
-        stored features could be found again.
+        Features are stored on disk only for the package's own augmentations. Other augmentations have no name
+        by which their stored features could be found again.
         """
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
@@ -148,8 +148,8 @@ class Features:
         )  # fmt: skip
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
-        """Prepares the features of the images at `indices`, and computes their first weak view, or reads it
-        from disk. With `strong`, also their first strong view."""
+        """Allocates memory for the features of the images at `indices`. Then computes the features of their
+        first weak view, or reads them from disk. If `strong` is true, does the same for strong views."""
         began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
         self._first = time.perf_counter() - began
@@ -196,7 +196,8 @@ class Features:
 
     def left_to_evaluate(self, images: Tensor, test_views: int) -> float:
         """Returns an estimate of how many seconds it takes to compute the missing features of images that
-        will be evaluated. Each image has `test_views` test views besides itself."""
+        will be evaluated. Each image is evaluated without augmentation and in `test_views` augmented test
+        views."""
         kept, numbers = self._kept(), range(test_views + 1)
         missing = sum(
             (name, number) not in self._plain
@@ -294,7 +295,8 @@ class Features:
         self, name: bytes, kind: str, number: int, image: Tensor, make: Callable[[Tensor, bytes, int], Tensor]
     ) -> Tensor:
         """Returns the features of view `number` of an image from disk. If they are not there, computes them
-        with `make` and stores them. `name` is the image's checksum."""
+        with `make` and stores them. `name` is the image's checksum. `kind` is "weak" or "strong" for
+        training, and "test" or "plain" (without augmentation) for evaluation."""
         file = None if self.folder is None else self.folder / _file(name, kind, number)
         if file is not None:
             with suppress(OSError, ValueError, EOFError):

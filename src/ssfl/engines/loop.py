@@ -52,7 +52,8 @@ class Loop:
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
-        """Returns one trainer's model [1, P + Q], momentum [1, P] and metrics after its steps."""
+        """Returns one trainer's model [1, P + Q], momentum [1, P] and metrics after its steps. P is the
+        number of weights, and Q the number of running statistics."""
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
@@ -100,8 +101,8 @@ class Loop:
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
         """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
-        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
-        method makes pseudo-labels from the probabilities."""
+        mode, [n, T · B, classes]. The input of a model is one weak view of each image in its own T batches of
+        B images. The method makes pseudo-labels from the probabilities."""
         probabilities = []
         with torch.no_grad():
             for i, row in enumerate(rows):
@@ -139,9 +140,13 @@ class Loop:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
-        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
-        (see `positions` in `engines/work.py`)."""
+        """Returns which of its images each of n trainers sees next, [n, count], as positions among the
+        trainer's own images.
+
+        Each trainer sees its images in a random order (see `positions` in `engines/work.py`). The result is
+        the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`, the
+        trainer's number (in `trainers`) and its number of images (in `sizes`).
+        """
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
