@@ -8,13 +8,14 @@ from ssfl.signals import exit_code
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Returns an error's message as one line of at most `most` characters. If the error has no message,
-    returns the name of its class."""
+    """Returns an error's message as one line, cut to `most` characters (None: not cut). If the error has no
+    message, returns the name of its class."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def with_class(error: BaseException, most: int | None = None) -> str:
-    """Returns an error's class and message as one line, such as "ValueError: no images"."""
+    """Returns an error's class and message as one line, such as "ValueError: no images". The message is cut
+    to `most` characters (None: not cut)."""
     name, message = type(error).__name__, one_line(error, most)
     return name if message == name else f"{name}: {message}"
 
@@ -45,8 +46,8 @@ class MethodError(SsflError):
 
 
 class DataError(SsflError):
-    """A data file or folder is missing, broken or unsuitable; also used for messages of a federation that are
-    not valid."""
+    """A data file or folder is missing, broken or unsuitable. This class is also used if the centre or a site
+    of a federation receives an invalid message."""
 
 
 class RunError(SsflError):

@@ -56,11 +56,13 @@ class State:
     """[P + Q]: the averaged model (the paper's w_avg). The server starts its training from it, and it is the
     model that is evaluated. It has P weights and Q running statistics."""
     momentum: Tensor
-    """The optimizer's momentum that users and server keep between rounds, one row of P numbers each; the
-    server's rows are last. Empty if momentum is reset every round (train.momentum_policy)."""
+    """The momentum of SGD that is kept between rounds, P numbers per row. train.momentum_policy decides whose
+    momentum it is: that of the server, and perhaps of users. The server's rows are last, one for each copy of
+    its model. Empty if momentum is reset every round."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[K]: how many models of each user were refused. The gate refuses models (federation.gate), and so does
-    a real centre. Empty in a simulation without the gate."""
+    """[K]: how many models of each of the K users were refused so far. In a simulation, only the gate (the
+    checks of federation.gate) refuses models; without it this tensor is empty. The centre of a real
+    federation also refuses models without the gate."""
     memory: dict[str, Tensor] = field(default_factory=dict)
     """Further tensors that the method keeps between rounds, by name. `Method.initial` returns their initial
     values."""
@@ -123,7 +125,8 @@ class Users:
 
     means: Tensor
     """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user's model was
-    used, these are the models that were sent."""
+    used, this is the model that was sent. But if the server trained at the same time, it is the server's
+    trained model."""
     average: Tensor
     """[P + Q]: the mean of the groups' models, the paper's equation (7)."""
     counted: bool
@@ -153,13 +156,13 @@ class Users:
 
     @property
     def sizes(self) -> Tensor:
-        """[m]: how many images each of the m users has whose models were used. Only for methods that declare
-        "sizes" in `needs`."""
+        """[m]: the number of images of each of the m users whose models were used. Only for methods that
+        declare "sizes" in `needs`."""
         return self._needing("sizes", self._sizes)  # type: ignore[no-any-return]
 
     def _needing(self, need: str, value: Any) -> Any:
-        """Returns the value, or raises if the method has not declared `need` in `needs`. So a method cannot
-        use what a real federation does not have."""
+        """Returns `value`. Raises MethodError if the method has not declared `need` in `needs`. So a method
+        cannot use something that it did not declare, and that real sites may not provide."""
         if need not in self.declared:
             raise MethodError(f"the round uses {NEEDS[need]}: add {need!r} to what needs() returns", key=need)
         return value
@@ -186,8 +189,8 @@ class Fed(Protocol):
         """Whether the server has labelled images to train on."""
 
     def key(self, purpose: str, *, by_round: bool = True) -> Tensor:
-        """Returns the key from which the random numbers for a purpose are drawn (see `core/draws.py`). It is
-        a different one in every round or, with `by_round=False`, the same for the whole run."""
+        """Returns the key from which the random numbers for a purpose are drawn (see `core/draws.py`). Every
+        round has a different key. With `by_round=False`, the key is the same for the whole run."""
 
     def train_users(
         self,
@@ -201,10 +204,12 @@ class Fed(Protocol):
         """Sends each participant the model of its group, trains it there, and averages the trained models
         that come back.
 
-        `start` is [S, P + Q], one model per group. With `server`, the server trains that model at the same
-        time, and the result joins the average of every group, with weight `server_weight` (default: that of a
-        user). With `replicas` above 1, the server trains that many copies. `send(users)` returns further
-        tensors to send to these n users, [n, ...] each.
+        `start` [S, P + Q] has one model per group, or one per user if the method's `start` is "user". If
+        `server` is given, the server trains this model at the same time. The trained model then enters the
+        average of every group with weight `server_weight`. None means the same weight as each user. With
+        `replicas` above 1, the server trains that many copies of the model, one for each group.
+
+        `send(users)` returns further tensors to send to the given n users, [n, ...] each.
         """
 
     def train_server(self, row: Tensor) -> Trained:
@@ -212,13 +217,13 @@ class Fed(Protocol):
         its momentum."""
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
-        """Returns the class probabilities [m, B, classes] of m models [m, P + Q] for B uint8 images [B, C, H,
-        W]."""
+        """Returns the class probabilities [m, B, classes] that m models [m, P + Q] predict for B uint8 images
+        [B, channels, height, width]."""
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's balanced accuracy minus the accuracy of guessing: 1 divided by the number of
-        classes that the server's images have. It is measured on about `most` of the server's labelled images;
-        None means all."""
+        """Returns a model's balanced accuracy minus the accuracy of guessing. The latter is 1 divided by the
+        number of classes that occur in the server's images. The accuracy is measured on about `most` of the
+        server's labelled images; None means all."""
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
         """Returns a model's mean confidence (its largest class probability). It is measured on about `most`
@@ -234,8 +239,8 @@ def paper_round(
     """Returns the state after a round as in the paper (Zhang et al. 2020), equations (7) and (8).
 
     Users and server train at the same time. Each group averages the models of its own users with the server's
-    model. `server_weight` is the server's weight in this average. With `server_replicas`, the server trains
-    one copy of its model per group.
+    model. `server_weight` is the server's weight in this average; None means the same weight as each user.
+    With `server_replicas`, the server trains one copy of its model per group.
     """
     server = state.average if fed.has_server else None
     replicas = len(state.streams) if server_replicas else 1
@@ -266,8 +271,9 @@ class Method:
     """A function `label(self, look: Look) -> Labels` that makes a user's pseudo-labels once a round. None if
     the method does not make pseudo-labels at the start of a round."""
     keeps_models: ClassVar[bool] = False
-    """Whether the method keeps a model of every user between rounds (in `initial`). If so, ssfl checks before
-    the start that there is enough memory."""
+    """Whether the method keeps a model of every user between rounds, in the tensors that `initial` returns.
+    If so, the memory check before a run counts one model for every user, and not only for the
+    participants."""
     trains_users: ClassVar[bool] = True
     """Whether the method's `round` trains users."""
     trains_server: ClassVar[bool] = True

@@ -150,8 +150,9 @@ class Loop:
         return positions(base, trainers, sizes, first, count)
 
     def _unpacked(self, row: Tensor) -> tuple[Named, Named]:
-        """Returns the weights and the running statistics of one model (a row) by name, [1, ...] each. The
-        weights are copies, because training changes them in place."""
+        """Splits the vector `row` of one model into its tensors. Returns the weights by name and the running
+        statistics by name, each with a first dimension of 1. The weights are copies, because training changes
+        them in place."""
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
@@ -217,9 +218,9 @@ def predicted(step: Step) -> Tensor:
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """Returns batch number `step` of a pass over all N images of each trainer, to compute its gradient over
-    all images. Each image has weight 1/N, where N is in `sizes`. Images that only fill up the last batch have
-    weight 0."""
+    """Returns batch number `step` of one pass over all images of each trainer. The gradients of these batches
+    add up to the gradient of the trainer's mean loss. `sizes` [n] are the numbers of images of the n
+    trainers. Each image has weight 1 / size. Images that only fill up the last batch have weight 0."""
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

@@ -55,12 +55,14 @@ def check_kept(
     device: torch.device,
     fix: str,
 ) -> int:
-    """Returns how many bytes it takes to keep one model for each user or group between rounds, as the setting
-    `key` demands. Raises ConfigError if less memory is free on the device.
+    """Returns how many bytes of memory it takes to keep `rows` + 1 vectors (models or momentum) from one
+    round to the next. Raises ConfigError if the device has less free memory.
 
-    There are `rows` models of `length` numbers each. They are held twice during a round, before and after it.
-    On a CPU, writing a checkpoint needs them once more. `whose` ("users", for example) and `fix` are parts of
-    the error message.
+    Each vector has `length` numbers of type `dtype`. During a round there are two copies of all vectors: the
+    old and the new values. On a CPU, writing a checkpoint needs a third copy.
+
+    The other arguments are parts of the error message. `key` and `value` are the setting because of which the
+    vectors are kept. `whose` says whose vectors they are, such as "users". `fix` is what to set instead.
     """
     needed = (3 if device.type == "cpu" else 2) * (rows + 1) * length * dtype.itemsize
     available = free(device)
@@ -76,10 +78,11 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train together if each needs `needed` bytes. If all of them fit into the free
-    memory, it is all; otherwise the users are divided into equal parts that fit.
+    """Returns how many users to train at the same time, if each needs `needed` bytes. If all users fit into
+    70 % of the free memory, this is the number of all users. Otherwise the users are divided into equal parts
+    that fit, and the size of a part is returned.
 
-    `reserved` bytes are kept free for other purposes.
+    `reserved` bytes of the free memory are left for other purposes.
     """
     fit = max(1, int(0.7 * (free(device) - reserved)) // max(needed, 1))
     parts = -(-users // fit)

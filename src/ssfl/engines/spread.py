@@ -1,8 +1,9 @@
-"""Divides trainers (users or the server) among processes with one thread each. So a CPU with two cores trains
-two users at the same time.
+"""Divides trainers (users or the server) among processes with one thread each. For example, a CPU with two
+cores then trains two users at the same time.
 
-The networks of a federation are usually too small to share one step among several threads. So each process
-trains some of a round's users with the same engine, and the models are sent between processes.
+Most networks here are so small that several threads do not make a single training step faster. So each
+process trains some of a round's users with the same engine, in one thread. The models are sent between the
+processes.
 """
 
 import ctypes
@@ -79,9 +80,9 @@ class Spread:
         )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
-        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
-        method makes pseudo-labels from the probabilities."""
+        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode; the
+        models are the rows of `rows`. Each model predicts weak views of the images in its trainer's T batches
+        of B images. The method makes pseudo-labels from the probabilities."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
         return torch.cat(self._everywhere("predict", parts))
 
@@ -105,9 +106,9 @@ class Spread:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
-        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
-        (see `positions` in `engines/work.py`)."""
+        """Returns which images each of n trainers sees next, [n, count]. An image is given by its position
+        among the trainer's own images. Each trainer has a random sequence of its images (see `positions` in
+        `engines/work.py`). The result is elements `first` to `first + count - 1` of this sequence."""
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -115,8 +116,9 @@ class Spread:
         return [slice(a, b) for a, b in pairwise(edges) if b > a]
 
     def _everywhere(self, verb: str, parts: list[tuple[Any, ...]]) -> list[Any]:
-        """Calls the engine's function `verb`, such as "train", in the processes, once with each tuple of
-        arguments in `parts`. Returns the results in this order. Raises RunError if a process was killed."""
+        """Calls the engine's function `verb`, such as "train", in the processes, once for each tuple of
+        arguments in `parts`. Returns the results in the order of `parts`. Raises RunError if a process was
+        killed."""
         try:
             waiting = [self._pool.submit(_do, verb, _packed(part)) for part in parts]
             return [pickle.loads(waiting.pop(0).result()) for _ in parts]
@@ -176,8 +178,8 @@ def _do(verb: str, packed: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as plain bytes, to send them between processes. torch's own way needs shared memory, of
-    which containers have little."""
+    """Pickles tensors as plain bytes, to send them between processes. torch would send them through shared
+    memory, of which containers have little."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,8 +1,9 @@
 """The engine "vmap": trains all trainers of a round (users, or the server) together on one device. It takes
-the same steps as `loop`, with one more dimension in every tensor.
+the same steps as the engine "loop", but its tensors have one more dimension, the trainers.
 
-On a GPU, a whole step is recorded once as a CUDA graph over fixed memory, from the choice of images to the
-optimizer. It is then replayed T times without work for the CPU.
+On a GPU, a whole step is recorded once as a CUDA graph, from the choice of images to the optimizer. The graph
+is then replayed for each step, with almost no work for the CPU. It always reads and writes the same memory,
+the buffers.
 """
 
 import copy
@@ -37,8 +38,8 @@ from ssfl.models.kernels import convolution
 
 
 class RecordedStep(NamedTuple):
-    """A step of all trainers that was recorded as a CUDA graph. It can be replayed for all work of the same
-    kind (`Work.kind`), after its data are copied into the buffers."""
+    """A step of all trainers that was recorded as a CUDA graph. It can be replayed for any work of the same
+    kind (`Work.kind`), after the data of that work are copied into `buffers`."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
@@ -117,9 +118,9 @@ class Vmap:
         return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities that each of n models (the rows of `rows`) predicts in evaluation
-        mode, [n, T · B, classes]. The images are weak views of those in the model's own T batches of B. The
-        method makes pseudo-labels from the probabilities."""
+        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode; the
+        models are the rows of `rows`. Each model predicts weak views of the images in its trainer's T batches
+        of B images. The method makes pseudo-labels from the probabilities."""
         work, unused = for_prediction(work), rows[:, : self.layout.weights]
         if rows.is_cuda:
             models = max(len(rows), work.seats)  # the same number, however many users drop out
@@ -135,8 +136,9 @@ class Vmap:
         return torch.cat([self._predict(buffers.narrow, buffers.statistics, batch) for batch in batches], 1)
 
     def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> RecordedStep:
-        """Runs all steps of this work and returns the recorded step, whose buffers contain the results. The
-        first work of a `kind` is recorded as a CUDA graph; later ones replay it."""
+        """Runs all steps of `work`, and returns the recorded step, whose buffers then contain the results. At
+        the first call with a `kind`, the step is recorded as a CUDA graph, with buffers for `models`
+        trainers. Later calls with the same `kind` replay it."""
         if kind not in self._recorded:
             self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
         recorded = self._recorded[kind]
@@ -172,17 +174,17 @@ class Vmap:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, as positions among the trainer's own
-        images, [n, count]. They are the places `first` to `first + count - 1` of its random image sequence
-        (see `positions` in `engines/work.py`)."""
+        """Returns which images each of n trainers sees next, [n, count]. An image is given by its position
+        among the trainer's own images. Each trainer has a random sequence of its images (see `positions` in
+        `engines/work.py`). The result is elements `first` to `first + count - 1` of this sequence."""
         return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
         """Does nothing, because this engine has no processes to end."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory one more trainer needs during training. It decides how many
-        users are trained together.
+        """Returns about how many bytes of memory one more trainer needs during training. From this number
+        follows how many users are trained together.
 
         The estimate includes the trainer's model before and after training, its buffers, and twice the memory
         that a trial step saves for the backward pass.
@@ -258,8 +260,9 @@ class Vmap:
     def _evaluated(
         self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
-        """Returns the value of a loss for each model, its metrics and the new running statistics. If the loss
-        is one of the method's two losses (user or server), its compiled form is used, if there is one."""
+        """Returns the value of `loss` for each model, the metrics, and the new running statistics. If the
+        engine compiles, the method's user loss and server loss are evaluated by compiled functions. All other
+        losses are evaluated by ordinary code."""
         if loss is self._losses[role]:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
@@ -302,8 +305,8 @@ class Vmap:
         return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, trains: bool) -> RecordedStep:
-        """Returns a new step with new buffers for `models` trainers, recorded as a CUDA graph if possible.
-        The step trains; if `trains` is false, it only predicts."""
+        """Returns a new step with new buffers for `models` trainers, recorded as a CUDA graph if possible. If
+        `trains` is true, the step trains the models; otherwise it only writes their predictions."""
         probabilities = None
         if trains:
             buffers = self._buffers(models, rows, work)

@@ -34,23 +34,24 @@ class Pool:
     labels: Tensor
     """int64 [N]: the class of each of N images; -1 where unknown."""
     mean: Tensor
-    """[C]: the mean of each channel, which is subtracted from images before they enter the network. They are
-    then divided by `std`, the standard deviation of each channel."""
+    """[C]: the mean of each of C channels. Images are normalised before they enter the network: `mean` is
+    subtracted, and the result is divided by `std`, the standard deviation of each channel."""
     std: Tensor
     flip: bool
     """Whether augmented views may be mirrored horizontally."""
     dtype: torch.dtype
-    """The number type that networks compute in, such as bfloat16. Weights, losses and statistics have at
-    least float32."""
+    """The number type that networks compute in, such as bfloat16. Weights, losses and statistics use float32
+    or a more precise type."""
     weak: augment.View = augment.WEAK
     """The weak augmentation: how weakly augmented views of images are made."""
     strong: augment.View = augment.STRONG
     """The strong augmentation: how strongly augmented views of images are made."""
     features: Features | None = None
     """The stored outputs of the network's frozen layers for all images. None if the network has no frozen
-    part, or if its output is not stored."""
+    layers, or if their outputs are not stored."""
     test_views: int = 0
-    """How many augmented views of a test image its prediction is averaged over, besides the image itself."""
+    """The number of augmented views of each test image. The prediction is the average over these views and
+    the image itself."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -59,14 +60,16 @@ class Pool:
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the network's input for uint8 images without augmentation: normalised images or, if
-        `features` is set, the images' features."""
+        `features` is set, the images' features. The result has the number type `dtype`; None means the pool's
+        `dtype`."""
         if self.features is not None:
             return self.features.plain(images, dtype or self.dtype)
         return augment.normalise(images, self.mean, self.std, dtype or self.dtype)
 
     def test_inputs(self, images: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yields the network's inputs for evaluating uint8 images: first the images without augmentation,
-        then their test views. The logits for all of these are averaged."""
+        """Yields the network's inputs for evaluating uint8 images, in the number type `dtype`. The first
+        input is the images without augmentation. Then follow `test_views` inputs with one augmented view of
+        each image. The logits for all inputs are averaged."""
         yield self.normalised(images, dtype)
         for number in range(1, self.test_views + 1):
             if self.features is not None:
@@ -83,8 +86,8 @@ class Pool:
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
     def use(self, round: int) -> None:
-        """Prepares the features of the views that are new in a round (counted from 0). Does nothing if no
-        features are stored."""
+        """Prepares the stored features for a round (counted from 0), because the first rounds each add new
+        augmented views. Does nothing if no features are stored."""
         if self.features is not None:
             self.features.use(round)
 
@@ -129,7 +132,7 @@ class Work:
     """The learning rate of each of the round's T steps, the same for all trainers."""
     seats: int = 1
     """The largest number of trainers that are trained together in any round. Memory is allocated for this
-    many, so that it can be used in every round."""
+    many trainers, so that the same memory can be used again in every round."""
     tensors: Named = field(default_factory=dict)
     """Further tensors of the method by name, [n, T, ...] each, for n trainers and T steps. In each step, the
     loss finds that step's part in `step.tensors`."""
@@ -145,8 +148,7 @@ class Work:
     """[n]: how many of the T steps each of n trainers takes. After these its model no longer changes. None:
     all take T."""
     longest: int | None = None
-    """The largest number of steps that any trainer takes, if it is known to be less than T; otherwise
-    None."""
+    """The largest number of steps that any trainer takes. None means T."""
 
     @property
     def steps(self) -> int:
@@ -169,8 +171,9 @@ class Work:
         return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "Work":
-        """Returns the work with the function `change` applied to its tensors that have one entry per trainer,
-        except `keys`. `fields` are replacements for other fields."""
+        """Returns a copy of the work in which the function `change` was applied to every tensor with one
+        entry per trainer. `keys` is not changed in this way. Other fields can be replaced by keyword
+        arguments (`fields`)."""
 
         def each(tensors: Named) -> Named:
             return {name: change(tensor) for name, tensor in tensors.items()}
@@ -219,8 +222,10 @@ class TrainedRows(NamedTuple):
 
 
 def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
-    """Returns the positions of images after one pass of a swap-or-not shuffle. Each image has a mirror image
-    about a random point, and the two change places or not, at random. See `positions`."""
+    """Returns the positions of images after one pass of a swap-or-not shuffle (see `positions`). `image` are
+    the positions before the pass, `size` is the number of images of the trainer, and `turn` is the number of
+    the pass. In a pass, a random number r pairs position i with position (r - i) modulo `size`. Each pair is
+    swapped or not, at random."""
     key = draws.fold(keys, turn)
     mirror = draws.below(key, size) - image
     mirror = torch.where(mirror < 0, mirror + size, mirror)
@@ -236,12 +241,14 @@ def positions(
     count: int,
     swap: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Returns which of its images each of n trainers sees, as positions among the trainer's own images, [n,
-    count]. They are the places `first` to `first + count - 1` of its endless random sequence.
+    """Returns which images each of n trainers sees, [n, count]. An image is given by its position among the
+    trainer's own images. The result is elements `first` to `first + count - 1` of the trainer's endless
+    random sequence of images.
 
     The sequence consists of one new permutation of the trainer's images after another. Each permutation is a
-    swap-or-not shuffle (Hoang, Morris and Rogaway 2012): in every pass, an image and its mirror image about a
-    random point are swapped or not. So any place can be computed without the others, and nothing is stored.
+    swap-or-not shuffle (Hoang, Morris and Rogaway 2012). It makes several passes (see `swap_or_not`). Each
+    pass pairs the positions at random, and swaps each pair or not. So any element can be computed without the
+    others, and nothing is stored.
 
     `swap` is the compiled form of `swap_or_not`, if there is one. It is called once per pass on flat tensors.
     Compiling all passes together would take many times as long, and would be repeated for every number of
@@ -269,18 +276,19 @@ VIEWS = ("weak", "strong", "labelled", "dropout")
 
 
 def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
-    """Returns the keys from which the random numbers of a round are drawn, [4, n]: for each of four purposes
-    (`VIEWS`) and each of n trainers. So all random numbers of a trainer depend only on the seed, the purpose,
-    the round and the trainer.
+    """Returns the keys from which the random numbers of a round are drawn, [4, n], for four purposes and n
+    trainers. The purposes are weak views, strong views, views of labelled images, and dropout (`VIEWS`). So a
+    trainer's random numbers depend only on the seed, the purpose, the round and the trainer.
 
-    `trainers` are the numbers of the users, or draws.SERVER.
+    `trainers` [n] are the numbers of the users. The server has the number `draws.SERVER`, and further copies
+    of its model have the numbers below that.
     """
     bases = placed([[draws.key(seed, purpose, round)] for purpose in VIEWS], trainers.device)
     return draws.fold(bases, trainers)
 
 
 def for_prediction(work: Work) -> Work:
-    """Returns work with the same images but only weak views, with which an engine predicts their classes."""
+    """Returns the work for predicting instead of training: the same images, but only in weak views."""
     return replace(
         work, views=("weak",), labelled=None, tensors={}, extra_images={}, sent={}, lr_scale=None, taken=None
     )
@@ -300,8 +308,8 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
     """Yields the batch of every step, with the same content as `make_batch`. Views are made for several steps
     together, about `at_once` images at a time.
 
-    This is faster on a CPU, where calling a function takes longer than augmenting a small image. Large images
-    are made in smaller numbers, because their views would fill the memory.
+    This is faster on a CPU, where calling a function takes longer than augmenting a small image. If images
+    are large, fewer than `at_once` are augmented together, because their views would fill the memory.
     """
     trainers, _, size = work.batches.shape
     at_once = min(at_once, VALUES // pool.images[0].numel())

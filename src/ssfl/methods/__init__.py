@@ -64,7 +64,7 @@ def check_name(name: str) -> None:
 
 def find(name: str) -> "type[Method]":
     """Returns the class of a method, given its built-in name or the import path of a person's own method.
-    Raises ConfigError if there is none."""
+    Raises ConfigError if there is no such method."""
     check_name(name)
     if name not in METHODS:
         return _outside(name)
@@ -98,8 +98,9 @@ def settings_of(name: str) -> type | None:
 
 
 def recorded(name: str, values: dict[str, Any]) -> "Method":
-    """Returns a stand-in for a person's own method, if its file was not supplied. A report can read the
-    recorded settings from it, but it cannot train."""
+    """Returns a stand-in for a person's own method whose file was not supplied. `values` are the method's
+    settings as the run recorded them. A report can read these settings from the stand-in, but the stand-in
+    cannot train."""
     from ssfl.federation import Method
 
     fields = [(key, type(value), field(default=value)) for key, value in values.items()]

@@ -24,12 +24,12 @@ NEVER = 2.0
 
 @dataclass(frozen=True)
 class Anchored(Method):
-    """Rounds as in SemiFL, with safeguards: users make pseudo-labels once a round, their average moves with
-    momentum, and the server trains last.
+    """Rounds as in SemiFL, with safeguards. Users make pseudo-labels once a round and train, their models are
+    averaged with server momentum, and the server trains last.
 
-    There are three safeguards. Users with few classes take smaller steps. A guard discards user updates that
-    make the model much worse on the server's labels. The model that is evaluated is a slow average over
-    rounds.
+    There are three safeguards. Users whose pseudo-labels cover few classes train with a lower learning rate.
+    A guard discards user updates that make the model much worse on the server's labels. The model that is
+    evaluated is a slow average over rounds.
     """
 
     threshold: float = setting(0.8, least=0, most=1, what="a probability")
@@ -38,8 +38,9 @@ class Anchored(Method):
     """β, the server's momentum: this fraction of the last round's movement of the model is added to this
     round's."""
     guard: bool = True
-    """Whether to discard a round's user updates if they damage the model. This is so if the model's margin
-    over chance, on the server's labels, falls below half of its best margin so far."""
+    """Whether to discard a round's user updates if they damage the model. The measure is the new model's
+    margin: its balanced accuracy on the server's labels, minus that of guessing. Updates are discarded if the
+    margin falls below half of the best margin so far."""
     pace: str = setting("classes", choices=("full", "classes"))
     """"classes": lower a user's learning rate if its pseudo-labels cover few classes, and scale up its update
     in return. "full": use the same learning rate for all users."""
@@ -83,11 +84,11 @@ class Anchored(Method):
         return parts.still(state, self.momentum) | best
 
     def round(self, state: State, fed: Fed) -> State:
-        """Returns the state after a round: users train, their average moves with momentum, and the server
-        trains last.
+        """Returns the state after a round: users train, their models are averaged with server momentum, and
+        the server trains last.
 
-        The guard then compares the new model's margin over chance with the best margin so far. If it is less
-        than half of the best, the round is repeated without the users.
+        The guard then compares the new model's margin over chance with the best margin so far. If the new
+        margin is less than half of the best, the round is repeated without the users.
         """
         users = self.trained_users(state, fed)
         streams, memory = parts.momentum(state, users, self.momentum)

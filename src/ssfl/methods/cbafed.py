@@ -27,7 +27,8 @@ class CbaFed(Method):
 
     threshold: float = setting(0.84, least=0, most=1, what="a probability")
     """τ: the base of all thresholds. A class's threshold is τ, plus the class's share of the images trained
-    on in the last round, minus the standard deviation of these shares. An even share counts as 0.1."""
+    on in the last round, minus the standard deviation of all shares. Shares are scaled: if all classes had
+    equally many images, each share would be 0.1."""
     highest: float = setting(0.95, least=0, most=1, what="a probability")
     """The upper limit of every class's threshold."""
     residual: int = setting(5, least=0, most=10**6, what="a number of rounds; 0 means never")
@@ -87,11 +88,12 @@ class CbaFed(Method):
         return replace(new, streams=streams, average=average, memory=new.memory | {"stored": average.clone()})
 
     def averaged(self, state: State, fed: Fed, users: Users, **memory: Tensor) -> State:
-        """Returns the state with the new average of users and server, weighted by their numbers of labelled
-        images. `memory` are tensors that the method keeps for the next round.
+        """Returns the state with the new average of the users' models and the server's model. The weights are
+        their numbers of labelled images. `memory` are tensors that the method keeps for the next round.
 
-        In the published method, a labelled client trains at the same time as the others; here this is the
-        server. If no user's model counted, the server's model is the result.
+        In the published method, a user with labels trains at the same time as the others. Here the server
+        takes the part of this user. If no user's model was used in this round, the server's model is the
+        result.
         """
         if not fed.has_server:
             return state.next(users.means, users.average, momentum_of=[users], **memory)

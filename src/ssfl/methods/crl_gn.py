@@ -20,8 +20,8 @@ class CrlGn(Method):
     """Whether weak and strong views pass through the network in two "separate" batches or together in one
     "joint" batch. With BatchNorm the results differ."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
-    joint views are always in training mode."""
+    """Whether the network makes pseudo-labels in "eval" or in "train" mode. This setting matters only if
+    `views` is "separate". A joint batch is always computed in "train" mode."""
     server_weight: float | None = setting(None, least=0, most=1, what="the server's share of the average")
     """The server's weight in every average. Default: the same weight as each user."""
     server_replicas: bool = False

@@ -156,9 +156,9 @@ class FedMatch(Method):
         return Losses(loss * mask, mask, label)
 
     def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
-        """Returns the gradient of one step by weight name, and its metrics. At the server, it contains only
-        σ. At a user, it contains ψ on unlabelled images, with the penalties, and also σ on labelled images if
-        users have any."""
+        """Returns the gradient of one step by weight name, and the step's metrics. At the server, it has only
+        entries for σ. At a user, the entries for ψ come from unlabelled images and the penalties. If users
+        have labelled images, there are also entries for σ, from these images."""
         if step.role == "server":
             gradients, metrics = step.gradient(loss)
             return _half(gradients, "sigma."), metrics
@@ -278,11 +278,13 @@ def _half(tensors: Named, half: str) -> Named:
 
 
 def nearest(probabilities: Tensor, seen: Tensor, users: Sequence[int], count: int) -> Tensor:
-    """Returns for each of n `users` the numbers of the `count` other users whose predicted probabilities are
-    most similar, [n, count]. -1 means that there is no such user.
+    """Returns for each of n `users` the `count` other users whose predictions are most similar to that user's
+    predictions. The result [n, count] contains user numbers; -1 means that there is no further user to
+    choose.
 
     `probabilities` [m, classes] are the predictions of the m users in `seen` [m], those that have taken part
-    before. In a tie the first user is taken.
+    before. A user that is not in `seen` gets only -1. If two users are equally similar, the first one in
+    `seen` is taken.
     """
     chosen = torch.full((len(users), count), -1, device=seen.device)
     place = {user: i for i, user in enumerate(seen.tolist())}

@@ -23,8 +23,8 @@ class FixMatch(Method):
     """Whether weak and strong views pass through the network in two "separate" batches or together in one
     "joint" batch. With BatchNorm the results differ."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether the network makes pseudo-labels in "eval" or in "train" mode. It applies to separate views;
-    joint views are always in training mode."""
+    """Whether the network makes pseudo-labels in "eval" or in "train" mode. This setting matters only if
+    `views` is "separate". A joint batch is always computed in "train" mode."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},

@@ -24,8 +24,8 @@ CERTAIN = 0.95
 """An image is part of the sharpness-aware loss only if the received model's confidence in it is at least
 this."""
 LEAST = 0.01
-"""The constant η of ASAM (adaptive sharpness-aware minimisation). The move of a weight w is scaled by (|w| +
-η)², so that a weight of zero can also move."""
+"""The constant η of ASAM (adaptive sharpness-aware minimisation). The change of a weight w is proportional to
+(|w| + η)², so that a weight of zero can also change."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Fl2(Method):
 
     def label(self, look: Look) -> Labels:
         """Returns pseudo-labels, made with FreeMatch's thresholds for each class. A user's weight in the
-        average is larger, the lower the model's mean confidence in its images is."""
+        average is 1 minus the received model's mean confidence in the user's images. A user without
+        pseudo-labels has weight 0."""
         sure = parts.confident(look, thresholds.free(look.probabilities))
         certain = sure & (look.probabilities.amax(-1) >= CERTAIN)
         labels = parts.labelled(look, sure, fill=True, certain=certain)

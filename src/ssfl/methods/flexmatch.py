@@ -17,8 +17,9 @@ class FlexMatch(Method):
     are learned slowly. The server trains last."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
-    """τ: the upper limit of every class's threshold. The class with the most confident images reaches it, if
-    its images outnumber those without enough confidence."""
+    """τ: the upper limit of every class's threshold. A prediction is confident if its probability is at least
+    τ. The class with the largest number of confident predictions gets the threshold τ, unless even more
+    predictions are not confident."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -94,8 +94,9 @@ def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -
 
 
 def class_counts(look: Look, sure: Tensor) -> Tensor:
-    """Returns how many of each user's images got each class as their pseudo-label, [n, classes]. `sure` [n, T
-    · B] says which images get a pseudo-label. An image that occurs several times is counted each time."""
+    """Returns for each of n users how many images got each class as their pseudo-label, [n, classes]. Each
+    user has T batches of B images, and `sure` [n, T · B] says which of these get a pseudo-label. An image
+    that occurs several times is counted each time."""
     users, _, classes = look.probabilities.shape
     counts = look.probabilities.new_zeros(users, classes)
     return counts.scatter_add_(1, look.probabilities.argmax(-1), sure.to(counts.dtype))
@@ -150,11 +151,12 @@ def server_last(
     state: State, fed: Fed, users: Users, streams: Tensor | None = None, **memory: Tensor
 ) -> State:
     """Returns the state after the last part of a round, in which the server trains the users' average on its
-    labels. All groups then continue with the model that the server trained.
+    labels. All groups then continue with the model that the server trained. If the server has no labelled
+    images, each group continues with its own average.
 
-    If the server has no labelled images, the average itself is the result. `streams` [S, P + Q] are models of
-    the S groups that replace those in `users`, for example after momentum. `memory` are tensors that the
-    method keeps for the next round.
+    `streams` [S, P + Q] are models of the S groups, with P weights and Q running statistics each. If given,
+    they are used instead of the averages in `users`, for example after server momentum. `memory` are tensors
+    that the method keeps for the next round.
     """
     average = users.average
     if streams is None:
@@ -174,11 +176,12 @@ def still(state: State, beta: float) -> Named:
 
 
 def momentum(state: State, users: Users, beta: float) -> tuple[Tensor, Named]:
-    """Returns the groups' models [S, P + Q] after server momentum, and the new velocity, which the method
-    must keep for the next round.
+    """Returns the models of the S groups after server momentum, [S, P + Q], with P weights and Q running
+    statistics each. Also returns the new velocity, which the method must keep for the next round.
 
-    The velocity is a group model's movement in this round plus `beta` times the velocity of the last round.
-    The model moves by this velocity instead of only by its own movement.
+    The velocity is the change of a group's weights in this round, plus `beta` times the velocity of the last
+    round. The new weights are those before the round plus the velocity. Running statistics have no momentum.
+    If `beta` is 0 or no user's model was used, the group averages are returned unchanged, without a velocity.
     """
     if not beta or not users.counted:
         return users.means, {}

@@ -1,5 +1,5 @@
 """The method RSCFed (Liang et al. 2022): the new model is the mean of three averages, each over a random half
-of the users. In each average, users far from the others have less weight.
+of the users. In each average, a user has less weight if its model is far from the others.
 
 In the published method, users learn from a mean teacher, and one user has labels and trains first. Here users
 train with the consistency loss, and the server has the labels.
@@ -22,14 +22,15 @@ from ssfl.methods import parts
 @dataclass(frozen=True)
 class RscFed(Method):
     """Random sampling consensus: the mean of several averages, each over a random half of the users. In each
-    average, users far from the others have less weight."""
+    average, a user has less weight if its model is far from the others."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if the model's confidence in it is at least this."""
     consensus: int = setting(3, least=1, most=1000, what="averages")
     """How many averages over random halves of the users are made."""
     scale: float = setting(1e4, least=0, most=1e9, what="a rate")
-    """β: how fast a user's weight falls with the distance of its model from the plain average of the half."""
+    """β: how fast a user's weight falls with the distance of its model from the mean model of the random
+    half. This mean is weighted by the users' numbers of images."""
 
     defaults: ClassVar = {
         "model": {"norm": "group"},
@@ -57,9 +58,10 @@ class RscFed(Method):
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """Returns the consensus [P + Q] of the users' models `rows`: the mean of several averages. Each is
-        over another random half of the users, which `key` draws, and gives users far from the others less
-        weight (see `by_distance`)."""
+        """Returns the consensus of the users' models: the mean of several averages (`by_distance`), each over
+        a random half of the users. `key` determines the halves. `rows` are the models, each with P weights
+        and Q running statistics; the consensus is [P + Q]. `counts` and `pieces` are passed to
+        `by_distance`."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
@@ -70,12 +72,12 @@ class RscFed(Method):
         return torch.stack(averages).mean(0)
 
     def by_distance(self, rows: Tensor, counts: Tensor, pieces: Sequence[int]) -> Tensor:
-        """Returns the average [P + Q] of the users' models `rows`, in which users far from the plain average
-        have less weight.
+        """Returns an average of the users' models `rows`, in which models far from the mean have less weight.
+        It is [P + Q], with P weights and Q running statistics.
 
-        User k has weight n_k · exp(-β · d_k / n_k). Here n_k is its number of images (`counts`), and d_k is
-        the distance of its model from the average weighted by n_k. The distance is summed over the layers,
-        whose lengths in a row are `pieces`.
+        User k has weight n_k · exp(-β · d_k / n_k), where n_k is its number of images (`counts`). d_k is the
+        distance of its model from the mean of all models in `rows`, weighted by n_k. The distances of the
+        model's single tensors are added up. `pieces` are the lengths of these tensors in a row.
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows

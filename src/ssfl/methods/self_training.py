@@ -21,8 +21,8 @@ class SelfTraining(Method):
     """Whether pseudo-labels come from the same forward pass that is trained ("joint") or from another pass
     over the same views ("separate")."""
     teacher_mode: str = setting("train", choices=("eval", "train"))
-    """Whether the pass that makes pseudo-labels is in "eval" or in "train" mode. It applies only to separate
-    views."""
+    """Whether the pass that makes pseudo-labels is in "eval" or in "train" mode. This setting matters only if
+    `views` is "separate"."""
     server_weight: float | None = setting(None, least=0, most=1, what="the server's share of the average")
     """The server's weight in every average. Default: the same weight as each user."""
 

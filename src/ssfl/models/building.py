@@ -31,6 +31,7 @@ def plain_network_of(config: Config, dataset: Dataset, make: external.Factory | 
 
 
 def is_saved_whole(config: Config) -> bool:
-    """Returns whether a saved model also contains the frozen weights. This is so for pretrained networks and
-    initial weights from a file, so that a saved model works without these files."""
+    """Returns whether a saved model also contains the frozen weights. It does if the network is pretrained,
+    or if its initial weights come from a file (model.weights). So a saved model can be used without the files
+    from which these weights were read."""
     return config.model.name in backbones.NAMES or config.model.weights is not None

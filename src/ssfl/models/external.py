@@ -211,8 +211,9 @@ def plain(network: nn.Module) -> nn.Module:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Returns a checksum of everything in a network that is not sent between server and users, but must be
-    equal there. This is the frozen weights, other buffers, and the names and shapes of tensors."""
+    """Returns a checksum of everything that must be the same in the networks of server and users, but is not
+    sent between them. These are the frozen weights, the buffers that are not sent, and the names and shapes
+    of all tensors."""
     layout = layout_of(network)
     digest = hashlib.sha256(repr((layout.names, layout.shapes)).encode())
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
@@ -333,8 +334,8 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
 
 
 def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
-    """Raises ConfigError if a training step fails, or if the module draws its own random numbers. In that
-    case runs could not be repeated."""
+    """Raises ConfigError if a training step fails, or if the module draws its own random numbers. A run with
+    such random numbers could not be repeated."""
     try:
         copied = copy.deepcopy(network).train()
         key, states = torch.tensor(7), _random_states()

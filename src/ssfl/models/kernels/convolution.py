@@ -1,5 +1,9 @@
 """Convolutions of n models at once, as PyTorch operators with gradients. Their GPU code is in
-`triton_conv.py`."""
+`triton_conv.py`.
+
+Each model has B images with C channels and H × W pixels. It has O filters of k × k pixels, so its output has
+O channels and H' × W' pixels.
+"""
 
 from importlib.util import find_spec
 from typing import Any
@@ -28,11 +32,12 @@ def use(wanted: bool) -> None:
 
 
 def suit(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether the GPU kernels can compute this convolution, of images x [n · B, C, H, W] with filters
-    [n, O, C, k, k].
+    """Returns whether the GPU kernels can compute a convolution, and are not switched off. Images x are [n ·
+    B, C, H, W], and filters `weight` are [n, O, C, k, k].
 
-    Both must be bfloat16 on a GPU. The numbers of channels must be multiples of 16, but very few input
-    channels are also allowed. Offsets within one model's images must fit into 31 bits.
+    x must be bfloat16 on a GPU. O and C, the numbers of channels, must be multiples of 16, but C may also be
+    at most `FEW`. The images of one model must have fewer than about 2³¹ values, because the kernels use
+    32-bit offsets.
     """
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)

@@ -38,7 +38,8 @@ def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
     """Returns max(y, slope · y), where y = group_norm(x) + add, for n models at once: group normalisation,
-    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]."""
+    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]. If `add` is None,
+    nothing is added. `eps` is the constant that is added to the variance."""
     from ssfl.models.kernels import triton_norm
 
     summand = None if add is None else pixels_first(add)
@@ -103,8 +104,8 @@ def suit_batch(x: Tensor, models: int) -> bool:
 
 
 def offsets_fit(x: Tensor, models: int) -> bool:
-    """Returns whether offsets within one model's images fit into 31 bits, because the kernels compute them in
-    32-bit integers. Larger batches are normalised without the kernels."""
+    """Returns whether the images of one model have fewer than 2³¹ values in total. The kernels need this,
+    because they compute offsets in 32-bit integers. Larger batches are normalised without the kernels."""
     return x.numel() // models < 2**31
 
 
@@ -113,7 +114,8 @@ def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models at once: batch normalisation,
-    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C].
+    addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]. If `add` is None,
+    nothing is added. `eps` is the constant that is added to the variance.
 
     Also returns the mean and the variance of each model's channels, [n, C] each, for the running statistics.
     No gradient flows through these two.

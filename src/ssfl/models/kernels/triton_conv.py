@@ -33,10 +33,13 @@ def _correlate(
     """Writes a convolution, or its gradient with respect to the images. Output y[m, o] is the sum, over taps
     (positions in the filter) and channels c, of x[pixel m moved by the tap, c] · w.
 
-    If FLIP is false, it is the convolution, and w is [O, k, k, C]. If FLIP is true, it is the gradient: w is
-    [C, k, k, O], its taps are read in reverse order, and `up` is the stride of the forward pass. Then only
-    one of every `up` taps in a line meets a pixel. It is the same tap for all pixels of the same phase
-    (position modulo `up`), so these pixels are computed together.
+    If FLIP is false, y is the convolution, and w is [O, k, k, C]. If FLIP is true, y is the gradient, and w
+    is [C, k, k, O], with its taps read in reverse order. `up` is then the stride of the forward pass,
+    otherwise 1.
+
+    If `up` is above 1, most taps fall between the pixels of x. In each row and column of the filter, only
+    every `up`-th tap meets a pixel. These are the same taps for all output pixels of the same phase (position
+    modulo `up`). So the pixels of one phase are computed together.
     """
     model = (tl.program_id(2) // (up * up)).to(tl.int64)
     phase = tl.program_id(2) % (up * up)
@@ -173,8 +176,8 @@ def _tile(channels: int, most: int) -> int:
 
 
 def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the tile of `_correlate`: its numbers of pixels, outputs and channels, and the numbers of warps
-    and pipeline stages. They were chosen by timings on an H200."""
+    """Returns the tile of `_correlate`: its numbers of pixels, output channels and input channels, and the
+    numbers of warps and pipeline stages. They were chosen by timings on an H200."""
     wide, deep = _tile(outputs, 128), _tile(channels, 64)
     if wide == 64 and deep == 64:
         return 128, wide, deep, 4, 3
@@ -182,8 +185,8 @@ def _product_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int
 
 
 def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Returns the tile of `_filters`: its numbers of outputs, inputs (taps times channels) and pixels, and
-    the numbers of warps and pipeline stages."""
+    """Returns the tile of `_filters`: its numbers of output channels, inputs (taps times input channels) and
+    pixels, and the numbers of warps and pipeline stages."""
     tall = _tile(outputs, 128)
     if tall == 128 and channels >= 256:
         return tall, 128, 64, 8, 3
@@ -223,7 +226,8 @@ def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool,
 ) -> Tensor:  # fmt: skip
-    """Returns a convolution, or its gradient with respect to the images if `flip`. It chooses the kernel that
+    """Returns the result of `_correlate`: a convolution or, if `flip` is true, its gradient with respect to
+    the images. The result has `size` (height, width) pixels and `outputs` channels. Chooses the kernel that
     suits the GPU and the shapes."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)

@@ -1,9 +1,8 @@
-"""Triton kernels (GPU code) for group normalisation, addition of a tensor and activation of n models, in one
-pass over the images.
+"""Triton kernels (GPU code) for group normalisation, addition of a tensor and activation of n models.
 
-A Triton program holds some channels (whole groups) of one image completely, so that the image is read only
-once. Some large images are read more than once instead (see `_tiles`). Images are [n · B, H, W, C],
-parameters [n, C].
+One kernel does all three. A Triton program usually holds one or more whole groups of channels of one image,
+so that each value is read only once. For some large images it holds only a part at a time, and reads values
+more than once (see `_tiles`). Images are [n · B, H, W, C], parameters [n, C].
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
@@ -14,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 LARGE = 1024
-"""An image with at least this many pixels is called large, and uses other tile sizes."""
+"""An image with at least this many pixels is called large, and uses other tile sizes. The number of pixels is
+first rounded up to a power of two."""
 MANY = 512
-"""How many Triton programs (blocks of GPU threads) keep a large GPU busy, if each of them runs for a
-while."""
+"""How many Triton programs (blocks of GPU threads) keep a large GPU busy. Large images are read in small
+tiles only if there are at least this many programs."""
 
 
 @triton.jit
@@ -131,9 +131,9 @@ def _forward_twice(
 def _statistics(
     x, p, c, pixels, eps, C: tl.constexpr, MEMBERS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Returns the mean and the inverse standard deviation of each channel's group, [BC] each. The first pixel
-    is subtracted from all values before they are summed, which keeps the variance accurate if the mean is
-    large."""
+    """Returns the mean and the inverse standard deviation of each channel's group, [BC] each. First, the
+    group's mean at the first pixel is subtracted from all values. This keeps the variance accurate if the
+    mean is large."""
     first = _over_group(tl.sum(tl.load(x).to(tl.float32), 0), BC, MEMBERS) / MEMBERS
     total = tl.zeros((BP, BC), dtype=tl.float32)
     squares = tl.zeros((BP, BC), dtype=tl.float32)

@@ -1,9 +1,9 @@
 """Triton kernels (GPU code) for the convolutions of n models on Hopper GPUs. They compute the same products
 as `triton_conv.py`, but tiles are loaded by the GPU's copy engine (TMA), which is faster.
 
-A tile of pixels is a box of images, rows and columns. The copy engine loads pixels outside an image as zeros,
-so no addresses are computed, and no mask is needed before the store. With stride s, images are viewed as [n ·
-B, H / s, s, W / s, s · C]. Then pixels with the same position modulo s (a phase) also form a box. The
+A tile of pixels is a box of images, rows and columns. The copy engine computes the addresses, and loads
+pixels outside an image as zeros. So only storing the results needs a mask. With stride s, images are viewed
+as [n · B, H / s, s, W / s, s · C]. Then pixels with the same position modulo s (a phase) also form a box. The
 products are [outputs, pixels], because the operand that is loaded as a box must be the second one. A first
 operand would pass through registers.
 """
@@ -29,8 +29,9 @@ except ImportError:  # Triton is too old
 PROGRAMS = 132
 """How many Triton programs (blocks of GPU threads) keep the GPU busy: one for each multiprocessor."""
 MOST_PARTS = 4
-"""The largest number of parts into which a sum over pixels is split. If more would be needed,
-`triton_conv.py` is used, because these kernels were not measured there or gained little."""
+"""The largest number of parts into which these kernels split a sum over pixels. If more parts would be
+needed, `triton_conv.py` is used instead. In such cases these kernels were hardly faster, or were not
+measured."""
 NARROW = 64
 """The smallest number of outputs in a tile that the tensor cores can compute."""
 FAR = 8
@@ -111,8 +112,8 @@ def _filters(
     tap, c] is the sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the
     convolution's output, and a tap is a position in the filter.
 
-    With ROW, the three taps of a line are computed together, since they share g. With FLAT, g is [pixels, O]
-    and a tile is contiguous in memory.
+    With ROW, the three taps in a row of a 3 × 3 filter are computed together, since they use the same values
+    of g. With FLAT, g is [pixels, O] and a tile of g is contiguous in memory.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BJ
