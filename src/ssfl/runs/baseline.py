@@ -45,8 +45,8 @@ class Play(Protocol):
 
 @dataclass(frozen=True)
 class Compared:
-    """What the server-only run and the cross-validation of a run have shown. A field is None if its part was
-    not run."""
+    """The results of the server-only run and of the cross-validation that belong to a run. A field is None if
+    there is no such result, for example because a training diverged."""
 
     verdict: dict[str, Any] | None = None
     """What `verdict.judge` returned: whether the unlabelled images helped. None if there was nothing to
