@@ -164,7 +164,7 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
         draw(f"scans/train/{name}", 8, seed=seed)
     for name in ("plain", "stripes"):
         draw(f"scans/test/{name}", 2, seed=3)
-    told = "1 of 3 classes have no test images (rare): accuracy leaves them out"
+    told = "1 of 3 classes have no test images (rare), so the accuracy does not include these classes"
     assert f"  {told}\n" in ssfl("new", "mine", "--images", "scans")[1]
     assert f"\n{told}\n" in ssfl("split", "mine")[1]
     code, _, err = ssfl("run", "mine", *SHORT, "--set", "train.warmup=0")
@@ -177,7 +177,9 @@ def test_a_class_without_test_images_is_told_wherever_images_are_counted(ssfl: C
 def test_sub_folders_of_unlabelled_are_users_and_loose_files_one_more(ssfl: Call) -> None:
     for seed, name in enumerate(("plain", "stripes", "unlabelled/a", "unlabelled/b/c", "unlabelled")):
         draw(f"scans/{name}", 8 + seed, seed=seed)
-    told = "12 images directly in unlabelled/, beside its sub-folders, form one more user"
+    told = (
+        "12 images are in unlabelled/ itself, not in one of its sub-folders; together they form one more user"
+    )
     out = ssfl("new", "mine", "--images", "scans")[1]
     assert "3 users, one for each sub-folder of unlabelled/ (a, b, loose files)" in out
     assert f"  {told}\n" in out

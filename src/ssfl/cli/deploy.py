@@ -103,7 +103,8 @@ def serve(
         ),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="The folder of `ssfl keys init`. Required, unless --insecure.")
+        Path | None,
+        typer.Option(help="The folder that `ssfl keys init` made. Required, except with --insecure."),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="The name of a preset, or a TOML file. Default: own.")

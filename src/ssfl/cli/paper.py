@@ -19,7 +19,10 @@ app = typer.Typer(
 )
 Number = Annotated[
     str,
-    typer.Argument(metavar="ROW", help="A row, 1 to 50, or `methods` for the five methods of section 3."),
+    typer.Argument(
+        metavar="ROW",
+        help="A row of the experiment table, 1 to 50, or `methods` for the five methods of section 3.",
+    ),
 ]
 Fidelity = Annotated[
     str,
@@ -109,7 +112,10 @@ def show(
 
 @app.command()
 def run(
-    numbers: Annotated[list[str], typer.Argument(metavar="ROW...", help="Rows, 1 to 50, or `methods`.")],
+    numbers: Annotated[
+        list[str],
+        typer.Argument(metavar="ROW...", help="Rows of the experiment table, 1 to 50, or `methods`."),
+    ],
     scale: Scale = 1.0,
     seeds: Annotated[
         int,

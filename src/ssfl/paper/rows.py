@@ -152,11 +152,11 @@ _ROWS_1_18 = (
     _row(6, "Impact of T", "Figure 5, middle", "emnist", _G, T=PERIODS, Ns=4700, K=47,
          published=_printed(_G, _T2, x16=84.43)),
     _row(7, "Impact of Ns", "Figure 5, right", "cifar10", _G, Ns=LABELS,
-         published=_printed(_G, _T1, x1000=92.86), note="5000 labels are said to gain 1.92 points"),
+         published=_printed(_G, _T1, x1000=92.86), note="the text says that 5000 labels gain 1.92 points"),
     _row(8, "Impact of Ns", "Figure 5, right", "svhn", _G, Ns=LABELS,
-         published=_printed(_G, _T1, x1000=95.49), note="5000 labels are said to gain 0.66 points"),
+         published=_printed(_G, _T1, x1000=95.49), note="the text says that 5000 labels gain 0.66 points"),
     _row(9, "Impact of Ns", "Figure 5, right", "emnist", _G, Ns=LABELS, K=47,
-         note="5000 labels are said to gain 2.07 points"),
+         note="the text says that 5000 labels gain 2.07 points"),
     _row(10, "Impact of C", _T1, "cifar10", _G, published=_printed(_G, _T1, x0=92.86)),
     _row(11, "Impact of C", _T1, "cifar10", _G, C=(10, 20), K=20,
          published=_printed(_G, _T1, x10=93.19, x20=92.93)),
@@ -167,11 +167,11 @@ _ROWS_1_18 = (
          published=_printed(_G, _T1, x10=95.43, x20=94.99)),
     _row(15, "Impact of C", f"{_T1}; Figure C.1", "svhn", _G, C=(10, 30), K=30,
          published=_printed(_G, _T1, x10=93.56, x30=78.77),
-         note="Appendix C also trains K=C=30 for E=120: 94.93"),
+         note="Appendix C also trains K=C=30 for E=120, with an accuracy of 94.93"),
     _row(16, "Impact of C", f"{_T2}; Figures 6 and D", "emnist", _BOTH, C=(10, 30, 47), Ns=4700, K=47,
          published=_printed(_F, _T2, x10=83.07, x30=79.05, x47=65.48)
          | _printed(_G, _T2, x10=84.43, x30=83.12, x47=82.95),
-         note="the row names grouping alone; Table 2 prints FedAvg beside it"),
+         note="the row names only grouping, but Table 2 also prints FedAvg"),
     _row(17, "Impact of K", _T1, "cifar10", _G, K=(10, 20, 30),
          published=_printed(_G, _T1, x10=92.86, x20=93.19, x30=92.84)),
     _row(18, "Impact of K", _T1, "svhn", _G, K=(10, 20, 30),
@@ -190,7 +190,8 @@ _ROWS_19_37 = (
          published=_printed("supervised", "Table 4", x0=78.52), note="the server has no data"),
     _row(23, "Comparison with supervised FL", "Table 4", "cifar10", "data-sharing", R=0.29, T=32, Ns=2500,
          published=_printed("data-sharing", "Table 4", x0=81.82),
-         note="no size of the shared set is printed: 2,500 images are 5 % of the training images"),
+         note="the paper does not print the size of the shared set; here it is 2,500 images, 5 % of the "
+         "training set"),
     _row(24, "Comparison with supervised FL", "Table 4", "cifar10", _F, T=32),
     _row(25, "Comparison with supervised FL", "Table 4", "cifar10", _G, T=32, S=2,
          published=_printed(_G, "Table 4", x0=92.96)),
@@ -218,7 +219,7 @@ _ROWS_19_37 = (
          | _printed("supervised-grouping", "Table F.1", x0=84.97)),
     _row(35, "Grouping-based vs. FixMatch", "Table G.1", "cifar10", _G, Ns=4000, S=2,
          published=_printed(_G, "Table G.1", x0=92.86),
-         note="the figure is that of Table 1 for Ns=1000"),
+         note="Table 1 prints the same accuracy for Ns=1000"),
     _row(36, "Grouping-based vs. FixMatch", "Table G.1", "svhn", _G, C=20, K=20, S=2,
          published=_printed(_G, "Table G.1", x0=95.49), note="Table 1 prints 94.99 for K=C=20"),
     _row(37, "Grouping-based vs. FixMatch", "Table G.1", "emnist", _G, Ns=4700, C=47, K=47, S=5,
@@ -226,11 +227,11 @@ _ROWS_19_37 = (
 )  # fmt: skip
 
 _FIXMATCH = (
-    "one model, L_s + L_k in every step; rounds of 16 steps are then the same training as T=1; "
-    "the figures for CIFAR-10 and SVHN are those of the FixMatch paper, of another network"
+    "one model, trained with L_s + L_k in every step, so rounds of 16 steps are the same training as T=1; "
+    "the accuracies for CIFAR-10 and SVHN are from the FixMatch paper, which uses another network"
 )
 _LARGE = "the table prints K=47, the text and Table J.1 say 470"
-_JEONG = "200 rounds, as FedMatch's; labels at the server and labels at the users, 5,000 in all"
+_JEONG = "200 rounds, as in FedMatch; some runs have the 5,000 labels at the server, others at the users"
 _ROWS_38_50 = (
     _row(38, "Grouping-based vs. FixMatch", "Table G.1", "cifar10", "fixmatch", R=0.0, T=1, Ns=4000, C=1, K=1,
          published=_printed("fixmatch", "Table G.1", x0=95.74), note=_FIXMATCH),
@@ -241,7 +242,7 @@ _ROWS_38_50 = (
     _row(41, "Users have labelled samples", "Table H.1", "emnist", _BOTH, R=(0.4, 0.6), Ns=4700, C=47, K=47,
          S=5, published=_printed(_F, "Table H.1", R04=81.88, R06=81.40)
          | _printed(_G, "Table H.1", R04=81.88, R06=81.40), labels_at="users",
-         note="the row says FedAvg, the text grouping-based: both have the figure; the server has no data"),
+         note="the row says FedAvg, the text says grouping; both are run here. The server has no data"),
     _row(42, "Performance on STL-10", "Table I.1", "stl10", "self-training", R=0.0, C=2,
          published=_printed("self-training", "Table I.1", x0=74.25)),
     _row(43, "Performance on STL-10", "Table I.1", "stl10", "crl-bn", R=0.0, C=2,

@@ -38,7 +38,7 @@ def judge(run: Run) -> Collapse:
     masks, pseudo_accuracy = run.series("mask_rate"), dict(run.series("pseudo_accuracy"))
     method = run.config.method
     if not method.trains_users or "labels" in method.needs():
-        return Collapse("No pseudo-labels.", "This method cannot collapse onto wrong pseudo-labels.")
+        return Collapse("No pseudo-labels.", "This method makes none, so it cannot collapse onto wrong ones.")
     if len(masks) < STAYS:
         return Collapse("Too early.", "There are too few rounds to tell whether the run is collapsing.")
     if pseudo_accuracy:
@@ -59,7 +59,7 @@ def judge(run: Run) -> Collapse:
         facts += [way] if way else []
         head = "Confident but mostly wrong pseudo-labels"
         if fall >= FELL:
-            facts.append(f"accuracy fell from {percent(best)} by {100 * fall:.1f} percentage points")
+            facts.append(f"the accuracy fell from {percent(best)} by {100 * fall:.1f} percentage points")
             head = "Collapse"
         return Collapse(f"{head} from round {since:,} on.", f"{'; '.join(facts)}.{streams}", True, since)
     if streams:
@@ -117,6 +117,6 @@ def _streams(run: Run) -> str:
     if not accuracies or mean - max(accuracies) < 0.25:
         return ""
     return (
-        f" Each of the {len(accuracies)} group models has an accuracy of at most {percent(max(accuracies))}; "
-        f"only their mean ({percent(mean)}) still tells classes apart."
+        f" Each of the {len(accuracies)} group models has an accuracy of at most "
+        f"{percent(max(accuracies))}; the average of these models still has an accuracy of {percent(mean)}."
     )

@@ -9,9 +9,9 @@ from ssfl.runs.text import duration
 PHASES = {
     "users": "users train",
     "server": "server trains",
-    "features": "features of new views",
+    "features": "computing features of new views",
     "diversity": "gradient diversity",
-    "other": "rest of the rounds",
+    "other": "other work in the rounds",
     "evaluation": "evaluations",
     "checkpoint": "checkpoints",
 }

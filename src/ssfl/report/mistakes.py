@@ -32,11 +32,14 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
         other = f"{classes[taken]} ({percent(most / totals[k])})" if most else "–"
         spread = interval(seen.confusion[k][k], totals[k])
         lines.append([classes[k], *map(number, (f"{totals[k]:,}", percent(share), spread)), other])
-    drawn = f", drawn from {seen.of:,}" if seen.tested < seen.of else ""
-    sentence = f"The model of round {seen.round:,} on {count(seen.tested, 'test image')}{drawn}."
+    drawn = f", drawn at random from {seen.of:,}" if seen.tested < seen.of else ""
+    sentence = (
+        f"Predictions of the model of round {seen.round:,} for {count(seen.tested, 'test image')}{drawn}."
+    )
     if seen.correct is None:
         sentence = (
-            f"{count(seen.tested, 'labelled image')}, each judged by a model that had not seen it (folds)."
+            f"{count(seen.tested, 'labelled image')}, each classified by a model that was not trained on it "
+            "(cross-validation)."
         )
     head: list[Cell] = [
         "class",
@@ -71,7 +74,8 @@ def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[l
         "kind": "matrix", "figure": "confusion", "title": "Confusion matrix", "rows": rows,
         "columns": columns, "values": [[v if v is None else round(v, 4) for v in row] for row in values],
         "rowLabel": "true", "columnLabel": "predicted", "format": "percent", "most": 1, "counts": many,
-        "note": f"{note}Percent of each true class, and counts; a perfect model has 100 on the diagonal.",
+        "note": f"{note}Each row is a true class: the percentage of its images with each prediction, and "
+        "their number. A perfect model has 100 % on the diagonal.",
     }  # fmt: skip
 
 

@@ -112,9 +112,8 @@ def expected(run: Run) -> list[Block]:
     middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
     sentence = (
         "On new images with the same classes as a user's own, the expected accuracy is "
-        f"{percent(ranked[0])} to "
-        f"{percent(ranked[-1])}, with a median of {percent(middle)}: the test accuracy of each class, "
-        "weighted by the user's classes."
+        f"{percent(ranked[0])} to {percent(ranked[-1])}, with a median of {percent(middle)}. It is the mean "
+        "test accuracy of the classes, weighted by how many images of each class the user has."
     )
     chosen = [list(known)[k] for k in _some(len(known), MOST_USERS)]
     items: list[Block] = [{"name": f"user {user}", "value": known[user]} for user in chosen]
@@ -145,7 +144,7 @@ def groups(run: Run) -> list[Block]:
         which = (
             "every round"
             if with_users == known
-            else f"each of the {count(len(with_users), 'round')} with users"
+            else f"each of the {count(len(with_users), 'round')} in which users trained"
         )
         return [text(f"There is one group, and all users took part in {which}.")]
     if not attendance:
@@ -154,7 +153,9 @@ def groups(run: Run) -> list[Block]:
     chosen = [people[k] for k in _some(len(people), MOST_USERS)]
     dealt = [_dealt(event, run.grouped) for event in shown]
     notes = [
-        "A cell is the group; it is empty if the user did not take part." if run.grouped else "1: took part."
+        "The number is the user's group. A cell is empty if the user did not take part in the round."
+        if run.grouped
+        else "1: the user took part in the round."
     ]
     if len(chosen) < run.users:
         notes.append(f"{len(chosen)} of {run.users:,} users, evenly spaced among those that took part.")

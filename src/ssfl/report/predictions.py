@@ -90,7 +90,10 @@ def look(run: Run, loader: Loader) -> Seen | str:
     none."""
     if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
-        return f"There are no images and no confusion matrix: test images {when} used (run.test)."
+        return (
+            f"There are no images and no confusion matrix: the test images {when} used (run.test = "
+            f"{run.config.run.test!r})."
+        )
     try:
         data = loader.dataset(run)
         model, at = _model(run, data)
@@ -108,13 +111,15 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if (run.path / "model.safetensors").is_file():
         model = load_model(run.path)
         if model.classes != data.classes or model.shape != data.shape:
-            raise RunError("the model has other classes or another image size than the data")
+            raise RunError("the classes or the image size of the model differ from those of the data")
         return model, run.played
     saved = checkpoints.newest(run.path, torch.device("cpu"))
     if saved is None:
         raise RunError("no model is saved yet")
     if run.config.model.norm_statistics == "recompute":
-        raise RunError("the model's normalisation statistics are computed when the run ends")
+        raise RunError(
+            "the model cannot be used before the run ends, because its BatchNorm statistics are computed then"
+        )
     config = run.config
     data = assemble.scaled_for(config, data)
     folder.require_same_code(run.path, "model", config.model.name)
@@ -141,7 +146,7 @@ def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
         isinstance(matrix, list) and len(matrix) == size and all(len(whole(row)) == size for row in matrix)
     )
     if not square:
-        return "There is no confusion matrix yet: the folds come after the last round."
+        return "There is no confusion matrix yet, because cross-validation starts after the last round."
     with torch.no_grad(), surroundings.enough_memory():
         views = _views(run, data, model, torch.Generator().manual_seed(0))
     count = sum(map(sum, matrix))

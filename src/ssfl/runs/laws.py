@@ -77,24 +77,31 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
 
     rated = "users do not train" if mask is None else f"mask rate {mask:.2f}"
     useful = mask is None or 0.02 <= mask <= 0.98 or "labels" in config.method.needs()
-    hint = "" if useful else "; the other tests mean nothing then: try another threshold"
+    hint = (
+        ""
+        if useful
+        else ", so almost all or almost no images are trained on, and the other tests prove nothing: choose "
+        "another threshold"
+    )
     yield Law("some images are trained on and some are not", useful, rated + hint)
     loop = _played(config, model)
     vmap = replace(config, run=replace(config.run, engine="vmap"))
     yield law(
         "loop equals vmap",
-        "a loss mixes users: no operation may combine values along the first dimension (users)",
+        "the loss of a user uses values of other users: do not combine values along the first dimension, "
+        "which is users",
         lambda: _apart(loop, _played(vmap, model)),
     )
     one_at_a_time = replace(vmap, run=replace(vmap.run, users_at_once=1))
     yield law(
         "one user at a time equals all at once",
-        "the update of a user depends on which other users train",
+        "a user's update depends on which other users train at the same time: use only the values of that "
+        "user",
         lambda: _apart(_played(vmap, model), _played(one_at_a_time, model)),
     )
     yield law(
         "a resumed run equals an uninterrupted one",
-        "the method stores something outside of State.memory",
+        "the method keeps a value outside of State.memory, which a checkpoint does not save: move it there",
         lambda: _apart(loop, _resumed(config, model)),
     )
     yield law(
@@ -106,8 +113,8 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         cuda = replace(config, run=replace(config.run, device="cuda", engine="vmap"))
         yield law(
             "a GPU equals a CPU",
-            "the method or the network computes something else on a GPU: make new tensors on the device of "
-            "those that it gets, and draw no random numbers of your own",
+            "the method or the network gives other results on a GPU: make new tensors on the device of the "
+            "tensors that it gets, and draw no random numbers of your own",
             lambda: _apart(loop, _played(cuda, model)),
         )
 
@@ -166,7 +173,8 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
         state = saved.state
         if state.memory.keys() != second.initial().memory.keys():
             raise MethodError(
-                "round() keeps other tensors in the state's memory than initial() returns: use the same names"
+                "the tensors that round() stores in the memory have other names than those that initial() "
+                "returns: use the same names"
             )
         while state.round < second.rounds:
             state, _ = second.play(state)

@@ -114,7 +114,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     count = max(1, round(planned_rounds(config)))
     if count > 10**9:
         raise ConfigError(
-            f"federation.epochs = {federation.epochs} makes {count:.0e} rounds: lower it",
+            f"federation.epochs = {federation.epochs} would take {count:.0e} rounds, and at most 1e+09 are "
+            "possible: lower federation.epochs",
             key="federation.epochs",
             value=federation.epochs,
         )
@@ -137,8 +138,8 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         labels = 0
     if config.model.norm_statistics != "average" and labels == 0:
         raise ConfigError(
-            f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server: "
-            "use 'average'",
+            f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server, "
+            "and the server has none: set model.norm_statistics=average",
             key="model.norm_statistics",
             value=config.model.norm_statistics,
             fix="model.norm_statistics=average",
@@ -269,8 +270,8 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
     labels = dataset.labels.numpy()
     if settings.users > len(labels):
         raise ConfigError(
-            f"split.users = {settings.users}: there are only {len(labels)} training images, and every user "
-            "needs one; lower it",
+            f"split.users = {settings.users} is more than the {len(labels)} training images, but every user "
+            "needs at least one image: lower split.users",
             key="split.users",
             value=settings.users,
         )

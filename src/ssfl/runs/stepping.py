@@ -57,7 +57,8 @@ class Federation:
         for name in self.metrics:
             if name in RESERVED:
                 raise ConfigError(
-                    f"metrics: {name!r} is already in every evaluation: choose another name",
+                    f"metrics: every evaluation already has a value with the name {name!r}: choose another "
+                    "name",
                     key="metrics",
                     value=name,
                 )
@@ -181,7 +182,7 @@ class Federation:
                 event[name] = math.nan
             if not math.isfinite(event[name]):
                 raise ConfigError(
-                    f"metrics: {name!r} returned {value!r}: it must return a finite number",
+                    f"metrics: the function {name!r} returned {value!r}, but it must return a finite number",
                     key=name,
                     value=value,
                 )

@@ -134,7 +134,8 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
         return []
     named = printable(_few(missing))
     return [
-        f"{len(missing)} of {len(classes)} classes have no test images ({named}): accuracy leaves them out"
+        f"{len(missing)} of {len(classes)} classes have no test images ({named}), so the accuracy does not "
+        "include these classes"
     ]
 
 
@@ -143,7 +144,10 @@ def loose(images: int) -> list[str]:
     sub-folders. The list is empty if `images` is 0."""
     if not images:
         return []
-    return [f"{images} images directly in unlabelled/, beside its sub-folders, form one more user"]
+    return [
+        f"{images} images are in unlabelled/ itself, not in one of its sub-folders; together they form one "
+        "more user"
+    ]
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:

@@ -98,7 +98,7 @@ def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -
     kept = SERVER_ONLY if decides is not None and decides.conclusion == "hurt" else FEDERATED
     lines = [sentence(shown, users)]
     if decides is not None and decides is not shown:
-        lines.append(f"On the {_held_out(decides)}: {_numbers(decides)}, {_ending(decides)}.")
+        lines.append(f"On the {_held_out(decides)}: {_numbers(decides, users)}: {_ending(decides)}.")
     if kept == SERVER_ONLY and decides is not None:
         lines.append(
             "Therefore this run keeps the server-only model; the choice was made on the "
@@ -143,9 +143,12 @@ def _ending(one: Comparison) -> str:
     return f"{words.get(one.conclusion, 'too few to tell')} ({_interval(one)})"
 
 
-def _numbers(one: Comparison) -> str:
+def _numbers(one: Comparison, users: str) -> str:
     pair = one.pair
-    return f"{pair.correct:,} of {pair.count:,} are correct with them, {pair.other_correct:,} without"
+    return (
+        f"{pair.correct:,} of {pair.count:,} are correct with the {users} and {pair.other_correct:,} "
+        "without them"
+    )
 
 
 def _held_out(one: Comparison) -> str:

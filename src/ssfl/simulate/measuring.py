@@ -150,9 +150,9 @@ def _in_parts(
             labels = made_labels(engine, method, rows[part], part_work)
             if not torch.equal(labels.images, part_work.batches):
                 raise ConfigError(
-                    "run.diversity_every: gradient diversity cannot be measured with method.name = "
-                    f"{method.name!r}, whose batches hold only images with a pseudo-label: "
-                    "set run.diversity_every=0",
+                    "run.diversity_every is set, but gradient diversity cannot be measured with method.name "
+                    f"= {method.name!r}, because its batches have only images with a pseudo-label: set "
+                    "run.diversity_every=0",
                     key="run.diversity_every",
                     value=method.name,
                     fix="run.diversity_every=0",

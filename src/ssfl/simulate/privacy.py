@@ -81,9 +81,9 @@ def describe(event: Event) -> str:
     over = f"over {event['rounds']} rounds" if event["round"] == 0 else f"after {event['round']} rounds"
     sent, model = (f"{event[name]:.4g}" for name in EPSILONS)
     return (
-        f"privacy {over}: ε = {sent} for what a user sends, {model} for the averaged models "
-        f"(δ = {event['delta']:.2g}; updates clipped to {event['clip']:g}, noise {event['noise']:g} times "
-        "that)"
+        f"differential privacy {over}: ε = {sent} for the updates that one user sends, ε = {model} for the "
+        f"averaged models (δ = {event['delta']:.2g}; updates clipped to the norm {event['clip']:g}, noise "
+        f"{event['noise']:g} times this norm)"
     )
 
 
