@@ -57,8 +57,8 @@ class State:
     model that is evaluated. It has P weights and Q running statistics."""
     momentum: Tensor
     """The momentum of SGD that is kept between rounds, P numbers per row. train.momentum_policy decides whose
-    momentum it is: that of the server, and perhaps of users. The server's rows are last, one for each copy of
-    its model. Empty if momentum is reset every round."""
+    momentum is kept: nobody's (then this tensor is empty), only the server's, or also that of users or
+    participants. The server's rows are last, one for each copy of its model."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[K]: how many models of each of the K users were refused so far. In a simulation, only the gate (the
     checks of federation.gate) refuses models; without it this tensor is empty. The centre of a real

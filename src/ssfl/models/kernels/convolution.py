@@ -36,8 +36,8 @@ def suit(x: Tensor, weight: Tensor) -> bool:
     B, C, H, W], and filters `weight` are [n, O, C, k, k].
 
     x must be bfloat16 on a GPU. O and C, the numbers of channels, must be multiples of 16, but C may also be
-    at most `FEW`. The images of one model must have fewer than about 2³¹ values, because the kernels use
-    32-bit offsets.
+    at most `FEW`. The number of pixels of one model's images, times the larger of C and O, must be below
+    about 2³¹. The reason is that the kernels use 32-bit offsets.
     """
     inputs, outputs = weight.shape[2], weight.shape[1]
     fit = outputs % MULTIPLE == 0 and (inputs % MULTIPLE == 0 or inputs <= FEW)
