@@ -71,9 +71,10 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
     """Inside this `with` block, the first Ctrl-C or SIGTERM is only recorded in the yielded `Stop`, so that
     the round can be finished and saved. A second signal ends the process at once.
 
-    With `loud`, the first signal prints a line that says so. `supervised` is for processes of torchrun. When
-    torchrun is stopped, it sends SIGTERM to processes that may have received it already, and kills those that
-    take too long. So a second SIGTERM is ignored there.
+    With `loud`, the first signal prints a line that says what the first and a second signal do. With
+    `supervised`, which is for processes of torchrun, a second SIGTERM is ignored. The reason is that
+    torchrun, when it is stopped, sends SIGTERM to processes that may already have received one. It later
+    kills processes that take too long.
     """
     noted = Stop()
     if threading.current_thread() is not threading.main_thread():

@@ -73,7 +73,7 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
     exists. `parts` is the content of split.json.
 
     `brought` identifies code from outside the package: import paths and hashes, by section of the config. It
-    is written to outside.json.
+    is written to outside.json. If it is None or empty, that file is not written.
     """
     require_free(path)
     try:
@@ -101,11 +101,11 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
     """Raises if the code of a network or method from outside the package has changed since the run in the
-    folder `path` was started. `section` is "model" or "method", and `name` is its import path; other names
-    are not checked.
+    folder `path` was started. `section` is "model" or "method", and `name` is the name in that section of the
+    config. Only a name that is an import path, such as "FILE.py:name", is checked.
 
-    Also raises if the user has not named that file in this process. A path that is only recorded in a run
-    folder is not trusted, because the folder may come from somebody else. Nothing is imported here.
+    Also raises if nobody has named the file of that import path in this process. A path that is only recorded
+    in a run folder is not trusted, because the folder may come from somebody else. Nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -220,8 +220,9 @@ def next_free(base: Path) -> Path:
 
 
 def _known(*folders: Path) -> str:
-    """Returns a hint for error messages that names up to five existing runs, such as "; there are runs/a,
-    runs/b". They are searched in these folders, then in runs/. Returns "" if there are none."""
+    """Returns a hint for error messages that names up to five existing runs, such as "; the runs here are
+    runs/a, runs/b". They are the runs in the first of the `folders` that contains any, otherwise those in
+    runs/. Returns "" if no run is found."""
     candidates = (
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
@@ -256,8 +257,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def require_resumable(path: Path) -> None:
-    """Raises if the run was started with ssfl 0.1. It must not be continued with this version, because its
-    method may have worked differently."""
+    """Raises if the run in the folder `path` was started with ssfl 0.1. The present version must not continue
+    such a run, because its method may have worked differently in 0.1."""
     if first_release.is_old(_read_toml(path)):
         raise RunError(f"{path} was started with ssfl 0.1: finish it with that version, or start a new run")
 
@@ -299,11 +300,11 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Removes the events after the first `rounds` rounds from events.jsonl, because a resumed run will write
-    them again.
+    """Keeps the events of the first `rounds` rounds in events.jsonl and removes all later events, because a
+    resumed run will write the later ones again.
 
-    With `counted`, raises if the event of one of these rounds is missing: the privacy that was spent is
-    computed from the events.
+    With `counted`, raises if the "round" event of a round that is kept is missing. The privacy that was spent
+    is computed from these events.
     """
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}

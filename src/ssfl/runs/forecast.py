@@ -1,5 +1,5 @@
-"""Estimates the time and memory of a run before its first round. One training step is measured, or a whole
-round if rounds are short."""
+"""Estimates the time and memory of a run before its first round. A few training steps are measured, and also
+a whole round if rounds are short."""
 
 import os
 import threading
@@ -46,8 +46,8 @@ class Forecast:
     features: float
     """Seconds for computing features, the outputs of the network's frozen part, for the whole run."""
     memory: int
-    """The largest number of bytes that all processes of the run used while a step or round was tried. On a
-    GPU, it is the memory of the GPU."""
+    """The largest number of bytes of memory that all processes of the run used while steps or a round were
+    tried. On a GPU, only the GPU memory that was used is counted."""
 
     @property
     def seconds(self) -> float:
@@ -150,8 +150,8 @@ def _server(sim: Simulation, state: State) -> float:
 
 
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
-    """Returns how many seconds all steps of `work` take, estimated by calling `train` for one step and, if
-    steps are short, for two."""
+    """Returns how many seconds all steps of `work` take. To estimate this, `train` is called with only the
+    first step of `work` and, if steps are short, also with its first two steps."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
     if work.played == 1 or first > LONG:
         return first * work.played
@@ -213,9 +213,9 @@ def _timed(sim: Simulation, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _watched(device: torch.device) -> Iterator[list[int]]:
-    """Measures memory inside the `with` block. Yields a list with one number, which is updated: the largest
-    number of bytes that this process and its children have used. After the block, on a GPU, it is the memory
-    of the GPU."""
+    """Measures the used memory inside the `with` block. Yields a list with one number, which is updated: the
+    largest number of bytes that this process and its children have used. If `device` is a GPU, the number is
+    replaced after the block by the largest number of bytes used on the GPU."""
     most, done = [0], threading.Event()
 
     def watch() -> None:

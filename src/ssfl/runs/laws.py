@@ -1,7 +1,7 @@
 """The tests of `ssfl check`: rules that a method and a network must follow, because all engines rely on them.
 
-Each rule is tested on the digits, in float64, with a few users and rounds. If a rule is broken, the output
-names the likely cause.
+Each rule is tested on the data set of digits, in float64, with a few users and rounds. If a rule is broken,
+the output names the likely cause.
 """
 
 import tempfile
@@ -53,8 +53,9 @@ class Law(NamedTuple):
 
 
 def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = None) -> list[Law]:
-    """Tests every rule and returns the outcomes. `method` is a method's name, import path or object, and
-    `model` a function that makes the network, or its import path."""
+    """Tests every rule and returns the outcomes. `method` is a method's name, import path or object. `model`
+    is a function that makes the network, or its import path; None takes the network of the preset
+    `quickstart`."""
     overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
     config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
     with reproducible(), warnings.catch_warnings():
@@ -182,9 +183,14 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
-    """Tests whether a recorded training step can be replayed. A user's step is recorded in round 0 and
-    replayed with the tensors of round 3. Returns the largest difference to the gradient that is computed
-    directly, and the largest number in that gradient."""
+    """Tests whether a training step that torch has recorded (traced with `make_fx`) can be replayed with
+    other tensors. The first step of the users is recorded with the tensors of round 0 and replayed with those
+    of round 3.
+
+    Returns the largest absolute difference between the replayed gradient and the same gradient without
+    recording, and the largest absolute number in the latter. Returns 0 and 1 if the method does not train
+    users.
+    """
     sim = assemble.make(config, model)
     with closing(sim.engine):
         if not sim.method.trains_users:
@@ -199,8 +205,9 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
 
 
 def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns a function of plain tensors that computes the gradient of a user's first training step, and the
-    arguments of that function in this round. It is needed because only such a function can be recorded."""
+    """Returns a function that computes the gradient of the first training step of a round's users, and the
+    arguments of that function in this round. All arguments are plain tensors, because torch can only record
+    functions of plain tensors."""
     from ssfl.engines import local
     from ssfl.engines.vmap import Vmap
 
@@ -228,9 +235,9 @@ def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list
 
 
 def _apart(one: State, two: State) -> tuple[float, float]:
-    """Returns two numbers: the largest absolute difference between the tensors of two states, and the largest
-    absolute weight of the averaged model of `one`. The relative difference is the first divided by one plus
-    the second."""
+    """Returns two numbers. The first is the largest absolute difference between the tensors of two states.
+    The second is the largest absolute number in the averaged model of `one`. The relative difference is first
+    / (1 + second)."""
     pairs = [(one.average, two.average), (one.streams, two.streams)]
     pairs += [(one.memory[name], two.memory[name]) for name in one.memory]
     worst = max(float((a - b.to(a.device)).abs().max()) if a.numel() else 0.0 for a, b in pairs)

@@ -43,8 +43,8 @@ class Classifier(nn.Module):
         self.network = network
         self.card = card
         self.saved = set(network.state_dict())
-        """The names of the tensors that an export writes. The frozen weights of a user's own network are not
-        among them."""
+        """The names of the tensors that an export writes. Frozen weights are among them only if the model
+        card has "whole", which means that the file contains all tensors of the network."""
         self.classes: tuple[str, ...] = tuple(card["classes"])
         self.shape: tuple[int, int, int] = tuple(card["shape"])
         self.white = int(card.get("white", WHITE))
@@ -365,8 +365,8 @@ def free_files(target: str | Path) -> list[Path]:
 
 
 def write(model: Classifier, files: Sequence[Path]) -> list[Path]:
-    """Writes a model to a safetensors file and its model card to a JSON file, and returns the two paths. The
-    card also says how image files must be read and scaled."""
+    """Writes a model to the first of two `files`, as safetensors, and its model card to the second, as JSON.
+    Returns the two paths. The card also says how image files must be read and scaled."""
     channels, height, width = model.shape
     colours = "grey (Rec. 601 luma)" if channels == 1 else "RGB"
     deep = f"images of 16 bits become 8: x * 255 / {model.white}, at most 255"

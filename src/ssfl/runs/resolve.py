@@ -40,8 +40,8 @@ def load_data(config: Config, data_object: Data | None = None) -> Dataset:
 
 
 def _loaded(config: Config, data_object: Data | None) -> Dataset:
-    """Returns the data set from one of three sources: `data_object`, a user's function that data.name names
-    by an import path, or the files of [data]."""
+    """Returns the data set from one of three sources: `data_object`, a function from outside the package, or
+    the files that [data] names. The function is called if data.name is its import path."""
     data = config.data
     if data_object is None and outside.is_path(data.name):
         data_object = _from_outside(data.name or "")
@@ -60,8 +60,8 @@ def _loaded(config: Config, data_object: Data | None) -> Dataset:
 
 
 def _from_outside(name: str) -> Data:
-    """Calls a user's function and returns the `ssfl.Data` that it returns. `name` is the import path of the
-    function."""
+    """Calls a function from outside the package, whose import path is `name`, and returns its result. Raises
+    if the result is not an `ssfl.Data`."""
     data = outside.called(name, "data.name")
     if not isinstance(data, Data):
         raise ConfigError(
@@ -296,8 +296,8 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
 
 
 def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns which images the server and each user own, if the data say so themselves. Images that are not
-    in `available`, the validation images, are left out."""
+    """Returns which images the server and each user own, for data that name the owner of each image.
+    Validation images are left out; `available` are the numbers of all other training images."""
     labels, settings = dataset.labels.numpy(), config.split
     left = np.zeros(len(labels), bool)
     left[available] = True
@@ -309,8 +309,8 @@ def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
 
 
 def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Parts:
-    """Returns which of the `available` images the server and each user own, divided by the section [split].
-    If the data name the server's images, the server keeps these."""
+    """Returns which of the `available` images the server and each user own, divided as the section [split]
+    says. If the data name the server's images, only the other images are divided."""
     labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
     if dataset.server is not None:
         available, count = np.setdiff1d(available, dataset.server), 0

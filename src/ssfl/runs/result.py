@@ -114,8 +114,9 @@ def finish(
 
 def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
     """Returns entries of summary.json: on which images the final accuracy was measured ("judged_by"), and its
-    confidence interval. They are the test images if there are any, otherwise the folds, otherwise the
-    validation images."""
+    confidence interval. These images are the test images if there are any, otherwise those of the
+    cross-validation folds, otherwise the validation images. For folds, the accuracy itself is also returned.
+    The dict is empty without such images."""
     if "accuracy" in evaluation:
         return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
     if compared.folds is not None:
@@ -134,7 +135,7 @@ def last_event(events: list[Event], kind: str) -> Event:
 
 def test_views(data: DataSettings) -> dict[str, Any]:
     """Returns the entries of a model card about test-time augmentation (data.test_views): the number of views
-    and whether they may be mirrored. The dict is empty if it is not used."""
+    and whether they may be mirrored. The dict is empty if data.test_views is 0."""
     return {"test_views": data.test_views, "flip": bool(data.flip)} if data.test_views else {}
 
 

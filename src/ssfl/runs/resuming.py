@@ -39,8 +39,8 @@ def command(config: Config, path: Path) -> str:
 
 def _arguments(names: dict[str, str | None]) -> list[str]:
     """Returns the arguments of `ssfl.resume` after the folder, each as text such as ", data=data". They are
-    the objects that must be passed again, and import paths. `names` are the names of model, data and method
-    in the config."""
+    the objects that were passed from Python, and the import paths of a network or data from outside the
+    package. `names` are the names of model, data and method in the config."""
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = []
     for key, name in names.items():

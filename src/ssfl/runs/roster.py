@@ -24,10 +24,13 @@ def begun_with(path: Path) -> list[str]:
 
 
 def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tuple[Config, list[str]]:
-    """Returns the config and the names of the sites of a resumed run. `known` are the sites that have keys
-    now, and `count` is their number. Sites that got a key since then are added, with the next numbers. Sites
-    whose key was revoked keep their numbers, but can no longer take part. Raises if the sites are those of
-    another run."""
+    """Returns the config and the names of the sites of a resumed run. `known` are the names of the sites that
+    have keys now; it is empty if sites need no keys. `count` is the number of sites now.
+
+    Sites that got a key after the run was started are added, with the next numbers. Sites whose key was
+    revoked keep their numbers, but can no longer take part. Raises if the sites are those of another run, or
+    if sites would be added to a run with differential privacy.
+    """
     begun, users = begun_with(path), config.split.users
     others = not set(known) & set(begun) if known and begun else count != max(users, len(begun))
     if others:

@@ -233,8 +233,8 @@ def _inside(
 
 def _reopened(sim: Simulation, path: Path) -> Checkpoint | None:
     """Returns the last checkpoint of a run inside the folder of the main run, such as the server-only run.
-    Returns None if that run must start anew, because its folder is missing or damaged. The result is then the
-    same, but takes longer."""
+    Returns None if that run's own folder, `path`, is missing or damaged. That run then starts anew, which
+    takes longer but gives the same result."""
     if not (path / "config.toml").is_file():
         return None
     try:

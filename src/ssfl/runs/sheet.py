@@ -60,7 +60,7 @@ def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image
 
 def _picture(file: Path, white: int) -> Image.Image:
     """Returns an image file in RGB, resized to fit into a square of the sheet without changing its
-    proportions."""
+    proportions. `white` is the pixel value that becomes white in files with more than 8 bits per channel."""
     pixels = pictures.decode(file, 3, None, white).transpose(1, 2, 0)
     image = Image.fromarray(np.ascontiguousarray(pixels))
     scale = SIDE / max(image.size)

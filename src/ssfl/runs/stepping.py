@@ -25,7 +25,7 @@ RESERVED = (
     "event", "round", "seconds", "memory", "accuracy", "loss", "class_accuracy", "stream_accuracy",
     "balanced_accuracy", "correct", "count", "validation_accuracy", "validation_correct", "validation_count",
 )  # fmt: skip
-"""The fields that evaluation events already have. Metrics that a user passes must have other names."""
+"""The fields that evaluation events already have. The `metrics` of a `Federation` must have other names."""
 
 
 class Federation:

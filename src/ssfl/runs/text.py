@@ -51,8 +51,9 @@ def accuracy(correct: float, count: int) -> str:
 
 
 def ending(scores: Mapping[str, Any]) -> str:
-    """Returns the final accuracy of a run as text. `scores` is its last evaluation event or its summary.
-    Without test images, it is the validation accuracy."""
+    """Returns the final accuracy of a run as text: that on test images or cross-validation folds, otherwise
+    that on validation images. `scores` is the run's last evaluation event or its summary. If it has no
+    accuracy, the text is "finished"."""
     for key, name in (("accuracy", "accuracy"), ("validation_accuracy", "validation accuracy")):
         if key not in scores:
             continue
@@ -127,8 +128,8 @@ def split(config: Config, described: dict[str, Any]) -> str:
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """Returns a line about the classes that have no test images, in a list. The list is empty if all classes
-    have some, or none has any. `counts` has the test images (or the accuracy) of each class."""
+    """Returns a list with one line that names classes without test images. The list is empty if all classes
+    have test images, or if none has any. `counts` has the number of test images of each class."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if not missing or len(missing) == len(classes):
         return []

@@ -1,7 +1,8 @@
 """Logs a run to an experiment tracker: TensorBoard, MLflow or Weights & Biases (`run.track`).
 
-The run folder has all results; the tracker gets a copy. It gets each number of events.jsonl once. If the
-tracker fails, the run continues without it. When a run is resumed, it continues the same run in the tracker.
+The run folder has all results; the tracker gets a copy of the numbers in events.jsonl. If the tracker fails,
+the run continues without it. When a run is resumed, MLflow and Weights & Biases add to the record that they
+already have, and no number is logged twice. The files of TensorBoard are written anew.
 """
 
 import json
@@ -112,7 +113,8 @@ class Memory:
             pass
 
     def name(self, id: str) -> None:
-        """Saves the tracker's id of this run, so that a resumed run continues there."""
+        """Saves the tracker's id of this run. If the run is resumed, its further events are logged under the
+        same id."""
         self.id = id
         self._save()
 

@@ -43,8 +43,10 @@ def run(
 
     `config` is a Config, the name of a preset, a TOML file or a folder of images. `model` is a function
     without arguments that makes the network, any `nn.Module`. `data` is an `ssfl.Data`. Both may also be an
-    import path "FILE.py:name". `method` is an object of an `ssfl.Method` class. `report` is called with each
-    event. With `forecast`, its first event has the expected cost of the run, as text in "lines".
+    import path "FILE.py:name". `method` is an object of an `ssfl.Method` class.
+
+    `report` is called with each event. With `forecast`, the first of these events is of kind "forecast". Its
+    field "lines" says, as lines of text, what the run is expected to cost.
     """
     config = with_method(config, method)
     path = Path(out) if out is not None else folder.next_free(Path("runs") / plain_name(config))

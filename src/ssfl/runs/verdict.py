@@ -161,7 +161,7 @@ def _interval(one: Comparison) -> str:
 
 
 def _points(value: float) -> str:
-    """Returns a difference in percentage points as text with its sign: rounded to whole points, or to 0.1 if
-    it is below one point."""
+    """Returns the difference `value`, which is in percentage points, as text with its sign. It is rounded to
+    whole points, or to 0.1 if its absolute value is below 0.95."""
     shown = f"{value:+.0f}" if abs(value) >= 0.95 else f"{value:+.1f}"
     return shown.replace("-", "−")

@@ -33,9 +33,10 @@ def corrupt(kind: str, sent: Tensor, row: Tensor, layout: Layout, key: int, scal
     `scale`. `kind` is one of these attacks:
 
     "sign": the update in the opposite direction. "ascent": the same, but with a norm of 0.29 of the model's
-    norm, however small the true update is. "noise": random noise as large as the weights is added. "shift":
-    the outputs of the last layer are shifted by one, so that the model predicts the next class instead of the
-    right one. "slow": in every round a step towards such a model, as long as the true update.
+    norm, however small the true update is. "noise": random noise as large as the weights, drawn with the
+    random `key`, is added. "shift": the outputs of the last layer are shifted by one, so that the model
+    predicts the next class instead of the right one. "slow": a step from `sent` towards the model that
+    "shift" makes of `sent`; the step has the norm of the true update.
     """
     return sent + scale * (_manipulated(kind, sent, row, layout, key) - sent)
 

@@ -73,12 +73,13 @@ def judge(
     before: Tensor | None = None,
     trust: Tensor | None = None,
 ) -> GateResult:
-    """Decides which of the n models `rows` [n, P + Q] are refused, which updates are shortened, and the
-    weight of each model in the average. `sent` [n, P + Q] are the models that the n users received. A model
-    is a row of P weights and Q running statistics.
+    """Decides which of the n models `rows` [n, P + Q] are refused, which updates are shortened, and each
+    model's weight in the average. `sent` [n, P + Q] are the models that the n users received. A model is a
+    row of P weights and Q running statistics.
 
-    `strikes` [n] counts how often each user was refused before. `before` holds the usual lengths of earlier
-    rounds (the larger of the users' and the server's), or 0 where unknown. `trust` [n] comes from `trusted`.
+    `strikes` [n] counts how often each user was refused before. `before` has the usual lengths of earlier
+    rounds as `remembered` returns them, or 0 where unknown. If it is None, earlier rounds set no limit.
+    `trust` [n] comes from `trusted`. If it is None, all models have weight 1.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
     median length of the users' updates. The median itself is limited by earlier rounds, since most users of

@@ -82,8 +82,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the server's model are trained in a round: usually 1. It is one for each group
-        if the method's setting server_replicas is true."""
+        """How many copies of the server's model are trained in a round: usually 1. If the method's setting
+        server_replicas is true, there is one copy for each group."""
         return self.streams if getattr(self.config.method, "server_replicas", False) else 1
 
     @property

@@ -28,7 +28,7 @@ EPSILONS = ("epsilon_sent", "epsilon_model")
 
 def released(sent: Tensor, rows: Tensor, clip: float, noise: float, normal: Tensor) -> Tensor:
     """Returns the models [n, P + Q] that n users send under differential privacy, instead of the models
-    `rows` that they trained from `sent`.
+    `rows` that they trained from `sent`. A model is a row of P weights and Q running statistics.
 
     Each update is clipped to the norm `clip`. Then `noise` · `clip` · `normal` is added to every number, also
     to the running statistics; `normal` [n, P + Q] are standard normal draws. An update that is not finite is
@@ -92,7 +92,8 @@ def _cost(config: Config, parts: int, least: Mapping[int, int]) -> dict[str, Any
     event.
 
     `parts` is the largest number of rounds in which any one user took part. `least` maps a size to the number
-    of rounds whose smallest group had that size: the average of a small group contains less noise.
+    of rounds whose smallest group had that size. The size matters because each user adds noise: in the
+    average of a small group, the update of one user is hidden by the noise of fewer users.
     """
     privacy, federation = config.privacy, config.federation
     noise, delta = privacy.noise or 0.0, privacy.delta or 0.0

@@ -61,13 +61,14 @@ class Workers(Protocol):
         the server's model."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
-        """Trains some of the cohort's users and returns what the server receives from them. `part` is the
-        slice of the cohort. `rows` [n, P + Q] are the models that these n users start from, and `tensors` is
-        what else they were sent. A model is a row of P weights and Q running statistics."""
+        """Trains some of the cohort's users and returns what the server receives from them. `part` says which
+        users, as a slice of positions in the cohort. These n users start from the models `rows` [n, P + Q]
+        and with `momentum` [n, P]. `tensors` are what they were sent besides the models. A model is a row of
+        P weights and Q running statistics."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Returns the models `rows` [m, P + Q] after training on the server's labelled images. A model is a
-        row of P weights and Q running statistics."""
+        """Trains the m models `rows` [m, P + Q], which start with `momentum` [m, P], on the server's labelled
+        images and returns the result. A model is a row of P weights and Q running statistics."""
 
 
 class Ranks(Protocol):
@@ -80,4 +81,5 @@ class Ranks(Protocol):
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
         """Exchanges results among the processes; every process gets the same list. Its first entry is the sum
         of all processes' `streams` (each group's sum of models). The others are the tensors of `each`,
-        extended to the rows of all `count` users in order."""
+        extended to the rows of all `count` users in order. `start` is the model that the round started from;
+        raises if it differs between processes."""

@@ -25,8 +25,8 @@ USUAL = "usual"
 """The key in `State.memory` of the usual norms of updates in the last rounds. The usual norm of a round is
 the median over users, see `gate.py`."""
 TRUST = "trust"
-"""The key in `State.memory` of the trust in each user, [K]: how well its updates agreed with the server's
-labels in the last rounds, see `gate.py`."""
+"""The key in `State.memory` of the trust [K] in the K users. Trust says how well a user's updates agreed with
+the server's labels in the last rounds, see `gate.py`."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,18 @@ class Round:
         return torch.stack([self.sim.predicted(row, images) for row in rows])
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns how much better than guessing the model `row` [P + Q] is: its balanced accuracy minus 1 /
-        classes. It is measured on about `most` of the server's labelled images. A model is a row of P weights
-        and Q running statistics."""
+        """Returns the balanced accuracy of the model `row` [P + Q] minus the accuracy of guessing. It is
+        measured on about `most` of the server's labelled images; None means all. The accuracy of guessing is
+        1 divided by the number of classes that these images have. A model is a row of P weights and Q running
+        statistics."""
         per_class = self.sim.server_score(row, most).per_class
         accuracies = [accuracy for accuracy in per_class if accuracy is not None]
         return sum(accuracies) / len(accuracies) - 1 / len(accuracies)
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
-        """Returns the mean confidence (the probability of the most likely class) of the model `row` [P + Q],
-        on about `most` of the server's labelled images. A model is a row of P weights and Q running
-        statistics."""
+        """Returns the mean confidence (the probability of the most likely class) of the model `row` [P + Q].
+        It is measured on about `most` of the server's labelled images; None means all. A model is a row of P
+        weights and Q running statistics."""
         images, _ = self.sim.server_images(most)
         return float(self.sim.predicted(row, images).amax(-1).mean())
 
@@ -175,9 +176,11 @@ class Round:
         """Trains the round's participants and returns the average of each group.
 
         `start` [S, P + Q] are the models of the S groups, or of all users if each keeps its own. Each
-        participant receives its model, and the tensors that `send` returns for it, and trains. If `server` [P
-        + Q] is not None, the server trains this model meanwhile (`replicas` copies of it), and the result
-        enters each average with `server_weight`. A model is a row of P weights and Q running statistics.
+        participant receives its model, and the tensors that `send` returns for it, and trains. A model is a
+        row of P weights and Q running statistics.
+
+        If `server` [P + Q] is not None, the server trains `replicas` copies of this model at the same time.
+        The result enters the average of each group with `server_weight`; None means the weight of one user.
         """
         if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
@@ -202,7 +205,9 @@ class Round:
         server_weight: float | None,
         send: Extra | None,
     ) -> "CohortResult | None":
-        """Trains the cohort and returns the result; None if the cohort is empty.
+        """Trains the cohort and returns the result; None if the cohort is empty. `server` says whether the
+        server's model will enter the averages, and `server_weight` is its weight; None means that of one
+        user.
 
         Users are trained in parts of run.users_at_once. After each part, its models are added to the sums of
         their groups and dropped, to save memory. All models are kept only if something needs them together,
@@ -296,10 +301,13 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Applies the gate (federation.gate) to the models `rows` that n users returned. Returns three
-        things: the models, in which long updates have been shortened; their weights [n], or None if all are
-        equal; and the positions of the users to average. Users that were refused or have weight 0 are left
-        out of the positions."""
+        """Applies the gate, if federation.gate is on, to the models `rows` that n users trained from `sent`.
+        `weight` [n] are the users' weights before the gate; None if all are equal.
+
+        Returns the models, in which long updates have been shortened, the users' weights [n], and the
+        positions of the users to average. The weights are None if all are equal. Users that were refused or
+        have weight 0 are left out of the positions.
+        """
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
@@ -330,8 +338,9 @@ class Round:
 
     def _combined(self, rows: Tensor, weight: Tensor | None, group: Sequence[int]) -> Tensor:
         """Returns the average [P + Q] of the models in a group, by the rule of federation.combine: mean,
-        trimmed mean or median. `group` are positions in `rows`; for an empty group, all models are averaged.
-        A model is a row of P weights and Q running statistics."""
+        trimmed mean or median. With federation.median_fallback, returns the median instead if that has a
+        lower loss on the server's images. `group` are positions in `rows`; for an empty group, all models are
+        averaged. A model is a row of P weights and Q running statistics."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -393,8 +402,9 @@ class CohortResult:
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
-    """Joins the results of all parts of a cohort. Returns the models [n, P + Q], the weights [n] (or None)
-    and the reports of its n users. A model is a row of P weights and Q running statistics."""
+    """Joins the results of all parts of a cohort. Returns the models [n, P + Q] of its n users, their weights
+    [n] in the average, and their reports. The weights are None if all are equal. A model is a row of P
+    weights and Q running statistics."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report
@@ -415,9 +425,9 @@ def _regrouped(groups: Sequence[Sequence[int]], counted: list[int]) -> tuple[tup
 
 
 def _together(parts: list[TrainedUpdates], names: Sequence[str], like: Tensor, keep: bool) -> TrainedUpdates:
-    """Returns the metrics and updates of all users of a cohort, joined from its parts. Without parts, the
-    result is that of an empty cohort, with the metrics `names` and tensors of the type and device of
-    `like`."""
+    """Returns the metrics and updates of all users of a cohort, joined from its `parts`. The updates
+    themselves are included only with `keep`. If there are no parts, the result has no users; its metrics have
+    these `names`, and its tensors the type and device of `like`."""
     if not parts:
         nobody = like.new_zeros(0)
         return TrainedUpdates(dict.fromkeys(names, nobody), nobody, like[:0] if keep else None)

@@ -85,9 +85,9 @@ def descent(
     """Returns the direction [P] in which the P weights must change so that the loss on labelled images falls
     fastest.
 
-    This is the negative gradient at the model `row` [P + Q], summed over one strong view of each image.
-    `places` are the positions of the images in the pool, and `keys` the random keys of their views. Weak
-    views are used if the pool has no strong ones.
+    This is the negative gradient at the model `row` [P + Q], a row of P weights and Q running statistics. The
+    gradient is summed over one strong view of each image, or a weak view if the pool has no strong ones.
+    `places` are the positions of the images in the pool, and `keys` the random keys of their views.
     """
     kind = "strong" if pool.features is None or len(pool.features.views) > 1 else "weak"
     tensors = {name: tensor.detach().clone() for name, tensor in layout.unflatten(row).items()}

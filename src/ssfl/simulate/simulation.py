@@ -57,8 +57,8 @@ class Simulation:
     """The function that makes the network, if the caller passed one from Python; None if the config names the
     network."""
     brought: dict[str, Any] = field(default_factory=dict)
-    """Digests (hashes) of a network and a method from outside the package, if the run uses them. A resumed
-    run is compared with them, see `assemble.brought`."""
+    """What identifies a network and a method from outside the package, if the run uses them: import paths,
+    hashes and others. A resumed run is compared with this record, see `assemble.brought`."""
     _ahead: dict[int, tuple[Cohort, Work, Work | None]] = field(default_factory=dict, repr=False)
     """Rounds that were prepared in advance, while the GPU was busy. Maps the number of a round to its cohort,
     the users' work and the server's work."""
@@ -323,8 +323,8 @@ class Simulation:
 
     def descent(self, row: Tensor, round: int) -> Tensor | None:
         """Returns the direction [P] in which the P weights must change so that the server's loss falls
-        fastest, at the model `row` [P + Q]. The gate compares users' updates with it. Returns None if the
-        server has no labels.
+        fastest, at the model `row` [P + Q]. The gate compares users' updates with this direction. Returns
+        None if the server has no labels. A model is a row of P weights and Q running statistics.
 
         The loss is on strong views of the server's labelled images, which are drawn anew for each `round`.
         """

@@ -39,9 +39,10 @@ class Simulated:
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
-        """Trains some of the cohort's users and returns what the server receives from them. `part` is the
-        slice of the cohort. `rows` [n, P + Q] are the models that these n users start from, and `tensors` is
-        what else they were sent. A model is a row of P weights and Q running statistics."""
+        """Trains some of the cohort's users and returns what the server receives from them. `part` says which
+        users, as a slice of positions in the cohort. These n users start from the models `rows` [n, P + Q]
+        and with `momentum` [n, P]. `tensors` are what they were sent besides the models. A model is a row of
+        P weights and Q running statistics."""
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
@@ -49,9 +50,9 @@ class Simulated:
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the models `rows` [m, P + Q] on the server's labelled images and returns the result. Usually
-        m = 1; some methods train a copy of the server's model for each group. A model is a row of P weights
-        and Q running statistics."""
+        """Trains the m models `rows` [m, P + Q], which start with `momentum` [m, P], on the server's labelled
+        images and returns the result. Usually m = 1; some methods train a copy of the server's model for each
+        group. A model is a row of P weights and Q running statistics."""
         assert self.server_work is not None
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
