@@ -25,15 +25,16 @@ HEAD = ("method", "test accuracy, %", "points behind the first method (95 % inte
         "chosen settings", "file")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
-This page compares methods under one protocol, best first, and shows how to add your own method. It is for
-readers who choose a method and for authors of methods. [Contest](contest.md) explains the protocol, and how
-each method chose its learning rate and threshold.
+Each table on this page compares methods under one protocol, best first. The end of the page shows how to
+add your own method. The page is for readers who choose a method and for authors of methods.
+[Contest](contest.md) explains the protocol, and how each method's learning rate and threshold are chosen.
 
 How to read a table:
 
 - **The heading** is the protocol: data set, number of labels at the server, split, network, and training.
   There are K users, and C of them take part in a round. R is the skew of their classes, from 0 (all users
-  alike) to 1. Each user takes T steps in a round, with batches of B images.
+  alike) to 1 (no two users share a class). Each user takes T steps in a round, with batches of B images. The
+  number of user images is the length of training.
 - **Accuracy** is measured on the test images after the last round. It is the mean and standard deviation
   over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
 - **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the method from
@@ -42,11 +43,11 @@ How to read a table:
   training diverged.
 - **User images** and **server images** count how many images users and server drew for training. An image
   counts each time it is drawn.
-- **Passes** count forward and backward computations of the network for one image. `semifl` makes
-  two passes for an image, and `fl2` three. `semifl`, `fl2` and `cbafed` make none for an image without a
-  pseudo-label.
-- **Chosen settings** are the learning rate and the threshold that the method chose on validation images. If
-  no threshold is listed, the method has none or chose its default.
+- A **pass** is one forward and one backward computation of the network for one image. The column is the
+  total over all users. `semifl` makes two passes for an image, and `fl2` three. `semifl`, `fl2` and
+  `cbafed` make none for an image without a pseudo-label.
+- **Chosen settings** are the learning rate and the threshold that the contest chose for the method on
+  validation images. If no threshold is listed, the method has none or its default was best.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
@@ -58,7 +59,7 @@ ADD = """
 2. Run your method together with a method of the table, under the same protocol. Take the command below the
    table and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
    `my.py` is your file and `Mine` the method in it ([Add a method](add-a-method.md)). The contest chooses
-   the learning rate.
+   the learning rate, and the threshold if your method has one.
 3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
 4. Generate this page with `python -m benchmarks.leaderboard`. It reads all files in `results/leaderboard/`.
 5. Open a pull request with the JSON file, this page and your method's file.
@@ -160,8 +161,8 @@ def protocol(contest: dict[str, Any]) -> str:
         steps = f"{federation['local_epochs']:g} local epochs"
     return (
         f"{data['name'] or data['path']}: {split['server_labels']:,} labels, K = {split['users']}, "
-        f"C = {federation['participants']}, {dealt}; {model['name']} with {model['norm']} normalisation; "
-        f"{steps}, B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
+        f"C = {federation['participants']}, {dealt}; network `{model['name']}` with {model['norm']} "
+        f"normalisation; {steps}, B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
     )
 
 
