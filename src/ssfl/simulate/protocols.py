@@ -63,8 +63,8 @@ class Workers(Protocol):
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
         """Trains some of the cohort's users and returns what the server receives from them. `part` says which
         users, as a slice of positions in the cohort. These n users start from the models `rows` [n, P + Q]
-        and with `momentum` [n, P]. `tensors` are what they were sent besides the models. A model is a row of
-        P weights and Q running statistics."""
+        and with `momentum` [n, P], which is not sent to real sites. `tensors` are what they were sent besides
+        the models. A model is a row of P weights and Q running statistics."""
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
         """Trains the m models `rows` [m, P + Q], which start with `momentum` [m, P], on the server's labelled
