@@ -141,7 +141,9 @@ def make_app(root: Path) -> Starlette:
 
     def not_there(request: Request, error: Exception) -> Response:
         return PlainTextResponse(
-            "this run does not exist, or no longer: choose another in the board's list\n", 404
+            "there is no run with this name, perhaps because it was deleted: choose another run in the "
+            "board's list\n",
+            404,
         )
 
     routes = [Route(path, asset) for path in ASSETS]

@@ -10,9 +10,9 @@ from ssfl.cli.verbs import Verbs
 app = typer.Typer(
     name="cache",
     cls=Verbs,
-    help="Save, load or delete the code compiled for a GPU. With it a run need not compile again, even on "
-    "another machine with the same kind of GPU and the same versions of torch, Triton, Python and ssfl."
-    "\n\nExample: ssfl cache save compiled.zip",
+    help="Save, load or delete the code compiled for a GPU (the compile cache). A run that finds its code in "
+    "the cache does not compile it again. The cache also works on another machine with the same kind of GPU "
+    "and the same versions of torch, Triton, Python and ssfl.\n\nExample: ssfl cache save compiled.zip",
     no_args_is_help=True,
 )
 

@@ -36,7 +36,8 @@ def contest(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B",
-            help="Values to try; each method uses its best one on validation images. Repeatable.",
+            help="Values of a setting to try. Each method uses the value with its best validation accuracy. "
+            "Repeatable.",
         ),
     ] = None,
     tune: Annotated[
@@ -49,7 +50,8 @@ def contest(
     equal: Annotated[
         Equal,
         typer.Option(
-            help="What is equal for all methods: the number of user images, or of forward-backward passes."
+            help="What all methods have in common: the number of user images that they train on (images), or "
+            "the number of forward-backward passes (passes)."
         ),
     ] = Equal.images,
     sets: verbs.Sets = None,

@@ -96,8 +96,9 @@ class Standing:
 
 def table(standings: Sequence[Standing]) -> str:
     """Returns the results as a table for the terminal, one line per method, with accuracies and costs."""
-    head = ["method", "test accuracy, %", "correct", "95 % interval", "first minus this [95 %]", "seeds",
-            "collapsed", "rounds", "user images, million", "passes, million", "server images, million",
+    head = ["method", "test accuracy, %", "correct", "95 % interval", "behind the first [95 % interval]",
+            "seeds", "collapsed", "rounds", "user images, million", "passes, million", "server images, "
+            "million",
             "sent, MB", "chosen"]  # fmt: skip
     rows = [head]
     for standing in standings:

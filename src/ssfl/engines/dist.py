@@ -49,7 +49,8 @@ def local_device(device: torch.device) -> torch.device:
     if place >= count:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
         raise ConfigError(
-            f"torchrun --nproc-per-node={processes}: there are only {count} GPUs here. Use at most {count}.",
+            f"torchrun --nproc-per-node={processes} needs one GPU for each process, and this machine has "
+            f"{count}. Use at most {count}.",
             key="--nproc-per-node",
             value=processes,
             fix=f"--nproc-per-node={count}",
