@@ -219,7 +219,7 @@ def join(
         )
     if insecure:
         if not _loopback(host):
-            raise ConfigError(f"--insecure works only on this machine, not with {host}: use --key")
+            raise ConfigError(f"--insecure is only for a centre on this machine, not for {host}: use --key")
         tell("--insecure: nothing is encrypted")
     opened = None if key is None else keyring.read_site(key)
     called = opened.name if opened else name or _site_name(data)

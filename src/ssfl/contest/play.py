@@ -151,7 +151,7 @@ def _values(choice: str) -> list[str]:
     key, equals, values = (part.strip() for part in choice.partition("="))
     if not equals or "." not in key:
         raise ConfigError(
-            f"--choose {choice!r}: write section.key=one,two, such as method.threshold=0.8,0.95",
+            f"--choose {choice!r}: write `section.key=one,two`, for example `method.threshold=0.8,0.95`",
             key="--choose",
             value=choice,
         )

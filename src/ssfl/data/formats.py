@@ -192,7 +192,7 @@ def read_names(member: Member, count: int) -> tuple[str, ...]:
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
     if len(set(names)) != count or len(names) != count:
         raise DataError(
-            f"{member.where}: does not name {count} classes, one in a line; "
+            f"{member.where}: does not name {count} classes, one per line; "
             "replace it with a fresh copy or remove it"
         )
     return names

@@ -180,7 +180,7 @@ class Watch:
                 return
             now = sites(self.folder)
         except (SsflError, OSError) as error:  # the folder is probably being changed right now
-            self.fleet.tell(f"the changed keys were not applied: {error}")
+            self.fleet.tell(f"the changed keys were not applied, and the previous keys stay in use: {error}")
             return
         self._apply(now)
         self._seen = seen  # if the port could not be reached, the next call tries again

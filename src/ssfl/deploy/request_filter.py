@@ -429,7 +429,7 @@ class RequestFilter:
                         "accepted"
                     )
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Refused("a part of an answer that cannot be read") from None
+            raise Refused("an unreadable part of an answer") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
         """Reports to the centre that a request was refused, and why. `lost`: the answer that the centre waits

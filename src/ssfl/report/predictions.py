@@ -111,7 +111,10 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     if (run.path / "model.safetensors").is_file():
         model = load_model(run.path)
         if model.classes != data.classes or model.shape != data.shape:
-            raise RunError("the classes or the image size of the model differ from those of the data")
+            raise RunError(
+                f"the model has {len(model.classes)} classes and images of the shape {list(model.shape)}, but the "
+                f"data have {len(data.classes)} classes and the shape {list(data.shape)}, or other class names"
+            )
         return model, run.played
     saved = checkpoints.newest(run.path, torch.device("cpu"))
     if saved is None:

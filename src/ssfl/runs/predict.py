@@ -350,7 +350,9 @@ def free_files(target: str | Path) -> list[Path]:
     base = target.with_suffix("") if target.suffix in {".safetensors", ".json", ".pt2"} else target
     files = [base.parent / (base.name + end) for end in (".safetensors", ".json", ".pt2")]
     if not base.name:
-        raise RunError("the name of the file to write is missing: use a name such as digits")
+        raise RunError(
+            f"{str(target)!r} is not a file name: choose one, for example `ssfl export RUN my-model`"
+        )
     existing = [str(file) for file in files if file.exists()]
     if existing:
         raise RunError(
