@@ -113,8 +113,8 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
         if model.classes != data.classes or model.shape != data.shape:
             raise RunError(
                 f"the model has {len(model.classes)} classes and images of the shape {list(model.shape)}, "
-                f"but the data have {len(data.classes)} classes and the shape {list(data.shape)}, or the names "
-                "of the classes differ"
+                f"but the data have {len(data.classes)} classes and the shape {list(data.shape)}, or the "
+                "names of the classes differ"
             )
         return model, run.played
     saved = checkpoints.newest(run.path, torch.device("cpu"))
