@@ -24,7 +24,8 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy mac
 hypothesis.settings.load_profile("no deadline")
 Call = Callable[..., tuple[int, str, str]]
 FEDERATIONS = {"test_backbones", "test_join", "test_own_federation", "test_port", "test_signals"}
-"""Modules with real federations, besides all of test_deploy_*. Their slow tests need the whole machine."""
+"""Modules with real federations, besides all of test_deploy_*. Their slow tests start many processes, which
+often wait for each other, so several tests run at once."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
