@@ -39,7 +39,7 @@ class Limits:
     for an object that was passed from Python."""
     instead: str = ""
     """The name of another field in the same section that is an alternative to this field. When a person sets
-    this field on the command line, the other field is cleared."""
+    this field on the command line, any value that was given for the other field before is dropped."""
 
 
 def setting(
@@ -85,7 +85,8 @@ def checked(key: str, value: Any, hint: Any, limits: Limits) -> Any:
 def _as(value: Any, hint: Any) -> Any:
     """Returns the value converted to the type `hint`. Raises TypeError or ValueError if that is not possible.
 
-    A whole number may be given for a float, and a list for a tuple.
+    A whole number may be given for a float, and a list for a tuple. If the items of a tuple are tuples, all
+    of these must be equally long.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -129,7 +130,8 @@ def _in_words(hint: Any) -> str:
 
 def check_choice(key: str, value: Any, limits: Limits) -> None:
     """Raises ConfigError if the setting `key` has a value that is not one of its allowed words
-    (`limits.choices`)."""
+    (`limits.choices`). Every value is allowed if there are no such words, and None always is. If
+    `limits.paths` is true, names of code from outside the package are allowed too."""
     if limits.paths and outside.is_outside(value):
         return
     if value is not None and limits.choices and value not in limits.choices:

@@ -1,4 +1,4 @@
-"""The losses of section 3.1 of the paper (Zhang et al. 2020), as functions of logits. They return one value
+"""The losses of section 3.1 of the paper (Zhang et al. 2020), as functions of logits. Each loss has one value
 per image.
 
 The mean over a batch estimates the paper's mean over the server's images (D_s) or over those of user k (D_k).
@@ -48,9 +48,9 @@ def consistency(teacher: Tensor, student: Tensor, threshold: float) -> Losses:
     """Returns the loss L_k of users without labels, the paper's equation (4). The teacher's prediction for
     one view of an image is the label with which the student is trained on another view.
 
-    `teacher` and `student` are logits [n, B, classes]. Images for which the teacher's confidence is below
-    `threshold` have a loss of zero. If both are logits of the same weak views, this is self-training, the
-    paper's equation (5).
+    `teacher` and `student` are logits [n, B, classes]: for n models with B images each. Images for which the
+    teacher's confidence is below `threshold` have a loss of zero. If teacher and student see the same weak
+    views, this is self-training, the paper's equation (5).
     """
     label, mask = pseudo_label(teacher, threshold)
     return labelled(student, label, mask)
@@ -64,7 +64,8 @@ def labelled(logits: Tensor, labels: Tensor, mask: Tensor) -> Losses:
 
 def mixture(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
     """Returns the mixup loss of each mixed image. Such an image is the sum of `share` times an image with
-    label `labels` and 1 - `share` times an image with label `others`."""
+    label `labels` and 1 - `share` times an image with label `others`. Its loss is the sum of the
+    cross-entropies with these two labels, with the same two factors."""
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(logits, others)
 
 

@@ -1,9 +1,9 @@
 """Imports code from outside the package, such as a person's own method or network. An import path names it:
 `FILE.py:name` or `package.module:name`.
 
-A path is imported only if a person typed it in this process (`--set`, `--with` or a Python call). Run
-folders, model cards and the settings that a deployment's server sends also contain such paths, with a
-checksum of the code. Nothing is ever imported because of those.
+A file or module is imported only if a person typed its name in this process (`--set`, `--with` or a Python
+call). Run folders, model cards and the settings that a deployment's server sends also contain import paths,
+with a checksum of the code. Such a recorded path alone never causes an import.
 """
 
 import ast
@@ -28,8 +28,8 @@ _trusted: set[str] = set()
 """The code that may be imported: the absolute paths of files, and the dotted names of modules, that a person
 typed in this process."""
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
-"""The imported modules by file. Each comes with the checksum that its source code had when it was imported.
-A file with another checksum now has changed, and is imported again."""
+"""The imported modules by file, each with the checksum that its source code had at its import. The checksum
+(see `digest`) shows whether the code has changed since then."""
 
 
 def is_path(name: str | None) -> bool:
@@ -45,15 +45,15 @@ def is_outside(name: str | None) -> bool:
 
 
 def trust(name: str) -> None:
-    """Records that a person typed this name in this process, which allows its import. The name is
-    `FILE.py:name`, `FILE.py` or `package.module:name`."""
+    """Records that a person typed this name in this process, which allows the import of its file or module.
+    The name is `FILE.py`, `FILE.py:name`, `package.module` or `package.module:name`."""
     module = _module(name)
     _trusted.add(str(Path(module).resolve()) if module.endswith(".py") else module)
 
 
 def is_trusted(name: str) -> bool:
-    """Returns whether a person typed this import path, or its file, in this process. Only then may its code
-    be imported."""
+    """Returns whether a person typed the file or module of this import path in this process. Only then may
+    its code be imported."""
     module = _module(name)
     return is_path(name) and _is_trusted(module, _file(module))
 
@@ -117,7 +117,8 @@ def called(name: str, key: str) -> Any:
 
 def require(name: str, key: str) -> Path:
     """Returns the file of an import path. Raises ConfigError if the file does not exist, or if no person
-    typed the path in this process. `key` is the setting that contains the path."""
+    typed this file or module in this process. `key` is the setting that contains the path, for error
+    messages."""
     module = _module(name)
     file = _file(module)
     if not _is_trusted(module, file):
@@ -172,10 +173,11 @@ def _attribute(name: str) -> str:
 
 
 def _file(module: str) -> Path | None:
-    """Returns the file of a module without importing anything; None if it cannot be found.
+    """Returns the source file of `module`, which is a file name ending in .py or a dotted module name.
+    Returns None if there is no such file. Nothing is imported.
 
-    A recorded path may name a file that has moved to another folder. If a person typed exactly one file of
-    the same name, that file is returned.
+    A file name that no person typed may be recorded in a run, and the file may have moved since then. If a
+    person typed exactly one existing file of the same name in another folder, that file is returned.
     """
     if module.endswith(".py"):
         file = Path(module).resolve()
@@ -207,8 +209,9 @@ def _is_trusted(module: str, file: Path | None) -> bool:
 
 
 def _sources(module: str, file: Path) -> dict[str, Path]:
-    """Returns the source files of a module by module name: its own file, and those that it imports from its
-    own folder or package. `digest` covers all of them."""
+    """Returns the source files of a module by module name. They are its own file, and those of the modules
+    that it imports from its own folder or package. These modules' own imports are followed too. `digest`
+    covers all of these files."""
     inside = not module.endswith(".py")
     start = module if inside else file.stem
     top = start.partition(".")[0]
@@ -257,8 +260,9 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
-    """Imports the module in `file` and returns it. A file that has changed since its last import is imported
-    again. `key` and `name` (a setting and its value) are for error messages."""
+    """Imports the module in `file` and returns it. `module` is its file name ending in .py, or its dotted
+    name. A .py file is imported again if it has changed since its last import. A module with a dotted name is
+    imported only once in a process. `key` and `name` (a setting and its value) are for error messages."""
     current_digest = digest(module)
     if file in _loaded and _loaded[file][0] == current_digest:
         return _loaded[file][1]
@@ -278,8 +282,9 @@ def _import(module: str, file: Path, key: str, name: str) -> ModuleType:
 
 
 def _from_file(file: Path, siblings: dict[str, Path]) -> ModuleType:
-    """Imports a module from a file and returns it. If it imports other modules, those in the file's own
-    folder (`siblings`, by name) are preferred to installed ones."""
+    """Imports a module from a file and returns it. `siblings` are the files in the same folder that it
+    imports, by module name. They are preferred to installed modules of the same names. Raises ConfigError if
+    another module with such a name is already loaded."""
     for name, source in siblings.items():
         imported_from = getattr(sys.modules.get(name), "__file__", None)
         if name in sys.modules and (

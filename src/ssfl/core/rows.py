@@ -81,8 +81,9 @@ def learning(model: nn.Module) -> dict[str, bool]:
     """Returns for each module in a network, by name, whether it is trained. Modules that are not trained stay
     in evaluation mode.
 
-    A module is trained if it has trained parameters. A module without any parameters, such as dropout, is
-    trained if its parent is.
+    A module is trained if it, or a module inside it, has trained parameters. If all its parameters are
+    frozen, it is not trained. A module without any parameters, such as dropout, is trained if the module that
+    contains it is trained.
     """
     learns: dict[str, bool] = {}
     for name, module in model.named_modules():  # a parent comes before its children

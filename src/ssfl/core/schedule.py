@@ -20,13 +20,13 @@ def learning_rate(
     floor: float = 1e-4,
     annealing: bool = False,
 ) -> float:
-    """Returns the learning rate at a step. `steps` is the number of all steps. The rate is base · max(cos(π ·
-    cycles · progress), floor), where progress = (step - warmup) / (steps - warmup).
+    """Returns the learning rate at a step. In the first `warmup` of all `steps` steps, it rises linearly from
+    zero to `base`. After them it is base · max(cos(π · cycles · progress), floor), the formula of the paper
+    (Zhang et al. 2020). Here progress = (step - warmup) / (steps - warmup).
 
-    This is the formula of the paper (Zhang et al. 2020). The first `warmup` steps are an exception: in them,
-    the rate rises linearly from zero to `base`. The cosine is periodic. With `cycles` above 1/2 the rate
-    falls to the floor, base · floor. Above 3/2 it rises again before the end, and at 2 it ends at `base`.
-    With `annealing` the rate is base · max((1 + cos(π · progress)) / 2, floor) instead.
+    The cosine is periodic. With `cycles` above 1/2 the rate falls to the floor, base · floor. Above 3/2 it
+    rises again before the end, and at 2 it ends at `base`. With `annealing`, the rate after the warmup is
+    base · max((1 + cos(π · progress)) / 2, floor) instead.
     """
     if step < warmup:
         return base * step / warmup

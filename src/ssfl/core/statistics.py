@@ -1,8 +1,8 @@
 """Statistics of accuracies: confidence intervals, comparisons of two models, balanced accuracy and
 calibration.
 
-It is plain Python without torch, so that the board and the command line can use it without the seconds that
-importing torch takes.
+This module does not import torch, which takes seconds. So the command line and the board (the page that shows
+runs in a browser) can use it without delay.
 """
 
 import math

@@ -22,16 +22,18 @@ Named = dict[str, Tensor]
 """Tensors by name, such as the weights of a network."""
 Loss = Callable[["Step"], Losses]
 Network = Callable[[Named, Named, Tensor, bool, Tensor], tuple[Tensor, Named]]
-"""The type of a function that runs n models at once. It takes weights, buffers, images [n, B, ...], whether
-it is in training mode, and dropout keys [n]. It returns logits [n, B, classes] and the new buffers."""
+"""The type of a function that runs n models at once. Its arguments are the weights, the buffers (running
+statistics), images [n, B, ...], whether to use training mode, and keys [n]. Each model's dropout mask is
+drawn from its key. The function returns logits [n, B, classes] and the new buffers."""
 Evaluate = Callable[[Loss, Named, Named, "Batch", Named | None], tuple[Tensor, Named, Named]]
-"""The type of a function that computes the losses of n models. It takes a loss function, weights, buffers, a
-batch, and the weights that were received at the start of the round. The last may be None. It returns the loss
-of each model [n], the metrics by name, and the new buffers."""
+"""The type of a function that computes the losses of n models. Its arguments are a loss function, weights,
+buffers (running statistics), a batch, and the weights that were received at the start of the round. The
+received weights may be None. The function returns the loss of each model [n], the metrics by name, and the
+new buffers."""
 METRICS = ("loss", "mask_rate", "known_rate", "correct_rate")
-"""The metrics of every step. `loss` is the mean loss, and `mask_rate` is the fraction of images that are
-trained on. `known_rate` is the fraction that is trained on and whose true label is known. `correct_rate` is
-the fraction that is trained on with the correct label."""
+"""The metrics of every step. `loss` is the mean loss. The others are fractions of the step's images.
+`mask_rate`: images that are trained on. `known_rate`: images that are trained on and whose true label is
+known. `correct_rate`: images that are trained on with the correct label."""
 DRAWS = {"teacher": 0, "student": 1, "labelled": 2, "mix": 3}
 """The names of the dropout masks that built-in methods use: the argument `draw` of `Step.forward`. Each name
 has a number, from which the key of the mask's random draws is made."""
@@ -180,8 +182,8 @@ class Step:
         return later
 
     def with_tensors(self, **tensors: Tensor) -> "Step":
-        """Returns a copy of this step in which some of the method's `tensors` are replaced, such as the
-        mask."""
+        """Returns a copy of this step in which the given tensors, such as `mask`, replace those of the same
+        names in `step.tensors`. Tensors with new names are added."""
         changed = copy.copy(self)
         changed.batch = self.batch._replace(tensors=self.tensors | tensors)
         changed.tensors = changed.batch.tensors
@@ -219,8 +221,9 @@ def along(numbers: Tensor, models: Tensor) -> Tensor:
 
 
 def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor, Named, Named]:
-    """Returns the loss of each of n models [n], its metrics by name, and the buffers after the forward pass.
-    All engines call this function, so that they compute the same.
+    """Returns the loss of each of n models [n], the metrics by name, and the buffers (running statistics)
+    after the forward pass. Every engine (an implementation of training) calls this function, so all compute
+    the same numbers.
 
     `extra` are the names of further metrics that the method declares.
     """
@@ -247,8 +250,9 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
 
 
 def of_models(result: Losses, batch: Batch) -> Tensor:
-    """Returns the loss of each model, [n]. If `result` has one loss per image, it is the sum of the image
-    losses times the images' weights (`batch.shares`), usually their mean."""
+    """Returns the loss of each of n models, [n]. If `result` has one loss per image, the model's loss is
+    their sum, weighted by `batch.shares`; usually this is the mean. If `result` already has one loss per
+    model, these are returned unchanged."""
     return result.loss if result.loss.dim() == 1 else (result.loss * batch.shares).sum(1)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def fixed(probabilities: Tensor, threshold: float) -> Tensor:
-    """Returns the same `threshold` for every user and class, [n, classes]. It lets a fixed threshold be used
-    where class-wise ones are expected."""
+    """Returns the same `threshold` for every user and class, [n, classes]. So a fixed threshold can be used
+    where one threshold per class is expected. Only the shape of `probabilities` is used."""
     return probabilities.new_full((len(probabilities), probabilities.shape[-1]), threshold)
 
 
@@ -33,8 +33,8 @@ def flexible(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def free(probabilities: Tensor) -> Tensor:
-    """Returns the thresholds of FreeMatch and (FL)², [n, classes]. Classes that are predicted rarely get
-    lower thresholds.
+    """Returns the thresholds of FreeMatch and (FL)², [n, classes]. Rarely predicted classes get lower
+    thresholds.
 
     A class's threshold is the user's mean confidence, times the mean probability of the class, divided by the
     largest mean probability of any class.
@@ -45,14 +45,14 @@ def free(probabilities: Tensor) -> Tensor:
 
 
 def balanced(probabilities: Tensor, threshold: float, counts: Tensor, highest: float) -> Tensor:
-    """Returns CBAFed's thresholds, [n, classes]. Classes with a larger share of the images that were trained
-    on in the last round get higher thresholds.
+    """Returns CBAFed's thresholds, [n, classes]. The share of a class is its part of the images that were
+    trained on in the last round. Classes with a larger share get higher thresholds.
 
     A class's threshold is `threshold` + share - standard deviation of all shares, limited to the range from 0
     to `highest`. Shares come from `counts` [n, classes], the numbers of images that were trained on. The
-    server counts them over all users and itself, and sends them to each of n users. Shares are scaled so that
-    an even share is 1/10, whatever the number of classes. If all counts are zero, every class gets
-    `threshold`.
+    server counts these images over all users and itself, and sends the counts to each of n users. Shares are
+    scaled so that an even share is 1/10, whatever the number of classes. If all counts are zero, every class
+    gets `threshold`. Of `probabilities`, only the number type is used.
     """
     total = counts.sum(1, keepdim=True)
     part = (counts / total).to(probabilities) * counts.shape[1] / 10

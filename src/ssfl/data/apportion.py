@@ -42,9 +42,9 @@ def main_classes(sizes: Index, users: int) -> tuple[list[list[int]], list[int]]:
 
 
 def _even_out(mains: list[list[int]], sizes: Index) -> None:
-    """Makes the users' numbers of images as equal as possible. It moves a class to a user with fewer images,
-    or swaps two classes, until neither helps. `mains` lists the main classes of each user and is changed in
-    place."""
+    """Makes the users' numbers of images more equal. It moves a main class to a user with fewer images, or
+    swaps a main class of one user with that of another. It stops when no single move or swap helps. `mains`
+    lists the main classes of each user and is changed in place."""
 
     def trade() -> bool:
         loads = [sum(int(sizes[label]) for label in row) for row in mains]

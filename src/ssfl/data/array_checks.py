@@ -203,9 +203,9 @@ def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Han
 def require_one_owner(
     server: Index | None, users: Hands | None, validation: Index | None, names: Sequence[str]
 ) -> None:
-    """Raises if an image belongs to two owners. Owners are the server, each user, and the validation set;
-    None means no images. `names` are the names of the users, for the message; without names, their numbers
-    are shown."""
+    """Raises if an image belongs to two owners, or is listed twice for the same owner. Owners are the server,
+    each user, and the validation set; None means no images. `names` are the names of the users, for the error
+    message. If there are no names, the message shows numbers of users."""
     nobody = np.zeros(0, np.int64)
     first_two = [nobody if numbers is None else numbers for numbers in (server, validation)]
     hands = Hands.of([*first_two, *(users or [])])
@@ -226,7 +226,8 @@ def require_one_owner(
 
 def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tuple[float, ...] | None:
     """Returns the mean or standard deviation of each channel as a tuple; None if `values` is None. Raises
-    unless there is one finite number for each channel."""
+    unless there is one finite number for each channel. `what` is "mean" or "std"; a standard deviation must
+    also be above 0."""
     if values is None:
         return None
     numbers = tuple(float(number) for number in np.atleast_1d(_array(values, what)).tolist())

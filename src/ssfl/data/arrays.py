@@ -133,14 +133,14 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any, *, unlabelled: Any = None, **options: Any) -> "Data":
-        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face. Such a data set
-        has a length. Its items, such as `train[i]`, are pairs (image, label), or dicts with "image" (or
-        "img") and "label".
+        """Returns an `ssfl.Data` made from map-style data sets of torch or Hugging Face. Such a data set has
+        a length. Its items, such as `train[i]`, are pairs (image, label), or dicts with "image" (or "img")
+        and "label".
 
         Images may be PIL images, numpy arrays [H, W] or [H, W, C], or tensors [C, H, W]. Each item is read
-        only once, so a random transform of the data set would be the same in every epoch. Pass it as `weak`
-        or `strong` instead. The image numbers in `server` and `users` are positions in `train`. `options` are
-        those of `ssfl.Data`.
+        only once, so a random transform of the data set would be the same in every epoch. Instead, write the
+        transform as a function for the option `weak` or `strong`. The image numbers in `server` and `users`
+        are positions in `train`. `options` are those of `ssfl.Data`.
         """
         images, labels = read_items(train, "train")
         test_images, test_labels = read_items(test, "test")

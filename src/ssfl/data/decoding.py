@@ -2,8 +2,9 @@
 a cache folder, so that later commands need not decode the files again.
 
 A cache entry is a file of pixels and an `index.json`. Its name is a hash of the image files (paths, sizes,
-modification times) and of the wanted size, channels and scale. The pixel file is memory-mapped: pixels are
-read when a batch needs them, so the images may be larger than the memory.
+modification times) and of the wanted size, channels and scale. The version of Pillow is part of the hash too.
+The pixel file is memory-mapped: pixels are read when a batch needs them, so the images may be larger than the
+memory.
 """
 
 import errno
@@ -33,8 +34,7 @@ from ssfl.errors import DataError
 
 FORMAT = 1
 SPOKEN = 2.0
-"""If decoding takes at least this many seconds, a message tells the user in which folder the result is
-cached."""
+"""If decoding takes at least this many seconds, a message says in which folder the result is cached."""
 MAP_NORESERVE = 0x4000
 """A flag of mmap on Linux: reserve no swap space, so that a file may be larger than the memory. Python
 defines its name only since version 3.13."""
@@ -54,7 +54,8 @@ class Decoded:
     """uint8 [N, C, H, W]: the images of the files that can be read, in the order of the files."""
     broken: Broken
     white: int
-    """For files with more than 8 bits per channel: the pixel value that was converted to 255 (white)."""
+    """In files with more than 8 bits per channel, the pixel value that was converted to 255 (white). It has
+    no meaning if there are no such files."""
     deep: int
     """The number of files with more than 8 bits per channel."""
     grey: int
@@ -121,8 +122,9 @@ def map_pixels(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint(files: Sequence[Path], wanted: Any) -> str:
-    """Returns a hash that names the cache entry of these files. It changes if a path, size or modification
-    time changes. It also depends on `wanted`: the size, channels and scale of the images."""
+    """Returns a hash that names the cache entry of these files. It changes if a file's path, size in bytes or
+    modification time changes. It also depends on the version of Pillow and on `wanted`: the size in pixels,
+    channels and scale of the images."""
     import PIL
 
     digest = hashlib.sha256(repr((FORMAT, PIL.__version__, wanted)).encode())
@@ -264,7 +266,7 @@ def _decode(
 
 def _common_size(files: Sequence[Path], good: dict[int, pictures.Header]) -> Size:
     """Returns the height and width that all images have; raises if they differ. `good` maps positions in
-    `files` to headers."""
+    `files` to headers. If `good` is empty, the result is (1, 1)."""
     if not good:
         return 1, 1
     first = min(good)

@@ -24,8 +24,8 @@ class Remote:
     md5: str
     size: int  # bytes
     sha256: str = ""
-    """The SHA-256 of the file, as published by TensorFlow Datasets (url_checksums). Files without an HTTPS
-    address have one, because MD5 is not safe against manipulation."""
+    """The SHA-256 of the file, as published by TensorFlow Datasets (url_checksums); "" if it is not known.
+    Every file whose address is not HTTPS has one, because MD5 does not protect against manipulation."""
 
     @property
     def checksum(self) -> str:
@@ -110,9 +110,9 @@ OFFICIAL: dict[str, Official] = {
 
 
 def obtain(name: str, root: Path, download: bool) -> list[Path]:
-    """Returns where the files of a public data set are: a folder with the unpacked files, or the official
-    files. They are searched in `root` and in `root`/`name`. Missing files are downloaded if `download` is
-    true; otherwise raises DataError."""
+    """Returns where the files of a public data set are, in `root` or in `root`/`name`. If the archive is
+    already unpacked there, this is its folder; otherwise it is the official files. Official files that are
+    missing are downloaded if `download` is true; otherwise raises DataError."""
     official = OFFICIAL[name]
     folders = (root, root / name)
     for folder in folders:

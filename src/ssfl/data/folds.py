@@ -24,9 +24,9 @@ _NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\
 def subject(name: str) -> str | None:
     """Returns the subject (such as a patient) that a file name suggests; None if it suggests none.
 
-    Characters such as "_" divide the name into words. The subject is the beginning of the name, including the
-    first word that has at least three digits or is like "patient7". A date is never this word. For
-    "16745_4_2.png" the subject is "16745".
+    Characters such as "_" divide the name into words. One word shows the subject: the first that has at least
+    three digits or is like "patient7", and is not a date. The subject is the name up to the end of this word.
+    For "16745_4_2.png" it is "16745".
     """
     words = re.split(r"([-_. ()]+)", Path(name).stem)
     for place in range(0, len(words), 2):
@@ -40,9 +40,9 @@ def subject(name: str) -> str | None:
 
 def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
     """Returns a group number for each labelled file, so that files of the same subject (such as a patient)
-    have the same number. Each item of `files` is a file and the folder of its class. A file in a
-    sub-folder of that folder belongs to the subject of the sub-folder. For other files, the file name shows
-    the subject.
+    have the same number. Each item of `files` is a file and the folder of its class. All files in one
+    sub-folder of that folder belong to the same subject. For files outside sub-folders, the file name shows
+    the subject. A file whose name shows none is a group of its own.
 
     Returns None if no two files belong together, or if one group would have more than half of all files.
     """
@@ -58,8 +58,9 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
-    """Returns the fold of each image, [N], from 0 to folds - 1. Each class is spread evenly over the folds.
-    Images with the same number in `groups` [N] get the same fold; None means that there are no groups."""
+    """Returns the fold of each image, [N], from 0 to folds - 1. Images with the same number in `groups` [N]
+    get the same fold; None means that there are no groups. Each class is spread over the folds as evenly as
+    the groups allow. Raises ConfigError if there are fewer groups, or fewer images, than folds."""
     groups_of_images = np.arange(len(labels)) if groups is None else groups
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups_of_images.tolist()):

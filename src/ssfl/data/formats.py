@@ -73,8 +73,8 @@ class Member:
 
 
 def members(source: Path, wanted: Collection[str]) -> Iterator[Member]:
-    """Yields the files in a folder, a tar.gz archive or a zip archive whose names are in `wanted`. A file may
-    also be gzipped, with a name that ends in .gz."""
+    """Yields those files in `source` whose names are in `wanted`. `source` is a folder, a tar.gz archive or a
+    zip archive. A gzipped file, whose name has .gz added to the wanted name, is found too."""
     with reading(source):
         if source.is_dir():
             for name in wanted:

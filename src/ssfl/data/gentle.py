@@ -68,8 +68,8 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
 
 
 def kind_of(weak: View, strong: View) -> str | None:
-    """Returns the value of the setting data.views, "standard" or "gentle", that means this pair of views.
-    Returns None if the views are defined by the user."""
+    """Returns the value of the setting data.views, "standard" or "gentle", that selects this pair of
+    augmentations. Returns None if the user has defined one or both of them."""
     return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
 
 

@@ -21,9 +21,9 @@ def load_npz(path: Path, size: int | None) -> Dataset:
     None.
 
     Images have the shape N x H x W, or N x H x W x C with 1 or 3 channels. Labels are whole numbers or
-    strings, and each different value is a class. If labels are numbers, the array `classes` has a name for
-    each, in sorted order. If they are strings, it sets the order of the classes. Without this array, classes
-    are in sorted order.
+    strings, and each different value is a class. The classes are in the sorted order of these values. If
+    labels are numbers, the array `classes` has the names of the classes in this order. If labels are strings,
+    `classes` has the same strings, and its order replaces the sorted order.
 
     By default, augmentation may mirror colour images but not grey ones, which often show writing.
     """
@@ -93,8 +93,9 @@ def _encoded(
     y_train: np.ndarray, y_test: np.ndarray, names: list[str] | None, path: Path
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Returns y_train and y_test as class numbers, starting at 0, and the names of the classes. Classes are
-    numbered in the sorted order of the labels. If labels are strings and `names` is given, they are numbered
-    in the order of `names`. `path` is for error messages."""
+    numbered in the sorted order of the labels. If labels are strings and `names` is given, the order of
+    `names` is used instead. If labels are numbers, `names` has the classes' names in sorted order of the
+    labels. `path` is for error messages."""
     if y_train.dtype.kind != y_test.dtype.kind:
         raise DataError(f"{path}: y_train and y_test must both be numbers or both be strings")
     values = np.unique(y_train)

@@ -120,11 +120,12 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
-    """Returns the images of a folder as a data set. `sort_files` says how the folder must look. The images
-    are grey if all files are grey, otherwise RGB.
+    """Returns the images of a folder as a data set. `sort_files` says how the folder must look, and what
+    `test_fraction` means. The images are grey if all files are grey, otherwise RGB.
 
-    `size` resizes them to size x size pixels. Files that cannot be read are left out with a warning, or, with
-    `broken` = "stop", cause an error that names them.
+    Images are resized to size x size pixels. If `size` is None, all files must already have the same size.
+    With `broken` = "skip", files that cannot be read are left out with a warning. With "stop", they cause an
+    error that names them.
     """
     files = sort_files(folder, test_fraction)
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
@@ -210,8 +211,9 @@ def owners(files: Files) -> dict[str, Any]:
 
 
 def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
-    """Returns the images of one class that are held out for testing: the part `fraction`, but at least one.
-    They are chosen by a hash of the file names, so they are the same in every run."""
+    """Returns the images of one class that are held out for testing: the part `fraction`, but at least one,
+    and never all. If `fraction` is 0, none is held out. The images are chosen by a hash of their file and
+    folder names, so they are the same in every run."""
     if not fraction:
         return []
     if len(files) < 2:

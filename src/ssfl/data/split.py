@@ -87,10 +87,11 @@ def dirichlet(
     Classes are divided one after another. With `capped`, a user that already has its fair share of all images
     gets none of the remaining classes, as in SemiFL's code. The users' numbers of images then differ less.
 
-    The proportions are drawn again, up to a hundred times, while a user has fewer than ten images (or fewer
-    than half its fair share, if that is less). After that they are drawn again, up to a hundred times, while
-    a user has none. Drawing stops early if more than a thousand users have too few images, or more than fifty
-    have none, because another draw would not help.
+    The proportions are drawn up to a hundred times, until every user has ten images (or half its fair share,
+    if that is less). If no draw achieves this, they are drawn up to a hundred more times, until every user
+    has an image. If that fails too, raises ConfigError. The first series of draws ends early if a draw leaves
+    more than a thousand users with too few images. The second series ends early if a draw leaves more than
+    fifty users without images.
     """
     if not alpha > 0:
         raise ConfigError(
@@ -228,7 +229,8 @@ def measured_skew(labels: ArrayLike, users: Sequence[ArrayLike]) -> float:
 
 def skew_of(counts: NDArray[np.int64]) -> float:
     """Returns the skew R (Definition 2 of Zhang et al. 2020) from the number of images of each class that
-    each user has, `counts` [users, classes]. Users without known labels are left out.
+    each user has, `counts` [users, classes]. Users without any counted image are left out. With fewer than
+    two users left, the skew is 0.
 
     The shares of each class are sorted, which takes O(d · K · log K) for d classes and K users. Visiting all
     pairs of users would take O(d · K²).
@@ -297,9 +299,9 @@ def deal_unlabelled(parts: Parts, images: Index, seed: int) -> Parts:
 def _take_server(
     labels: ArrayLike, count: int, seed: int, key: str = "split.server_labels"
 ) -> tuple[Index, list[Index]]:
-    """Takes `count` images for the server, equally many of each class. Returns their numbers, and for each
-    class the remaining images in random order. `key` is the setting that asks for `count`, for error
-    messages."""
+    """Takes `count` images for the server, equally many of each class. If `count` is not a multiple of the
+    number of classes, the first classes give one image more. Returns the images' numbers, and for each class
+    the remaining images in random order. `key` is the setting that asks for `count`, for error messages."""
     pools = _pools(_labels(labels), seed)
     if count < 0:
         raise ConfigError(f"{key} = {count} must be at least 0", key=key, value=count)

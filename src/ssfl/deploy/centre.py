@@ -53,8 +53,8 @@ from ssfl.simulate.rounds import Round
 from ssfl.simulate.simulation import Simulation
 
 KEPT_BACK = ("loss", "mask_rate", "pseudo_accuracy", "user_loss", "user_mask_rate")
-"""The metrics that are removed from the event of a round if the run has differential privacy. In such a run,
-sites do not report them."""
+"""The metrics that are removed from the event of a round (its line in events.jsonl) if the run has
+differential privacy. In such a run, sites do not report these metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ class Centre(Simulation):
         self.fleet.leave_out([user for user, count in enumerate(state.strikes.tolist()) if count >= STRIKES])
 
     def refusals(self, round: int) -> list[Event]:
-        """Returns an event for each message that was refused since the last call. All get this round's
-        number. The list of refusals is then cleared."""
+        """Returns the events about refused messages and about updates with reduced weight since the last
+        call. All get this round's number. The list of these events is then cleared."""
         events = [event | {"round": round} for event in self.fleet.log]
         self.fleet.log.clear()
         return events
@@ -132,8 +132,9 @@ class _Sites:
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends each user of the cohort the model of its group, a row of `start`, and waits for the trained
-        models. Returns the cohort without the users that did not return a model.
+        """Sends a model to each user of the cohort (the users of this round), and waits for the trained
+        models. `start` has one model per row, and `cohort.streams` says which row each user gets. Returns the
+        cohort without the users that did not return a model.
 
         `meanwhile` is called while the sites train. `extra` is a function that returns the tensors that the
         method sends with the model; None if it sends only the model.
@@ -156,15 +157,17 @@ class _Sites:
         return back
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, sent: Named) -> Returned:
-        """Returns the models and metrics that the sites sent back, for the users in `part`. Nothing is
-        computed here: the training was done by the sites."""
+        """Returns the models and metrics that the sites sent back. `part` says for which users: it is a slice
+        of the users that returned a model. Nothing is computed here, because the sites did the training.
+        `momentum` is returned unchanged, and `sent` is not used."""
         back = [self.answers.returned[user] for user in self._users[part]]
         metrics = {name: torch.tensor([numbers[name] for _, numbers in back]).to(rows) for name in METRICS}
         return Returned(torch.stack([row for row, _ in back]).to(rows), momentum, metrics)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
-        """Trains the server's model in this process, and returns the result. Each model is a row, a vector
-        of weights and running statistics."""
+        """Trains models on the server's labelled images in this process, and returns the result. Each of
+        `rows` is a model to train, as one vector of weights and running statistics. `momentum` has the
+        optimiser's momentum of each model."""
         with self.phases.during("server"):
             return self.centre.engine.train(rows, momentum, self.centre.plan.server_work(self.round))
 
@@ -207,7 +210,8 @@ def prepare(config: Config) -> tuple[Simulation, str]:
 
 
 def with_sites(sim: Simulation, terms: str, fleet: Fleet) -> Centre:
-    """Returns the centre: the same simulation, except that the sites of this fleet train the users."""
+    """Returns the centre: the same simulation, except that the sites in `fleet` train the users' models.
+    `terms` is the text with the settings that all sites must share."""
     return Centre(**{part.name: getattr(sim, part.name) for part in fields(sim)}, terms=terms, fleet=fleet)
 
 
@@ -225,7 +229,8 @@ class Place:
     host: str
     port: int
     sites: int | None
-    """How many sites to wait for before the first round. None: all sites that have keys."""
+    """How many sites to wait for before the first round. None: all sites that have keys. Without keys, it
+    must not be None."""
     deadline: float
     patience: float
     quorum: int | None = None
@@ -349,9 +354,10 @@ def opened(
 def conduct(
     sim: Simulation, terms: str, fleet: Fleet, path: Path, again: bool, share: bool, view: FederationView
 ) -> Result:
-    """Runs all remaining rounds with the sites of a fleet and returns the result. With `again`, it starts
-    from the newest checkpoint in the folder `path`. At the end it tells the sites that the run is over, and
-    sends them the final model if `share` is true."""
+    """Runs all remaining rounds with the sites in `fleet` and returns the result. `terms` is the text with
+    the settings that all sites must share. With `again`, it starts from the newest checkpoint in the folder
+    `path`. At the end it tells the sites that the run is over, and sends them the final model if `share` is
+    true."""
     start = checkpoints.newest(path, sim.device) if again else None
     centre = with_sites(sim, terms, fleet)
     now = round_loop.conditions(sim)

@@ -37,7 +37,7 @@ close it."""
 HALFWAY = 120.0
 """Seconds after which a message from the centre is given up if only a part of it has arrived."""
 SHOWN = 150
-"""How many characters of a server's error text are shown."""
+"""How many characters of an error's text are shown, at most."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The sites as the centre sees them: which sites are connected, what they are sent, and which answers arrive
 in time.
 
-A round needs answers from a quorum of the sites. If fewer answer, the others are asked again. A site's
-training depends only on the round and the model it is sent, not on when it is asked.
+A round needs answers from a quorum of the sites. If too few sites answer, those that have not answered are
+asked again. A site's training depends only on the round and the model it is sent, not on when it is asked.
 """
 
 import math
