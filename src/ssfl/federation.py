@@ -37,8 +37,8 @@ NEEDS = {
     "labels": "the true labels of users' images",
 }
 """The words that a method may return from `needs()`, each with its meaning. They say what the method needs
-from the users. They decide whether the method can run in several processes, with privacy, and with real
-sites."""
+from the users. They decide whether the method can run in several processes, with differential privacy, and
+with real sites."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,19 @@ class State:
     start the round. A model is a row of P weights and Q running statistics. Without groups there is one
     row."""
     average: Tensor
-    """[P + Q]: the averaged model (the paper's w_avg). The server starts its training from it, and it is the
-    model that is evaluated. It has P weights and Q running statistics."""
+    """[P + Q]: the averaged model (the paper's w_avg), with P weights and Q running statistics. The server
+    starts its training from it. It is also the model that is evaluated, unless federation.slow_average is
+    set: then its average over rounds is evaluated."""
     momentum: Tensor
-    """The momentum of SGD that is kept between rounds, P numbers per row. train.momentum_policy decides whose
-    momentum is kept: nobody's (then this tensor is empty), only the server's, or also that of users or
-    participants. The server's rows are last, one for each copy of its model."""
+    """The momentum of SGD that is kept between rounds, with one row of P numbers for each model of P weights.
+    The setting train.momentum_policy decides whose momentum is kept. "reset": nobody's, and this tensor is
+    empty. "server": only the server's. "user": the server's and every user's. "slot": the server's, and one
+    row for each position in a round's random order of participants. The server's rows are last, one for each
+    copy of its model."""
     strikes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[K]: how many models of each of the K users were refused so far. In a simulation, only the gate (the
-    checks of federation.gate) refuses models; without it this tensor is empty. The centre of a real
-    federation also refuses models without the gate."""
+    """[K]: how many models of each of the K users were refused so far. In a simulation, models are refused
+    only by the gate (the checks that federation.gate switches on). If the gate is off, this tensor is empty.
+    The centre of a real federation also refuses broken answers, even if the gate is off."""
     memory: dict[str, Tensor] = field(default_factory=dict)
     """Further tensors that the method keeps between rounds, by name. `Method.initial` returns their initial
     values."""
@@ -104,8 +107,8 @@ class State:
 
 
 Momentum = tuple[tuple[Tensor, Tensor], ...]
-"""The momentum to keep after training: pairs of row numbers [m] in `State.momentum` and their new values [m,
-P]."""
+"""The momentum to keep after training, as pairs of two tensors. The first has the numbers of m rows in
+`State.momentum`, [m]. The second has their new values, [m, P], for P weights."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,21 @@ class Trained:
 
 @dataclass(frozen=True)
 class Users:
-    """The result of the users' training in a round, as the server sees it. The gate, the robust average and
-    the privacy noise have already been applied, as far as the settings use them."""
+    """The result of the users' training in a round, as the server sees it. The settings may ask for checks of
+    the users' models (the gate), a robust average or privacy noise. All of these have already been
+    applied."""
 
     means: Tensor
-    """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). If no user's model was
-    used, this is the model that was sent. But if the server trained at the same time, it is the server's
-    trained model."""
+    """[S, P + Q]: the new model of each of the S groups, the paper's equation (7). P is the number of
+    weights, and Q the number of running statistics.
+
+    If no model of a group's users was used, there are three cases. If the server trained at the same time,
+    the new model is the server's. Otherwise it is the mean over the users of all groups. If no user's model
+    was used at all, it is the model that was sent.
+
+    If the method's `start` is "user", users' models are not averaged. These are then the models that were
+    sent.
+    """
     average: Tensor
     """[P + Q]: the mean of the groups' models, the paper's equation (7)."""
     counted: bool
@@ -135,7 +146,8 @@ class Users:
     indices: Tensor
     """[m]: the numbers of the m users whose models were used in the average."""
     groups: tuple[tuple[int, ...], ...]
-    """For each group, the positions in `indices` of the group's members."""
+    """For each group, the positions of its members in `indices`. Users whose models were not used are left
+    out."""
     momentum: Momentum
     declared: frozenset[str] = frozenset()
     _rows: Tensor | None = None
@@ -201,13 +213,15 @@ class Fed(Protocol):
         replicas: int = 1,
         send: Callable[[Sequence[int]], Named] | None = None,
     ) -> Users:
-        """Sends each participant the model of its group, trains it there, and averages the trained models
-        that come back.
+        """Sends each participant a model, trains the model there, and averages the trained models that come
+        back, group by group.
 
-        `start` [S, P + Q] has one model per group, or one per user if the method's `start` is "user". If
-        `server` is given, the server trains this model at the same time. The trained model then enters the
-        average of every group with weight `server_weight`. None means the same weight as each user. With
-        `replicas` above 1, the server trains that many copies of the model, one for each group.
+        `start` [S, P + Q] are the models to send: one for each of the S groups. If the method's `start` is
+        "user", they are one for each user instead.
+
+        If `server` [P + Q] is given, the server trains this model at the same time. Its trained model then
+        enters the average of every group with weight `server_weight`; None means the same weight as each
+        user. With `replicas` above 1, the server trains that many copies of the model, one for each group.
 
         `send(users)` returns further tensors to send to the given n users, [n, ...] each.
         """
@@ -221,13 +235,13 @@ class Fed(Protocol):
         [B, channels, height, width]."""
 
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's balanced accuracy minus the accuracy of guessing. The latter is 1 divided by the
-        number of classes that occur in the server's images. The accuracy is measured on about `most` of the
-        server's labelled images; None means all."""
+        """Returns the balanced accuracy of the model `row` minus the accuracy of guessing. The balanced
+        accuracy is measured on about `most` of the server's labelled images; None means all. The accuracy of
+        guessing is 1 divided by the number of classes in these images."""
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
-        """Returns a model's mean confidence (its largest class probability). It is measured on about `most`
-        of the server's labelled images; None means all."""
+        """Returns the mean confidence of the model `row`, where the confidence in an image is its largest
+        class probability. It is measured on about `most` of the server's labelled images; None means all."""
 
     def record(self, **metrics: float) -> None:
         """Adds metrics of the method to this round's event in events.jsonl."""
@@ -260,7 +274,8 @@ class Method:
     """The method's defaults for other sections of the config, by section and key. Settings in a config or
     with --set override them."""
     start: ClassVar[str] = "group"
-    """The model from which a user starts a round: "group", that of its group, or "user", its own."""
+    """Which model a user starts a round from. "group": the model of its group. "user": its own model, which
+    the method keeps between rounds."""
     grouped: ClassVar[bool] = False
     """Whether the method divides the participants into several groups by default (`federation.groups`)."""
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -286,8 +301,9 @@ class Method:
         return str(type(self).__dict__.get("called") or "in memory")
 
     def needs(self) -> tuple[str, ...]:
-        """Returns the words of `NEEDS` that say what the method needs from the users. They decide whether it
-        can run with the engine "dist" (several processes), with privacy and with real sites."""
+        """Returns the words of `NEEDS` that say what the method needs from the users. They decide whether the
+        method can run with the engine "dist" (several processes), with differential privacy, and with real
+        sites."""
         return ()
 
     def uses(self) -> tuple[str, ...]:
@@ -309,8 +325,8 @@ class Method:
         return network
 
     def plain(self, tensors: Named) -> Named:
-        """Returns the tensors of the original network by name, given those of the network that `network`
-        built. The saved model is the original network."""
+        """Returns the tensors of the original network by name. `tensors` are those of the network that the
+        function `network` built around it. The saved model is the original network."""
         return tensors
 
     def initial(self, state: State, fed: Fed) -> Named:

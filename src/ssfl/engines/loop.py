@@ -169,8 +169,12 @@ class Loop:
         received: Named | None = None,
         rate: float = 0.0,
     ) -> Step:
-        """Returns the `Step` that a method's functions get: one trainer's batch and weights, and functions
-        that compute logits and gradients."""
+        """Returns the `Step` that a method's functions get, for one trainer (a user or the server, as `role`
+        says). It contains the trainer's batch and weights, and functions that compute logits and gradients.
+
+        `buffers` are the running statistics. `received` are the weights that the user got at the start of the
+        round; None if the method does not use them. `rate` is the learning rate of this step.
+        """
         narrow = None
         if self.pool.dtype != self.pool.wide:
             narrow = {name: weight.to(self.pool.dtype) for name, weight in weights.items()}
@@ -201,8 +205,9 @@ class Loop:
     def _network(
         self, weights: Named, buffers: Named, images: Tensor, training: bool, keys: Tensor
     ) -> tuple[Tensor, Named]:
-        """Returns the logits [1, B, classes] of one trainer's images [1, B, ...], and the new running
-        statistics by name. `keys` [1] determine the dropout masks."""
+        """Returns the logits [1, B, classes] that one model computes for B images [1, B, ...], and its new
+        running statistics by name. `buffers` are the running statistics before. `training` chooses training
+        or evaluation mode. `keys` [1] determine the dropout masks."""
         if self.model.training != training:
             self.model.train(training)
         state = {name: tensor[0] for name, tensor in (weights | buffers).items()}
@@ -212,15 +217,19 @@ class Loop:
 
 
 def predicted(step: Step) -> Tensor:
-    """Returns the class probabilities [n, B, classes] that n models predict in evaluation mode for the weak
-    views of a step."""
+    """Returns the class probabilities [n, B, classes] that n models predict in evaluation mode. Each model
+    predicts the weak views of its own B images in this step."""
     return step.forward(step.weak, grad=False, train=False, draw="teacher").softmax(-1)
 
 
 def full_batch(pool: Pool, work: Work, step: int, sizes: Tensor) -> Batch:
-    """Returns batch number `step` of one pass over all images of each trainer. The gradients of these batches
-    add up to the gradient of the trainer's mean loss. `sizes` [n] are the numbers of images of the n
-    trainers. Each image has weight 1 / size. Images that only fill up the last batch have weight 0."""
+    """Returns one batch for each of n trainers (users, or the server): batch number `step` of a pass over all
+    the trainer's images.
+
+    The gradients of all batches of the pass add up to the gradient of the trainer's mean loss. For this, each
+    image has weight 1 / size, where `sizes` [n] are the trainers' numbers of images. Images that only fill up
+    the last batch have weight 0.
+    """
     batch = make_batch(pool, work, step)
     size = work.batches.shape[2]
     place = torch.arange(step * size, (step + 1) * size, device=sizes.device)

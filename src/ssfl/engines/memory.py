@@ -55,8 +55,9 @@ def check_kept(
     device: torch.device,
     fix: str,
 ) -> int:
-    """Returns how many bytes of memory it takes to keep `rows` + 1 vectors (models or momentum) from one
-    round to the next. Raises ConfigError if the device has less free memory.
+    """Returns how many bytes of memory it takes to keep vectors (models or momentum) from one round to the
+    next, with all their copies. There are `rows` + 1 vectors: one for each user or participant, and one more
+    for the server. Raises ConfigError if the device has less free memory.
 
     Each vector has `length` numbers of type `dtype`. During a round there are two copies of all vectors: the
     old and the new values. On a CPU, writing a checkpoint needs a third copy.
@@ -78,11 +79,11 @@ def check_kept(
 
 
 def share(users: int, needed: int, device: torch.device, reserved: int = 0) -> int:
-    """Returns how many users to train at the same time, if each needs `needed` bytes. If all users fit into
-    70 % of the free memory, this is the number of all users. Otherwise the users are divided into equal parts
-    that fit, and the size of a part is returned.
+    """Returns how many of `users` users to train at the same time, if each needs `needed` bytes of memory.
+    The users who train together may use 70 % of the memory that is free after subtracting `reserved` bytes.
 
-    `reserved` bytes of the free memory are left for other purposes.
+    If all users fit, the result is `users`. Otherwise the users are divided into about equal parts that fit,
+    and the size of a part is returned. The result is at least 1, even if a single user does not fit.
     """
     fit = max(1, int(0.7 * (free(device) - reserved)) // max(needed, 1))
     parts = -(-users // fit)

@@ -36,15 +36,16 @@ of them inherits a copy."""
 
 
 def possible(device: torch.device, threads: int, trainers: int) -> bool:
-    """Returns whether trainers can be divided among processes. There must be several trainers and several CPU
-    cores, and the system must allow forking."""
+    """Returns whether trainers (users or the server) can be divided among processes. This needs several
+    trainers, a CPU as the device, and more than one thread (`threads`). It also needs Linux, and a process
+    that may start others."""
     allowed = sys.platform == "linux" and not multiprocessing.current_process().daemon
     return device.type == "cpu" and threads > 1 and trainers > 1 and allowed
 
 
 class Spread:
-    """Wraps another engine and divides its trainers (users) among processes, so that all CPU cores are
-    used."""
+    """Wraps another engine and divides its trainers (users or the server) among processes, so that all CPU
+    cores are used."""
 
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
@@ -66,8 +67,8 @@ class Spread:
                 _engine = None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns the models, momentum and metrics of n trainers after their steps. Each process trains some
-        of them; a single trainer is trained in this process."""
+        """Returns the models, momentum and metrics of n trainers (users, or the server) after their training
+        steps in a round. Each process trains some of the n trainers. If n is 1, no other process is used."""
         if len(rows) == 1:
             return self.engine.train(rows, momentum, work)
         parts: list[TrainedRows] = self._everywhere(
@@ -80,15 +81,16 @@ class Spread:
         )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode; the
-        models are the rows of `rows`. Each model predicts weak views of the images in its trainer's T batches
-        of B images. The method makes pseudo-labels from the probabilities."""
+        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode. The
+        models are the rows of `rows`, one for each of n users. Each model predicts weak views of its user's
+        images, which are T batches of B images. The method makes pseudo-labels from these probabilities."""
         parts = [(rows[part], work.of(part)) for part in self._parts(len(rows))]
         return torch.cat(self._everywhere("predict", parts))
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
-        weights. It is used to measure gradient diversity."""
+        """Returns a gradient for each of n trainers (users, or the server), [n, P], where P is the number of
+        weights. It is the gradient of the trainer's mean loss over all its images. `sizes` [n] are the
+        trainers' numbers of images. Gradient diversity is measured with these gradients."""
         return torch.cat(
             self._everywhere(
                 "gradients", [(rows[part], work.of(part), sizes[part]) for part in self._parts(len(rows))]
@@ -100,15 +102,20 @@ class Spread:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory one more trainer needs during training."""
+        """Returns about how many bytes of memory one more trainer (a user or the server) needs during
+        training with batches of `batch_size` images."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which images each of n trainers sees next, [n, count]. An image is given by its position
-        among the trainer's own images. Each trainer has a random sequence of its images (see `positions` in
-        `engines/work.py`). The result is elements `first` to `first + count - 1` of this sequence."""
+        """Returns which images each of n trainers (users, or the server) sees next, [n, count]. An image is
+        given by its position among the trainer's own images.
+
+        Each trainer sees its images in a random sequence (see `positions` in `engines/work.py`). The result
+        is the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`,
+        the trainer's number (in `trainers`) and its number of images (in `sizes`).
+        """
         return self.engine.positions(base, trainers, sizes, first, count)
 
     def _parts(self, count: int) -> list[slice]:
@@ -132,12 +139,12 @@ class Spread:
 
 
 def _begin(parent: int) -> None:
-    """Prepares a new process: limits it to one thread, and makes it end when its parent ends or at the second
-    Ctrl-C.
+    """Prepares a new process: limits it to one thread, and makes it end in three cases. These are: its parent
+    ends, its parent sends it SIGTERM or SIGINT, or Ctrl-C is pressed a second time.
 
-    A terminal, systemd or Slurm sends its signals to every process of a group. The parent then still finishes
-    its round, and needs this process for that. So this process ignores SIGTERM and the first Ctrl-C, unless
-    its parent sent the signal.
+    A terminal, systemd or Slurm sends a signal to the parent and to all its processes. The parent then still
+    finishes its round, and needs this process for that. So this process ignores SIGTERM and the first Ctrl-C
+    if they do not come from its parent.
     """
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the thread below waits for them

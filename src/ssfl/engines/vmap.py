@@ -38,8 +38,9 @@ from ssfl.models.kernels import convolution
 
 
 class RecordedStep(NamedTuple):
-    """A step of all trainers that was recorded as a CUDA graph. It can be replayed for any work of the same
-    kind (`Work.kind`), after the data of that work are copied into `buffers`."""
+    """A step of all trainers (users, or the server), recorded as a CUDA graph if possible. It can be run
+    again for any work of the same kind (`Work.kind`), after the data of that work are copied into
+    `buffers`."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph | None
@@ -90,8 +91,8 @@ class Vmap:
         self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns the models, momentum and metrics of n trainers after T steps of SGD, each taken for all
-        trainers together."""
+        """Returns the models, momentum and metrics of n trainers (users, or the server) after up to T steps
+        of SGD. Each step is computed for all trainers together."""
         if rows.is_cuda:
             # one set of buffers for each kind of work; their size does not depend on how many users drop out
             models = max(len(rows), work.seats)
@@ -111,16 +112,17 @@ class Vmap:
         return TrainedRows(trained[:count], momentum[:count], metrics)
 
     def _buffers(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
-        """Returns new buffers to train `models` trainers with this kind of work."""
+        """Returns new buffers (the memory that a step reads and writes) for training `models` models with
+        work like `work`."""
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
         return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
-        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode; the
-        models are the rows of `rows`. Each model predicts weak views of the images in its trainer's T batches
-        of B images. The method makes pseudo-labels from the probabilities."""
+        """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode. The
+        models are the rows of `rows`, one for each of n users. Each model predicts weak views of its user's
+        images, which are T batches of B images. The method makes pseudo-labels from these probabilities."""
         work, unused = for_prediction(work), rows[:, : self.layout.weights]
         if rows.is_cuda:
             models = max(len(rows), work.seats)  # the same number, however many users drop out
@@ -136,9 +138,13 @@ class Vmap:
         return torch.cat([self._predict(buffers.narrow, buffers.statistics, batch) for batch in batches], 1)
 
     def _replayed(self, kind: Any, models: int, rows: Tensor, momentum: Tensor, work: Work) -> RecordedStep:
-        """Runs all steps of `work`, and returns the recorded step, whose buffers then contain the results. At
-        the first call with a `kind`, the step is recorded as a CUDA graph, with buffers for `models`
-        trainers. Later calls with the same `kind` replay it."""
+        """Runs all steps of `work`, and returns the recorded step. Its buffers then contain the trained
+        models or, if the step predicts, its `probabilities` contain the predictions.
+
+        At the first call with a `kind`, the step is recorded as a CUDA graph, with buffers for `models`
+        models. This call and later ones with the same `kind` replay the graph. If recording failed, they run
+        the step as ordinary code.
+        """
         if kind not in self._recorded:
             self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
         recorded = self._recorded[kind]
@@ -151,8 +157,9 @@ class Vmap:
         return recorded
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
-        weights. It is used to measure gradient diversity."""
+        """Returns a gradient for each of n trainers (users, or the server), [n, P], where P is the number of
+        weights. It is the gradient of the trainer's mean loss over all its images. `sizes` [n] are the
+        trainers' numbers of images. Gradient diversity is measured with these gradients."""
         buffers = make_buffers(self.layout, self.pool, len(rows), rows, work)
         buffers.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in buffers.weights.items()}
@@ -174,17 +181,21 @@ class Vmap:
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which images each of n trainers sees next, [n, count]. An image is given by its position
-        among the trainer's own images. Each trainer has a random sequence of its images (see `positions` in
-        `engines/work.py`). The result is elements `first` to `first + count - 1` of this sequence."""
+        """Returns which images each of n trainers (users, or the server) sees next, [n, count]. An image is
+        given by its position among the trainer's own images.
+
+        Each trainer sees its images in a random sequence (see `positions` in `engines/work.py`). The result
+        is the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`,
+        the trainer's number (in `trainers`) and its number of images (in `sizes`).
+        """
         return positions(base, trainers, sizes, first, count, self._swap)
 
     def close(self) -> None:
         """Does nothing, because this engine has no processes to end."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory one more trainer needs during training. From this number
-        follows how many users are trained together.
+        """Returns about how many bytes of memory one more trainer (a user or the server) needs during
+        training with batches of `batch_size` images. This number decides how many users are trained together.
 
         The estimate includes the trainer's model before and after training, its buffers, and twice the memory
         that a trial step saves for the backward pass.
@@ -220,8 +231,9 @@ class Vmap:
         return work.with_labels(self.method.label(look))
 
     def _step(self, buffers: StepBuffers, probabilities: Tensor | None) -> None:
-        """Trains all models in the buffers for one step. If `probabilities` is given, writes the models'
-        predictions there instead of training."""
+        """Runs one step of all models in the buffers. If `probabilities` is None, the step trains the models.
+        Otherwise the models only predict the step's images, and the predictions are written into
+        `probabilities`."""
         batch = self._views(self.pool, buffers.work, buffers.step)
         if probabilities is None:
             self._step_on(buffers, batch)
@@ -236,8 +248,9 @@ class Vmap:
         self._update(buffers, gradients, step.buffers, metrics, self.optimizer)
 
     def _step_of(self, buffers: StepBuffers, batch: Batch) -> Step:
-        """Returns the `Step` that a method's functions get: the batch of all trainers, and functions that
-        compute logits and gradients at the weights in the buffers."""
+        """Returns the `Step` that a method's functions get, for all trainers (users, or the server) together.
+        It contains their batches, and functions that compute logits and gradients at the weights in the
+        buffers."""
         role = buffers.work.role
         rates = buffers.rates
         return Step(
@@ -260,9 +273,13 @@ class Vmap:
     def _evaluated(
         self, role: str, loss: Loss, weights: Named, buffers: Named, batch: Batch, received: Named | None
     ) -> tuple[Tensor, Named, Named]:
-        """Returns the value of `loss` for each model, the metrics, and the new running statistics. If the
-        engine compiles, the method's user loss and server loss are evaluated by compiled functions. All other
-        losses are evaluated by ordinary code."""
+        """Returns the value of `loss` for each model, the metrics, and the new running statistics. `role`
+        says who trains, "user" or "server", and `buffers` are the running statistics before. `received` are
+        the weights that users got at the start of the round; None if the method does not use them.
+
+        If the engine compiles, the method's user loss and server loss are evaluated by compiled functions.
+        All other losses are evaluated by ordinary code.
+        """
         if loss is self._losses[role]:
             return self._evaluators[role](weights, buffers, batch, received)  # type: ignore[no-any-return]
         return self._evaluate(loss, role, weights, buffers, batch, received)
@@ -305,7 +322,7 @@ class Vmap:
         return logits.unflatten(0, images.shape[:2]), {name: state[name] for name in buffers}
 
     def _record(self, rows: Tensor, momentum: Tensor, work: Work, models: int, trains: bool) -> RecordedStep:
-        """Returns a new step with new buffers for `models` trainers, recorded as a CUDA graph if possible. If
+        """Returns a new step with new buffers for `models` models, recorded as a CUDA graph if possible. If
         `trains` is true, the step trains the models; otherwise it only writes their predictions."""
         probabilities = None
         if trains:

@@ -20,8 +20,8 @@ from ssfl.engines.features import Features
 
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
-"""How many values (pixels times channels) of augmented images are made together at most, to limit memory.
-This is 2,730 colour images of 32×32 pixels, or 55 of 224×224."""
+"""The largest number of values (pixels times channels) in the augmented images that are made at one time. It
+limits memory. It is enough for 2,730 colour images of 32×32 pixels, or 55 of 224×224."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Pool:
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
 
     def use(self, round: int) -> None:
-        """Prepares the stored features for a round (counted from 0), because the first rounds each add new
-        augmented views. Does nothing if no features are stored."""
+        """Prepares the stored features for a round (counted from 0). Each of the first rounds adds features
+        of new augmented views. Does nothing if no features are stored."""
         if self.features is not None:
             self.features.use(round)
 
@@ -148,7 +148,8 @@ class Work:
     """[n]: how many of the T steps each of n trainers takes. After these its model no longer changes. None:
     all take T."""
     longest: int | None = None
-    """The largest number of steps that any trainer takes. None means T."""
+    """The largest number of steps that any trainer (user or server) takes. None means T, the number of steps
+    for which there are batches."""
 
     @property
     def steps(self) -> int:
@@ -157,8 +158,8 @@ class Work:
 
     @property
     def played(self) -> int:
-        """How many steps an engine must compute, so that every trainer has taken all its steps. It is at most
-        T."""
+        """How many steps an engine must compute, so that every trainer (user or server) has taken all its
+        steps. It is at most T, the number of steps for which there are batches."""
         return self.steps if self.longest is None else self.longest
 
     @property
@@ -171,9 +172,9 @@ class Work:
         return self.role, self.views, tuple(self.batches.shape[1:]), self.labelled is None, even, shapes
 
     def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "Work":
-        """Returns a copy of the work in which the function `change` was applied to every tensor with one
-        entry per trainer. `keys` is not changed in this way. Other fields can be replaced by keyword
-        arguments (`fields`)."""
+        """Returns a copy of the work in which the function `change` was applied to every tensor whose first
+        dimension is the trainers. In `keys` the trainers are the second dimension, so `change` is not applied
+        to it. Keyword arguments (`fields`) replace further fields, such as `keys`."""
 
         def each(tensors: Named) -> Named:
             return {name: change(tensor) for name, tensor in tensors.items()}
@@ -223,9 +224,12 @@ class TrainedRows(NamedTuple):
 
 def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
     """Returns the positions of images after one pass of a swap-or-not shuffle (see `positions`). `image` are
-    the positions before the pass, `size` is the number of images of the trainer, and `turn` is the number of
-    the pass. In a pass, a random number r pairs position i with position (r - i) modulo `size`. Each pair is
-    swapped or not, at random."""
+    the positions before the pass. For each of them, `size` is the number of images that are shuffled, and
+    `keys` determine the random numbers. `turn` is the number of the pass.
+
+    In a pass, a random number r pairs position i with position (r - i) modulo `size`. Each pair is swapped or
+    not, at random.
+    """
     key = draws.fold(keys, turn)
     mirror = draws.below(key, size) - image
     mirror = torch.where(mirror < 0, mirror + size, mirror)
@@ -241,18 +245,21 @@ def positions(
     count: int,
     swap: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Returns which images each of n trainers sees, [n, count]. An image is given by its position among the
-    trainer's own images. The result is elements `first` to `first + count - 1` of the trainer's endless
-    random sequence of images.
+    """Returns which images each of n trainers (users, or the server) sees, [n, count]. An image is given by
+    its position among the trainer's own images. The result is elements `first` to `first + count - 1` of the
+    trainer's endless random sequence of images.
+
+    `base` is the random key, `trainers` [n] are the trainers' numbers, and `sizes` [n] are their numbers of
+    images. `first` is one number, or a tensor [n, 1] with one number per trainer.
 
     The sequence consists of one new permutation of the trainer's images after another. Each permutation is a
     swap-or-not shuffle (Hoang, Morris and Rogaway 2012). It makes several passes (see `swap_or_not`). Each
     pass pairs the positions at random, and swaps each pair or not. So any element can be computed without the
     others, and nothing is stored.
 
-    `swap` is the compiled form of `swap_or_not`, if there is one. It is called once per pass on flat tensors.
-    Compiling all passes together would take many times as long, and would be repeated for every number of
-    trainers.
+    `swap` is the compiled form of `swap_or_not`; None if nothing is compiled. It is called once per pass on
+    flat tensors. Compiling all passes together would take many times as long, and would be repeated for every
+    number of trainers.
     """
     place = first + torch.arange(count, device=trainers.device)  # or [n, count], if trainers differ
     size = sizes[:, None]
@@ -295,8 +302,9 @@ def for_prediction(work: Work) -> Work:
 
 
 def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
-    """Returns the images and labels of one training step for all trainers. `step` is the step's number,
-    counted from 0. It may be a tensor [1] on the device, so that a recorded step can be replayed."""
+    """Returns the images and labels of one training step for all trainers (users, or the server). `step` is
+    the step's number, counted from 0. A step that is recorded as a CUDA graph gets it as a tensor [1] on the
+    device, whose value changes between replays."""
 
     def at_step(tensor: Tensor) -> Tensor:
         return tensor[:, step] if isinstance(step, int) else tensor.index_select(1, step).squeeze(1)

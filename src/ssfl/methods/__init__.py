@@ -111,8 +111,8 @@ def recorded(name: str, values: dict[str, Any]) -> "Method":
 
 
 def flag(method: "Method") -> str:
-    """Returns the remark that tables of results show beside a method, or "". It is the method's `note`, or a
-    remark that users know their labels."""
+    """Returns the remark that tables of results show beside a method. This is the method's `note`, if it has
+    one. Otherwise it is a remark that users know their labels, or "" if they do not."""
     knows_labels = "labels" in method.needs()
     return method.note or ("users know the labels of their images" if knows_labels else "")
 

@@ -12,8 +12,8 @@ from ssfl.methods import parts
 
 @dataclass(frozen=True)
 class Alternate(Method):
-    """Users and server train in turn: users train with pseudo-labels and are averaged, and then the server
-    trains the average on true labels. It is the simplest such method."""
+    """Users and server train in turn: users train with pseudo-labels, their models are averaged, and then the
+    server trains the average on true labels. This is the simplest method in which the two train in turn."""
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: a pseudo-label is used if the model's confidence in it is at least this."""

@@ -62,8 +62,9 @@ class Anchored(Method):
         return ("strong",)
 
     def label(self, look: Look) -> Labels:
-        """Returns the pseudo-labels of images with high confidence. With pace "classes", also returns the
-        factors for each user's learning rate and update."""
+        """Returns pseudo-labels for the images in which the model has high confidence. With `pace` =
+        "classes", also returns two factors for each user: one for its learning rate and one for its
+        update."""
         threshold: float | Tensor = self.threshold
         if "threshold" in look.tensors:
             threshold = look.tensors["threshold"][:, None].expand(-1, look.probabilities.shape[2])
@@ -87,8 +88,9 @@ class Anchored(Method):
         """Returns the state after a round: users train, their models are averaged with server momentum, and
         the server trains last.
 
-        The guard then compares the new model's margin over chance with the best margin so far. If the new
-        margin is less than half of the best, the round is repeated without the users.
+        If the setting `guard` is on, the new model's margin is then compared with the best margin so far. The
+        margin is the balanced accuracy on the server's labels, minus that of guessing. If the new margin is
+        less than half of the best, the round is repeated without the users.
         """
         users = self.trained_users(state, fed)
         streams, memory = parts.momentum(state, users, self.momentum)
@@ -118,14 +120,16 @@ class Anchored(Method):
 
 
 def lr_scales(counts: Tensor, images: Tensor) -> Tensor:
-    """Returns a factor for each user's learning rate, [n], which is smaller for users whose pseudo-labels
-    cover few classes. `counts` [n, classes] are a user's pseudo-labels per class, and `images` [n] is the
-    number of its pseudo-labelled images.
+    """Returns a factor for the learning rate of each of n users, [n]. It is smaller for users whose
+    pseudo-labels cover few classes. `counts` [n, classes] are each user's numbers of pseudo-labels per class.
+    `images` [n] are their numbers of different pseudo-labelled images.
 
-    With large steps, a user with few classes forgets the others, and the average of such models is useless.
-    If all users stay near the model that they received, their updates add up. The factor is (m / M)^1.5, but
-    at least `SLOWEST`. Here m is the effective number of classes, e to the entropy of the labels. M is the
-    largest possible m: the number of classes, or of images if there are fewer images.
+    With large steps, a user with few classes forgets the other classes, and the average of such models is
+    useless. If all users stay near the model that they received, their updates add up.
+
+    The factor is (m / M)^1.5, but at least `SLOWEST`. Here m is the effective number of classes, e to the
+    entropy of the user's pseudo-labels. M is the largest possible m: the number of classes, or of images if
+    there are fewer images.
     """
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     classes = torch.special.entr(shares).sum(1).exp()

@@ -12,7 +12,7 @@ from ssfl.federation import Fed, Method, State, Step
 @dataclass(frozen=True)
 class DataSharing(Method):
     """Users train on their true labels, and each is also sent the server's labelled images. The average of
-    the users is the model; the server does not train."""
+    the users' models is the new model; the server does not train."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "split": {"shared": True}}
     trains_server: ClassVar = False

@@ -18,8 +18,8 @@ class FlexMatch(Method):
 
     threshold: float = setting(0.95, least=0, most=1, what="a probability")
     """τ: the upper limit of every class's threshold. A prediction is confident if its probability is at least
-    τ. The class with the largest number of confident predictions gets the threshold τ, unless even more
-    predictions are not confident."""
+    τ. The class with the most confident predictions gets the threshold τ. But if even more predictions, of
+    all classes together, are not confident, its threshold is lower than τ."""
 
     defaults: ClassVar = {"model": {"norm": "group"}}
 

@@ -16,7 +16,8 @@ class OverlapSgd(Method):
     while the user trains. Users know their labels."""
 
     elasticity: float = setting(0.6, least=0, most=1, what="0 does not pull the models, 1 makes them equal")
-    """α: the fraction of the difference to the average by which each user's model is pulled towards it."""
+    """α: each user's model is pulled towards the average by this fraction of the difference between the
+    two."""
 
     defaults: ClassVar = {"model": {"norm": "batch"}, "train": {"momentum_policy": "user"}}
     trains_server: ClassVar = False

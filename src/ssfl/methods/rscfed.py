@@ -58,10 +58,10 @@ class RscFed(Method):
         return parts.server_last(state, fed, users, torch.stack(streams))
 
     def sub_consensus(self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor) -> Tensor:
-        """Returns the consensus of the users' models: the mean of several averages (`by_distance`), each over
-        a random half of the users. `key` determines the halves. `rows` are the models, each with P weights
-        and Q running statistics; the consensus is [P + Q]. `counts` and `pieces` are passed to
-        `by_distance`."""
+        """Returns the consensus of the users' models, [P + Q]: the mean of several averages (`by_distance`),
+        each over a random half of the users. `rows` are the users' models, each with P weights and Q running
+        statistics. `counts` are the users' numbers of images. `pieces` are the lengths of a model's tensors.
+        `key` determines the halves."""
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
@@ -75,9 +75,10 @@ class RscFed(Method):
         """Returns an average of the users' models `rows`, in which models far from the mean have less weight.
         It is [P + Q], with P weights and Q running statistics.
 
-        User k has weight n_k · exp(-β · d_k / n_k), where n_k is its number of images (`counts`). d_k is the
-        distance of its model from the mean of all models in `rows`, weighted by n_k. The distances of the
-        model's single tensors are added up. `pieces` are the lengths of these tensors in a row.
+        User k has weight n_k · exp(-β · d_k / n_k). Here n_k is its number of images (in `counts`), and d_k
+        is the distance of its model from the mean model. In the mean model, user k has weight n_k. The
+        distance d_k is a sum: the distance is measured for each tensor of the model, and these distances are
+        added. `pieces` are the lengths of the tensors in a row of `rows`.
         """
         counts = counts.to(rows)
         middle = (counts / counts.sum()) @ rows

@@ -99,8 +99,9 @@ class External(nn.Module):
         return logits
 
     def _many(self, state: Named, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Named]:
-        """Returns the logits [n · B, classes] and the new running statistics of n models. They run together
-        under vmap if possible, otherwise one after another."""
+        """Returns the logits [n · B, classes] and the new running statistics of n models. `state` has the
+        tensors of all models by name, [n, ...] each. The models run together under vmap if possible,
+        otherwise one after another."""
         models = len(next(iter(state.values())))
         images = x.unflatten(0, (models, -1))
         if self.batched and models > 1:
@@ -115,8 +116,9 @@ class External(nn.Module):
         return torch.cat([part[0] for part in parts]), statistics
 
     def _one(self, state: Named, x: Tensor, key: Tensor | None) -> tuple[Tensor, Named]:
-        """Returns the logits [B, classes] of one model and, in training mode, its new running statistics by
-        name."""
+        """Returns the logits [B, classes] of one model and its new running statistics by name. In evaluation
+        mode there are no new ones, and the second result is empty. `state` has the model's tensors by name,
+        and `key` determines the dropout masks."""
         state = {name: self._usable(name, value, x.dtype) for name, value in state.items()}
         state |= self._frozen(x.dtype)
         if self.training:
@@ -150,10 +152,10 @@ class External(nn.Module):
 
 def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
     """Returns the network that a person's factory `make` makes, after checking that it can be trained. Its
-    initial weights depend only on the seed.
+    initial weights depend only on the seed. Raises ConfigError if the factory or its network cannot be used.
 
     `setting` is the factory's name in error messages. A network made only of `ssfl.models.layers` is returned
-    as it is; any other is wrapped in `External`. Raises ConfigError if it cannot be used.
+    as it is; any other is wrapped in `External`.
     """
     if isinstance(make, nn.Module) or not callable(make):
         kind = "a module" if isinstance(make, nn.Module) else f"of type {type(make).__name__}"
@@ -191,8 +193,8 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
 
 
 def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:
-    """Returns the network of a person's factory. This is `make` if it was passed from Python, otherwise the
-    function that the import path `name` names."""
+    """Returns the network that a person's factory makes (see `build`). The factory is `make`, if one was
+    passed from Python. If `make` is None, it is the function at the import path `name`."""
     if make is None and name == outside.IN_MEMORY:
         raise ConfigError(
             "model.name = 'in memory': this network was passed as a Python object, so pass it again: "
@@ -396,8 +398,8 @@ def _random_states() -> dict[str, Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Finds out which layer uses random numbers. While active, it records in `function` the name of the first
-    torch function that draws any."""
+    """Finds out which torch function draws random numbers. While active, it records in `function` the name of
+    the first one that draws any."""
 
     function = ""
 

@@ -61,8 +61,8 @@ def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Returns for each channel the totals of its two sums over all parts. BP parts are loaded and added at a
-    time."""
+    """Returns two totals for each channel of a model. `sums` has two sums for each channel and each part of
+    the pixels; they are added up over all parts. BP parts are loaded and added at a time."""
     one = tl.zeros((BP, BC), dtype=tl.float32)
     two = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, parts, BP):

@@ -33,9 +33,10 @@ def _correlate(
     """Writes a convolution, or its gradient with respect to the images. Output y[m, o] is the sum, over taps
     (positions in the filter) and channels c, of x[pixel m moved by the tap, c] · w.
 
-    If FLIP is false, y is the convolution, and w is [O, k, k, C]. If FLIP is true, y is the gradient, and w
-    is [C, k, k, O], with its taps read in reverse order. `up` is then the stride of the forward pass,
-    otherwise 1.
+    In this kernel, C is the number of channels of x, and O that of y. If FLIP is false, x are the images, y
+    is the convolution, and w is [O, k, k, C]. If FLIP is true, x is the gradient of the convolution's output,
+    and y is the gradient of the images. Then w is [C, k, k, O], with its taps read in reverse order. `up` is
+    the stride of the forward pass if FLIP is true, otherwise 1.
 
     If `up` is above 1, most taps fall between the pixels of x. In each row and column of the filter, only
     every `up`-th tap meets a pixel. These are the same taps for all output pixels of the same phase (position
@@ -217,8 +218,9 @@ def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: i
 
 
 def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
-    """Returns the gradient of a convolution with respect to its images, [n · B, H, W, C], where H and W are
-    `size`. `grad` is the gradient with respect to its output."""
+    """Returns the gradient of a convolution with respect to its images, [n · B, H, W, C]. `size` is (H, W),
+    the height and width of the images. `grad` [n · B, H', W', O] is the gradient of the convolution's output,
+    and w [n, O, k, k, C] are the filters."""
     return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
 
 
@@ -251,10 +253,12 @@ def _launch(
 def weights_grad(
     grad: Tensor, x: Tensor, few: bool, models: int, kernel: int, stride: int, padding: int
 ) -> Tensor:
-    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. `grad` is the
-    gradient of the output. Sums over pixels are in float32.
+    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. `grad` [n · B, H',
+    W', O] is the gradient of the output, and x [n · B, H, W, C] are the images. Sums over pixels are in
+    float32.
 
-    With `few` channels, images are [n · B, C, H, W] and the gradient is [n, O, C, k, k].
+    If `few` is true, the images have few channels (a network's first layer). Then they are [n · B, C, H, W],
+    and the result is [n, O, C, k, k].
     """
     _, height, width, outputs = grad.shape
     high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]

@@ -47,13 +47,14 @@ def _correlate(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the sum, over taps
-    (positions in the filter) and channels c, of w · x[pixel m moved by the tap, c]. y has H rows and W
-    columns.
+    """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
+    channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
+    moved by the tap, c]. Each image in y has H rows and W columns of pixels.
 
-    If FLIP is false, it is the convolution, and w is [n · O, k · k · C]. If FLIP is true, it is the gradient:
-    w is [n · C, k · k · O], and `up` is the stride of the forward pass. Then pixels of the same phase
-    (position modulo `up`) are computed together.
+    In this kernel, C is the number of channels of x, and O that of y. If FLIP is false, x are the images, y
+    is the convolution, and w is [n · O, k · k · C]. If FLIP is true, x is the gradient of the convolution's
+    output, and y is the gradient of the images. Then w is [n · C, k · k · O], and `up` is the stride of the
+    forward pass. Pixels of the same phase (position modulo `up`) are computed together.
     """
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
