@@ -23,8 +23,8 @@ SCORES = {
     "accuracy": "accuracy", "correct": "correct", "count": "count", "validation": "validation_accuracy",
     "validation_correct": "validation_correct", "validation_count": "validation_count",
 }  # fmt: skip
-"""The results of a model that the board shows: the name of each in the board's JSON maps to its name in
-events and in summary.json."""
+"""The results that the board shows for a model. Each key is the name of a result in the board's JSON. Its
+value is the name of the same result in events and in summary.json."""
 LARGEST = {
     "config.toml": untrusted.SMALL, "summary.json": untrusted.SMALL, "split.json": 1 << 26,
     "events.jsonl": 1 << 28,
@@ -67,8 +67,9 @@ def _verdict(summary: dict[str, Any]) -> str | None:
 
 
 def _intervals(description: dict[str, Any]) -> dict[str, list[float] | None]:
-    """Returns the 95 % intervals of the test accuracy and of the validation accuracy, which are from 0 to 1.
-    An interval is None if the run has not recorded how many images it evaluated and how many were correct."""
+    """Returns the 95 % intervals of the test accuracy and of the validation accuracy. An interval is [low,
+    high], with numbers from 0 to 1. It is None if the run has not recorded how many images it evaluated and
+    how many were correct."""
     intervals = {}
     for name, correct, count in (
         ("interval", description["correct"], description["count"]),
@@ -108,12 +109,12 @@ def _changed(handle: int, file: str) -> int:
 
 
 def _so_far(handle: int, rounds: int | None, running: bool, age: float) -> dict[str, Any]:
-    """Returns the progress of an unfinished run from its last events: round, accuracies and, if it is
+    """Returns the progress of an unfinished run from its last events: round, accuracies and, if the run is
     `running`, the seconds left.
 
-    The seconds left are the run's own estimate minus `age`, the seconds since its last event. Older versions
-    of ssfl record no estimate. It is then computed from the total number of `rounds` and the seconds of
-    recent rounds.
+    The seconds left are the run's own estimate minus `age`, the seconds since its last event. Runs of older
+    versions of ssfl record no estimate. For these, the seconds left are computed from the total number of
+    `rounds` and the seconds of recent rounds.
     """
     progress: dict[str, Any] = {"round": 0}
     pace, left = [], None
@@ -165,9 +166,10 @@ def settings(handle: int) -> dict[str, str]:
 
 
 def strange(handle: int) -> str | None:
-    """Returns the name of a suspicious file in the run folder, or None if there is none. A run writes only
-    regular files of limited size (`LARGEST`) and a folder checkpoints. Anything else under one of these names
-    is suspicious, such as a link or a huge file. The board then makes no report."""
+    """Returns the name of a suspicious file in the run folder, or None if there is none. If a file named in
+    `LARGEST` exists, it must be a regular file and not larger than its limit. If `checkpoints` exists, it
+    must be a folder. A file that breaks these rules, such as a link, is suspicious. The board then makes no
+    report on the run."""
     for file, most in (*LARGEST.items(), ("checkpoints", None)):
         try:
             status = os.stat(file, dir_fd=handle, follow_symlinks=False)

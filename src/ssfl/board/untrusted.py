@@ -22,9 +22,9 @@ DEPTH, FOLDERS, RUNS = 4, 20_000, 1_000
 """Limits of the search for runs: how deep folders may be nested, how many folders are searched, and how many
 runs are listed (the newest)."""
 SMALL = 1 << 20
-"""The largest size of a small file, such as config.toml, in bytes."""
+"""The size limit of small files, such as config.toml, in bytes."""
 LETTERS = 200
-"""How many characters of a value are shown at most."""
+"""How many characters of a text from a run folder, such as the value of a setting, are shown at most."""
 
 
 class NotThere(Exception):
@@ -109,7 +109,8 @@ def read(folder: int, file: str, most: int = SMALL) -> bytes:
 
 
 def read_json(folder: int, file: str) -> dict[str, Any]:
-    """Returns the object in a JSON file, or {} if the file does not exist or has no object."""
+    """Returns the object in a JSON file, or {} if the file cannot be read or does not contain a JSON
+    object."""
     try:
         content = json.loads(read(folder, file))
     except (ValueError, RecursionError):
@@ -119,7 +120,7 @@ def read_json(folder: int, file: str) -> dict[str, Any]:
 
 def read_config(folder: int) -> dict[str, dict[str, Any]]:
     """Returns the sections of a run's config.toml, or {} if it cannot be read. The settings are not checked,
-    because the board also shows runs of other versions."""
+    because the board also shows runs of other versions of ssfl."""
     try:
         sections = tomllib.loads(read(folder, "config.toml").decode("utf-8"))
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""`ssfl contest`: compare methods under one protocol, that is, with the same data, split, network and user
-work."""
+"""`ssfl contest`: compare methods under one protocol. All methods have the same data, split and network, and
+their users do the same amount of training."""
 
 import shlex
 import sys

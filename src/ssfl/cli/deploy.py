@@ -1,4 +1,4 @@
-"""`ssfl keys`, `ssfl serve` and `ssfl join`: the commands of a real federation."""
+"""`ssfl keys`, `ssfl serve` and `ssfl join`: the commands of a federation on several machines."""
 
 import ipaddress
 import signal
@@ -251,8 +251,8 @@ def tell(line: str) -> None:
 
 def _site_name(data: str) -> str:
     """Returns the default name of a site that has no key. `data` is the site's image folder, or FILE.py:NAME
-    for a function that returns images. The result is the name of the folder, or FILE without its
-    ending."""
+    for a function that returns images. The result is the name of the folder, or the file's name without
+    .py."""
     from ssfl.core import outside
 
     return Path(data.rpartition(":")[0]).stem if outside.is_path(data) else Path(data).absolute().name

@@ -80,8 +80,9 @@ def _tell_warnings() -> None:
 def main() -> None:
     """The entry point of the program `ssfl`. It runs a command and exits.
 
-    Exit codes: 0 success, 1 `compare` found a difference, 2 an error in the input, 3 training diverged, 130
-    stopped by Ctrl-C, 143 stopped by SIGTERM.
+    Exit codes: 0 success, 1 `compare` found a difference, 3 training diverged, 130 stopped by Ctrl-C, 143
+    stopped by SIGTERM. The code is 2 for every other error that ssfl reports, and if `check` or `doctor`
+    found a problem.
     """
     # Threads that wait for work should sleep instead of spinning: on busy machines training is much faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,7 +9,8 @@ from typing import Any
 
 def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
     """Calls `start`, which trains and returns a result, and prints the result. `start` gets a function that
-    shows the progress. `quiet` hides the progress and the result; `json_only` prints the summary as JSON."""
+    shows the progress. `quiet` hides the progress and the result. `json_only` prints the content of
+    summary.json instead of the result, even with `quiet`."""
     from ssfl.engines import dist
     from ssfl.report import collapse, gather
     from ssfl.runs import display

@@ -37,8 +37,8 @@ With = Annotated[
 
 
 class Verbs(TyperGroup):
-    """A group of commands, such as `ssfl` or `ssfl keys`. Its help lists the commands under titles, each with
-    a description and an example."""
+    """A group of commands, such as `ssfl` or `ssfl keys`. Its help lists the commands in groups with titles.
+    Each command has a description and an example."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         known = [name for names in GROUPS.values() for name in names]
@@ -121,8 +121,8 @@ def _instead(option: str, known: Sequence[str]) -> str:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yields the shell's completions of the option --set: keys, or after "=" the values of a key that has
-    fixed choices."""
+    """Yields the shell's completions of the option --set: names of settings, such as "train.lr=". After "=",
+    it yields the allowed values, if the setting has fixed choices."""
     from ssfl.config.settings import SECTIONS
     from ssfl.core.fields import limits_of
 
@@ -136,8 +136,8 @@ def complete_setting(incomplete: str) -> Iterator[str]:
 
 
 def check_settings(context: typer.Context, sets: list[str] | None) -> list[str] | None:
-    """Raises at once if a value of --set is wrong, and otherwise returns the values. The check runs before
-    the command's imports, which may take seconds."""
+    """Raises at once if one of the arguments KEY=VALUE of --set (`sets`) is wrong, and otherwise returns
+    `sets` unchanged. The check runs before the command's imports, which may take seconds."""
     from ssfl.config.loading import check_overrides
 
     if not context.resilient_parsing:  # it is set while a shell completes an unfinished line

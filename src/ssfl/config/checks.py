@@ -33,7 +33,7 @@ def check(config: Config) -> None:
 
 def _error(key: str, value: Any, why: str, fix: str | None = None) -> ConfigError:
     """Returns the ConfigError with the message `KEY = VALUE WHY`. `fix` is an override, such as
-    `run.folds=0`, that would remove the error."""
+    `run.folds=0`, that would remove the error, or None."""
     return ConfigError(f"{key} = {value!r} {why}", key=key, value=value, fix=fix)
 
 
@@ -82,8 +82,9 @@ def _check_counts(config: Config) -> None:
 
 
 def _check_labels(config: Config) -> None:
-    """Raises if users have labels but the method does not train users. Also raises if a setting needs a
-    server that has labels or that trains, but the server does not."""
+    """Raises if users have labels, but the method does not train users or split.shared is set. Also raises if
+    a setting needs labels at the server, but the server has none. Also raises if a setting needs a server
+    that trains, but the method does not train the server."""
     split, method, federation = config.split, config.method, config.federation
     if split.shared and split.labels_at != "server":
         raise _error(
@@ -244,12 +245,12 @@ def _check_privacy(config: Config) -> None:
 
 
 def obstacle(config: Config, needs: tuple[str, ...]) -> str:
-    """Returns a text for an error message that says why the method cannot be used, or "" if it can be used.
-    The caller is a check of an engine, of real sites or of differential privacy.
+    """Returns why the method cannot be used with the engine "dist", with real sites or with differential
+    privacy. The result is a text for an error message, or "" if the method can be used.
 
-    `needs` lists what the engine, the sites or differential privacy do not allow, in the words of `NEEDS` in
-    `federation.py`. The method cannot be used if its `needs()` contains one of these words. It also cannot be
-    used if its users keep models of their own.
+    `needs` lists what is not allowed there, in the words of `NEEDS` in `federation.py`. The method cannot be
+    used if its `needs()` contains one of these words. It also cannot be used if its users keep models of
+    their own.
     """
     from ssfl.federation import NEEDS  # here and not above, because it imports torch
 

@@ -9,8 +9,9 @@ from ssfl.core.fields import limits_of
 
 Sections = dict[str, dict[str, Any]]
 NEUTRAL = {"pace": "full", "guard": False, "momentum": 0.0}
-"""Settings of [method] that were added in the course of the first release. A config that was written before
-such a setting existed gets the value here, at which the setting has no effect."""
+"""Settings of [method] that some configs of the first release do not have, because these configs were written
+before the setting existed. A config without such a setting gets the value here, with which the setting has no
+effect."""
 
 
 def is_old(config: Sections) -> bool:
@@ -20,8 +21,8 @@ def is_old(config: Sections) -> bool:
 
 
 def with_new_names(config: Sections) -> Sections:
-    """Returns a copy of the config in which every setting that was renamed since has its present name. The
-    section [method] is left unchanged; `translated` converts it."""
+    """Returns a copy of the config in which every setting that was renamed after the first release has its
+    present name. The section [method] is left unchanged; `translated` converts it."""
     new = dict(config)
     for old, today in RENAMED.items():
         (section, _, key), (home, _, name) = old.partition("."), today.partition(".")

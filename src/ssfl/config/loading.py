@@ -164,7 +164,7 @@ def from_dict(
     method's defaults, or else those in `settings.py`.
 
     A `resolved` config, such as that of a run folder, already has every setting. The method's defaults are
-    then not applied.
+    then not applied. A `method` object, if given, is used instead of the section [method].
     """
     config = unchecked(sections, resolved=resolved, method=method)
     check(config)

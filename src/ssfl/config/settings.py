@@ -1,10 +1,10 @@
 """Every setting of a config, as a field of a frozen dataclass. The string below each field describes the
 setting.
 
-The default None means that the value depends on the data or the other settings. It is filled in when a run
-starts, and the run's config file shows it. `loading.py` reads and writes configs. The section [method] holds
-the name of a method and that method's settings, which are defined in `methods/`. "The paper" is Zhang et al.
-2020, arXiv 2008.11364.
+The default None means that the setting is not used, or that its value depends on the data, the device or
+other settings. A value that depends on the data is filled in when a run starts, and the run's config file
+shows it. `loading.py` reads and writes configs. The section [method] holds the name of a method and that
+method's settings, which are defined in `methods/`. "The paper" is Zhang et al. 2020, arXiv 2008.11364.
 """
 
 from dataclasses import dataclass, field
@@ -49,11 +49,12 @@ class DataSettings:
     views: str = setting("standard", choices=("standard", "gentle"))
     """The augmentation. "standard" (paper): weak views are shifted; strong views also go through random
     operations and Cutout. "gentle", for pretrained networks: weak and strong views are made alike, by slight
-    rotation, zoom, shift and slight changes of brightness and contrast."""
+    rotation, zoom, shift and slight changes of brightness and contrast. Both kinds of augmentation also
+    mirror images if data.flip allows it."""
     test_views: int = setting(0, least=0, most=64, what="views of an image besides the image itself")
-    """Test-time augmentation: average the prediction for an image over the image itself and this many gentle
-    views of it. This applies to evaluations and to `ssfl predict`. Each view costs one more prediction per
-    image. The preset pictures uses 8."""
+    """Test-time augmentation: average the prediction for an image over the image itself and this many views
+    of it. It applies to evaluations and to `ssfl predict`. The views are made as for data.views = "gentle".
+    Each view costs one more prediction per image. The preset pictures uses 8."""
     broken: str = setting("skip", choices=("skip", "stop"))
     """What to do about image files that cannot be read: "skip" leaves them out with a warning, "stop" ends
     the command with an error. Either message names the files."""
@@ -123,7 +124,8 @@ class ModelSettings:
     )
     """V, the number of stored views of each image, for networks whose first layers are frozen. The outputs of
     the frozen layers are computed once, for V weak and V strong views, and training uses these stored
-    outputs. Default: 4 for lite0 unless all its layers are trained, otherwise 0."""
+    outputs. With 0, nothing is stored, and every step makes new views. Default: 4 for lite0 unless all its
+    layers are trained, otherwise 0."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """The normalisation layers of the network: "group", "batch" or "none"."""
     norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
@@ -154,10 +156,11 @@ class FederationSettings:
     rounds: int | None = setting(None, least=1, most=10**9, what="rounds", instead="epochs")
     """The number of rounds; set this or epochs."""
     epochs: int | None = setting(None, least=1, most=10**6, what="epochs", instead="rounds")
-    """E, the length of the run in epochs. In an epoch, each user trains on epoch_images images. Set this or
-    rounds."""
+    """E, the length of the run in epochs. An epoch has as many rounds as one user needs to train on
+    epoch_images images. Set this or rounds."""
     epoch_images: int = setting(65536, least=1, most=10**12, what="images")
-    """M, the number of images on which each user and the server train in an epoch."""
+    """M, the length of an epoch in images. A user that takes part in all rounds of an epoch trains on this
+    many images."""
     extra_step: bool = False
     """In the first round of every epoch, train for one more step, as in the authors' code."""
     attackers: float = setting(0.0, least=0, most=1, what="a fraction of the users")
@@ -248,14 +251,14 @@ class TrainSettings:
     server_held_out: float = setting(
         0.0, least=0, most=0.5, what="a fraction of the server's labelled images"
     )
-    """The part of the server's labelled images that the server does not train on. The guard of the method
-    `anchored` and federation.median_fallback then evaluate models on these images, which the server cannot
-    have memorised."""
+    """The part of the server's labelled images that the server does not train on. These images serve to
+    evaluate models and updates, because the server cannot have memorised them. They are used by the settings
+    guard and relative of the method `anchored`, by federation.median_fallback and by federation.gate."""
     server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
     """The number of images in a training step of the server. Default: batch_size."""
     server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
     """The number of the server's training steps in a round. If it is set, the server's learning rate is
-    constant within a round. Default: as many steps as the users take (federation.period)."""
+    constant within a round. Default: federation.period."""
     server_lr: float | None = setting(None, least=0, most=1000, what="a learning rate")
     """The server's base learning rate. Default: lr."""
     batches: str = setting("continue", choices=("continue", "restart"))

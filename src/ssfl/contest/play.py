@@ -1,4 +1,5 @@
-"""Compares methods under one protocol: the same split, network, augmentation and amount of user work.
+"""Compares methods under one protocol: the same split, network and augmentation, and the same amount of
+training by users.
 
 A seed sets the initial weights, the random draws and the split. The split depends on the seed because, with
 few labels, it matters most which images are labelled. `protocol.py` has the rules. Settings are chosen on
@@ -52,8 +53,8 @@ def play(
     With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
     of half the length. Instead, `choose` can list values of settings (KEY=A,B); each method then chooses from
     them in runs of full length. All choices are made on validation images. `equal` says what is the same for
-    all methods: the users' "images", or their forward and backward "passes". `tell` prints a line of text.
-    `quiet` hides the progress.
+    all methods. It is "images" (how many images users train on) or "passes" (how many forward and backward
+    passes users make). `tell` prints a line of text. `quiet` hides the progress.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -133,7 +134,8 @@ def ranked(standings: Sequence[Standing]) -> list[Standing]:
 
 def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
     """Returns the runs among which a method chooses its settings: one for each combination of the values in
-    `grid`. A setting of the section [method] is left out if the method does not have it."""
+    `grid`. `grid` has one list for each setting, such as ["train.lr=0.1", "train.lr=0.3"]. A setting of the
+    section [method] is left out if the method does not have it."""
     settings = {f"method.{field.name}" for field in fields(methods.find(method))}
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
@@ -196,9 +198,9 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
     """Writes the protocol of this contest to protocol.json in the folder `out`. If the folder already has a
     protocol.json with another protocol, raises, because the results would not be comparable.
 
-    The protocol consists of the settings in `source` and `sets`, without [method], execution settings and
-    file locations. The name of the `network` is always included. If no setting names a network, the machine
-    decides which one is used, so that another machine could use another network.
+    The protocol consists of the settings in `source` and `sets`, without the sections [method] and [run] and
+    the settings data.root and data.download. The name of the `network` is always included. If no setting
+    names a network, the machine decides which one is used, so that another machine could use another network.
     """
     written = {
         f"{section}.{key}": value
@@ -280,8 +282,8 @@ def _images(path: Path) -> dict[str, int]:
 
 
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
-    """Returns the results of a method, collected from the run folders of its seeds. None in `played` means
-    that this run diverged."""
+    """Returns the results of a method. `options` are its chosen settings. `played` has the run folder of each
+    seed, or None if the run with this seed diverged."""
     accuracies, curves, run_facts, spent, collapsed = [], [], [], [], 0
     rounds, resolved = 0, dict[str, Any]()
     for path in filter(None, played):
@@ -332,9 +334,11 @@ def _portable(config: Config) -> dict[str, Any]:
 def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:
     """Returns a run's learning curve and its total cost.
 
-    The curve has, for each round with an evaluation, the user images and megabytes so far and the validation
-    accuracy in percent. The cost is the user images, megabytes, server images, and the users' forward and
-    backward passes.
+    The curve has three numbers for each round with an evaluation. The first is how many images users have
+    trained on so far. The second is how many megabytes users have sent and received so far. The third is the
+    validation accuracy in percent. The cost has four numbers for the whole run. The first two are these
+    images and megabytes. The other two are how many images the server trained on, and how many forward and
+    backward passes users made.
     """
     federation, train = config.federation, config.train
     step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
@@ -356,6 +360,7 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
 
 
 def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Returns the mean of each component over the seeds. Costs can differ between seeds, for example if users
-    drop out."""
+    """Returns the mean over the seeds of each number in a tuple. `points` has one tuple for each seed: a
+    point of the learning curve, or the costs. Costs can differ between seeds, for example if users drop
+    out."""
     return tuple(statistics.mean(numbers) for numbers in zip(*points, strict=True))

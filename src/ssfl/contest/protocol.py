@@ -2,8 +2,8 @@
 
 The config and --set apply to all methods, except the section [method]. Some general settings (`COMMON`) are
 the same for all methods; if nobody sets them, they have the values of the recommended method. So no method
-can win because of a normalisation, an augmentation or a slow average that the others could use too. For all
-other settings, each method has its own defaults.
+can win because of a normalisation, an augmentation or a moving average of the model that the other methods
+could use too. For all other settings, each method has its own defaults.
 """
 
 import itertools
@@ -82,7 +82,8 @@ def entry(
     """Returns one run of a method in a contest, with its config and its folder below `out`.
 
     The settings come from the config (`source` and `sets`), the method's own defaults, and `options`. The
-    number of rounds is chosen so that users do the same work in all methods. With `half`, it is halved.
+    number of rounds is chosen so that users do the same work in all methods. With `half`, users do half of
+    that work.
     """
     methods.check_name(method)
     for override in sets:
@@ -132,7 +133,7 @@ def common() -> dict[tuple[str, str], Any]:
 def _with_rounds(config: Config, equal: str, half: bool) -> Config:
     """Returns the config with another number of rounds, so that users do the same amount of work in every
     method. With `half`, users do half of that work. Rounds in which only the server trains (the head start)
-    are added to this number.
+    come in addition.
 
     Work is counted in forward and backward passes if `equal` is "passes", otherwise in images.
     """

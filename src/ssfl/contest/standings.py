@@ -33,8 +33,9 @@ class Standing:
     """Megabytes that users sent and received in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
-    """The learning curve: points (user images so far, megabytes so far, validation accuracy in percent). Each
-    point is the mean over the seeds."""
+    """The learning curve. Each point has three numbers. The first is how many images users have trained on so
+    far. The second is how many megabytes users have sent and received so far. The third is the validation
+    accuracy in percent. All three are means over the seeds that did not diverge."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """For each run that did not diverge: its seed, test accuracy (from 0 to 1), seconds, device, commit and
     more."""
@@ -137,7 +138,8 @@ def _images(standings: Sequence[Standing]) -> str:
 
 def _behind(standing: Standing, first: Standing) -> str:
     """Returns as text how many percentage points a method is behind the first (best) method, with the 95 %
-    interval over the seeds. Returns "–" for the first method itself, or if no seed is common to both."""
+    interval over the seeds. The interval is left out if only one seed is common to both methods. Returns "–"
+    for the first method itself, or if no seed is common."""
     interval = _interval(standing, first)
     if interval is None:
         return "–"
@@ -211,8 +213,9 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
 
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
-    """Draws the validation accuracy against user images and against megabytes, with one line per method.
-    Returns the paths of the PNG and SVG files."""
+    """Draws two plots of the validation accuracy, with one curve per method. One is against the number of
+    images that users trained on, the other against the megabytes that users sent and received. Returns the
+    paths of the PNG and SVG files."""
     from ssfl.report import plots
 
     plt = plots.pyplot()

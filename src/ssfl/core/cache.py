@@ -1,10 +1,11 @@
 """The cache folder of ssfl: it keeps results that take long to compute, so that later commands can use them.
 It is safe to delete.
 
-The folder is `~/.cache/ssfl`, unless the environment variable SSFL_CACHE names another one. Each entry is a
-subfolder, named after a checksum of the data that it was computed from. An entry is written under a temporary
-name and renamed when it is complete. If the cache exceeds SSFL_CACHE_GB gigabytes (default: 20), the least
-recently used entries are deleted.
+The environment variable SSFL_CACHE names the folder. If it is not set, the folder is `ssfl` in
+XDG_CACHE_HOME, or `~/.cache/ssfl` if that variable is not set either. Each entry is a subfolder, named after
+a checksum of the data that it was computed from. An entry is written under a temporary name and renamed when
+it is complete. If the cache exceeds SSFL_CACHE_GB gigabytes (default: 20), the least recently used entries
+are deleted.
 """
 
 import fcntl
@@ -20,8 +21,8 @@ PART = ".part"
 
 
 def root() -> Path:
-    """Returns the path of the cache folder: the environment variable SSFL_CACHE if it is set, otherwise the
-    user's cache folder plus `ssfl`."""
+    """Returns the path of the cache folder: the environment variable SSFL_CACHE if it is set, otherwise
+    `ssfl` in the user's cache folder (XDG_CACHE_HOME, or `~/.cache`)."""
     folder = os.environ.get(PLACE)
     if folder:
         return Path(folder).expanduser().absolute()

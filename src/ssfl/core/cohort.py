@@ -16,7 +16,8 @@ class Cohort:
     drawn: tuple[int, ...]
     """The numbers of the users that are sent a model in this round. The paper calls this set C_t."""
     users: tuple[int, ...]
-    """The numbers of the users that return a model, in the order of `drawn`. The others have dropped out."""
+    """The numbers of the users that return a model, in the order of `drawn`. The other users in `drawn` have
+    dropped out."""
     groups: tuple[tuple[int, ...], ...]
     """For each of the S groups (G_1 to G_S in the paper), the positions of its members in `users`."""
     streams: tuple[int, ...]
@@ -43,9 +44,10 @@ def draw_cohort(
     """Returns the cohort of a round. It draws `participants` of the `users` at random, divides them at random
     into `groups` groups, and lets each one drop out with probability `dropout`.
 
-    Equal arguments give the same cohort, so every process can draw it for itself. The groups are as equal in
-    size as possible. With `filled`, a group gets all its users before the next group gets any. With
-    `own_streams`, each user starts from its own model instead of its group's.
+    Equal arguments give the same cohort, so every process can draw it for itself. Before users drop out, the
+    sizes of the groups differ by at most one. With `filled`, groups are filled one after another instead, so
+    that the last group may be smaller. With `own_streams`, there are no shared groups: each user is a group
+    and starts from its own model. `groups` must then be equal to `users`.
     """
 
     def hashes(purpose: str, members: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ BAD = (
 )  # fmt: skip
 """The exceptions that reading a damaged archive may raise."""
 _chosen: dict[str, str] = {}
-"""The folders that `use` wrote into the environment variables in `VARIABLES`, by part. `_own` compares them
-with the present values, to tell ssfl's choice of a folder from the user's."""
+"""For "inductor" and "triton": the folder that `use` wrote into the environment variable (see `VARIABLES`).
+If the variable still has this value, ssfl chose the folder, not the user; `_own` checks this."""
 
 
 class Copied(NamedTuple):

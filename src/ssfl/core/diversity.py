@@ -1,6 +1,6 @@
 """Gradient diversity Δ measures how much the gradients (or updates) of users and server differ in direction.
-It is Definition 1 of the paper (Zhang et al. 2020). `variants` also computes the variants of its Appendix D.
-There are two normalisations: `gradient_diversity` and `authors_diversity`.
+It is Definition 1 of the paper (Zhang et al. 2020). `variants` also computes the variants in Appendix D of
+the paper. The functions `gradient_diversity` and `authors_diversity` differ in their normalisation.
 
 Low diversity means that all users and the server move in the same direction. They may agree, or the model may
 have collapsed. The mask rate and the accuracy show which of the two it is.
@@ -51,14 +51,15 @@ def variants(
     groups: Sequence[Sequence[int]],
 ) -> dict[str, dict[str, float | None]]:
     """Returns a table of all sixteen variants of gradient diversity by name. Each variant has four values:
-    both normalisations, computed over all users and within groups.
+    the results of `gradient_diversity` and `authors_diversity`, each over all users and within groups.
 
     A variant is a choice of gradient or update, L1 or L2 norm, squared or not, and with or without the
     server. `rows` holds two tensors [C, P] for C users and P weights. The tensor "gradient" has the users'
-    gradients over all their images, and "update" has the changes of their models. `server` holds the same for
-    the server, as vectors [P]. If a vector is None, the variants with the server are missing. `groups` lists
-    for each group the positions of its users. The value within groups is the mean over groups, weighted by
-    their numbers of users; the server is a member of every group. Undefined values are None.
+    gradients over all their images, and "update" has the changes of their models. `server` holds the server's
+    gradient and update under the same names, as vectors [P]. If one of them is None, its variants with the
+    server are left out. `groups` lists for each group the positions of its users. The value within groups is
+    the mean over groups, weighted by their numbers of users; the server is a member of every group. Undefined
+    values are None.
     """
     table: dict[str, dict[str, float | None]] = {}
     for (kind, users), order, squared, with_server in product(

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that a setting may have, besides its type. None is allowed if the type allows it."""
+    """Limits on the values of a setting, in addition to its type. The value None is always allowed if the
+    type allows it."""
 
     least: float | None = None
     """The smallest number allowed."""
