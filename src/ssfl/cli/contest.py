@@ -61,7 +61,7 @@ def contest(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Compare methods on the same data, split and network, with the same user work.
+    """Compare methods on the same data, split and network, with the same amount of training at the users.
 
     Example: ssfl contest emnist-47 --methods grouping,semifl
     """

@@ -237,7 +237,7 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
         axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
     judged = [f" of {run['validation_images']:,} images" for standing in standings for run in standing.runs]
     axes[0].set(xlabel="user images, million", ylabel=f"validation accuracy{''.join(judged[:1])}, %")
-    axes[1].set(xlabel="megabytes sent")
+    axes[1].set(xlabel="megabytes sent and received")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.locator_params(axis="x", nbins=6)  # more would overlap if the numbers are long
