@@ -54,8 +54,8 @@ class Answers:
     """The model (all weights as one vector) and the metrics of each user whose answer came in time and was
     accepted."""
     refused: Mapping[int, str]
-    """For each user that sent a refused message: why the message was refused. The same user may also have
-    sent an answer that was accepted, and then is in `returned` too."""
+    """For each user that sent a message that was refused: the reason. If the same user also sent an answer
+    that was accepted, the user is in `returned` too."""
     traffic: Mapping[str, int]
     """Bytes sent and received at the centre's port during the round, including those that Flower adds:
     `wire_up` to the centre, `wire_down` to the sites."""
@@ -88,28 +88,31 @@ class Fleet:
     """Reports from the process at the centre's port: refused requests, and numbers of bytes. Another thread
     puts them here."""
     exclude: Callable[[Collection[int]], None] = lambda nodes: None
-    """Tells the process at the centre's port to refuse requests of these nodes, because their sites are
-    excluded."""
+    """A function that takes Flower's node numbers of excluded sites. It tells the process at the centre's
+    port to refuse the requests of these nodes."""
     asked: bool = False
     """Whether sites choose their own names. Otherwise each site is known by its key."""
     look: Callable[[], None] = lambda: None
     """Applies changes in the keys folder: keys that were replaced, removed or added."""
     quorum: int | None = None
-    """How many sites must take part in a round. None: two thirds of the sites that have joined."""
+    """How many sites must take part in a round. None: two thirds of the sites that have joined, within the
+    bounds that `least` describes."""
     images: dict[str, int] = field(default_factory=dict)
     """The number of images that each site reports."""
     doing: dict[str, str] = field(default_factory=dict)
-    """For each site, a text for the table that says what the site is doing."""
+    """For each site, a text that says what the site is doing. The centre shows it on the terminal, in a table
+    of the sites."""
     left_out: set[str] = field(default_factory=set)
     """The names of the sites that are excluded from the run."""
     log: list[Event] = field(default_factory=list)
-    """Events about refused messages and limited updates that have not yet been written to the run folder."""
+    """Events that have not yet been written to the run folder. They report refused messages, and updates that
+    got a lower weight."""
     _joined: set[str] = field(default_factory=set)
     """The names of all sites that have connected at least once. The default quorum is a fraction of their
     number."""
     _without: list[str] = field(default_factory=list)
-    """The sites that were missing at the last call of `_tell_missing`. If the same sites are missing again,
-    the line about them is not repeated."""
+    """The sites that were missing (not connected) at the last call of `_tell_missing`. If the same sites are
+    missing at the next call, nothing is printed."""
     _traffic: dict[str, int] = field(default_factory=dict)
     """The latest counts of bytes at the centre's port, `up` and `down`; empty if they are not reported."""
     _refused: dict[str, str] = field(default_factory=dict)
@@ -125,15 +128,21 @@ class Fleet:
     """For each node that may not join: the time before which the centre does not ask for its name again
     (`time.monotonic`)."""
     _taken: dict[int, float] = field(default_factory=dict)
-    """For each node whose name is taken: when the node first sent that name (`time.monotonic`)."""
+    """For each node that sent the name of another connected site: when the node first sent this name
+    (`time.monotonic`)."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
-    """How often each site's update was limited, by the site's name and by kind: "cut" or "weakened"."""
+    """How often a site's update was limited, by the site's name and the kind of limit. "cut": the update was
+    scaled down. "weakened": the update got a lower weight."""
     _reached: bool = True
     """Whether Flower's SuperLink answered at the last attempt. It is used to report a failure only once."""
 
     def least(self, sites: int) -> int:
         """Returns the quorum of `sites` sites: how many of them must be connected to start a round, and must
-        answer to finish it."""
+        answer to finish it.
+
+        If the field `quorum` is None, the quorum is two thirds of these sites, but at least `FEWEST` and at
+        most `needed` sites. The quorum is never larger than `sites`.
+        """
         usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
         return min(sites, usual if self.quorum is None else self.quorum)
 
@@ -141,7 +150,8 @@ class Fleet:
         """Prints and logs that a message was refused, and why.
 
         `name` is the site that sent the message. If `name` is None, a stranger at the address `host` sent it.
-        If `counted` is true, the refusal was already counted against the site, and is not counted again.
+        A site is excluded after three of its answers were refused. If `counted` is true, this refusal was
+        already counted against the site, and is not counted again.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -163,18 +173,21 @@ class Fleet:
         )
 
     def weakened(self, name: str, weight: float) -> None:
-        """Reports that a site's update gets a lower weight, or none (0), because its updates increase the
-        loss on the centre's labels round after round."""
+        """Reports that a site's update gets only the fraction `weight` of its usual weight in the average; 0
+        means that it is not used. The reason: updates of this site tend to increase the loss on the centre's
+        labelled images."""
         how = f"its weight in this round is {weight:.0%}" if weight else "it is not used in this round"
         self._limited(
             name, "weakened", f"updates that tend to increase the loss on the centre's labels: {how}"
         )
 
     def _limited(self, name: str, what: str, why: str) -> None:
-        """Prints that a site's update was limited, and logs it unless the round's event already has it.
+        """Prints that a site's update was limited. `what` is the kind of limit: "cut" (the update was scaled
+        down) or "weakened" (it got a lower weight). `why` is the text to print.
 
-        `what` is the kind of limit, "cut" or "weakened", and `why` is the text to print. To keep the output
-        and the log short, only the 1st, 2nd, 4th, 8th, ... limit of the same site and kind is reported.
+        A "weakened" update is also logged here; a "cut" update is already in the round's event. To keep the
+        output and the log short, only the 1st, 2nd, 4th, 8th, ... limit of the same site and kind is
+        reported.
         """
         count = self._limits[name, what] = self._limits.get((name, what), 0) + 1
         if count & (count - 1) == 0:
@@ -203,8 +216,8 @@ class Fleet:
         return lost
 
     def connected(self) -> dict[int, int]:
-        """Finds out which sites are connected, and lets new ones join. Returns Flower's node number of each
-        connected user that is not excluded."""
+        """Finds out which sites are connected, and lets new sites join. Returns Flower's node number of each
+        connected user that is not excluded. The keys are the users' numbers."""
         try:
             online = {node.node_id: node for node in self.grid.get_nodes()}
         except post.TROUBLE as error:
@@ -300,12 +313,15 @@ class Fleet:
             self._dismiss_nodes([node], EXCLUDED)
 
     def _turn_away(self, node: int, name: str) -> None:
-        """Refuses to let a site join whose name is taken, unknown or not allowed.
+        """Refuses to let a site join: its name is taken or not allowed, or the centre does not expect this
+        site.
 
-        If the name is taken, the centre asks the site again later, because the other site of that name may
-        have disconnected. If sites choose their own names, the centre does so only for `TAKEN` seconds. If
-        the name is unknown or not allowed, the site is not asked again. A site that chose its own name is
-        told why it may not join, as soon as it is not asked again.
+        If sites have keys, a site whose name is taken is asked again later. The other site of that name may
+        have disconnected by then. A site that is not expected is not asked again.
+
+        If sites choose their own names, a site whose name is taken is asked again for `TAKEN` seconds. Then
+        the site is told why it may not join. A site that is not expected, or whose name is not allowed, is
+        told so at once. After that, the site is not asked again.
         """
         now, taken = time.monotonic(), name in self.names
         if taken:
@@ -326,11 +342,12 @@ class Fleet:
             self._dismiss_nodes([node], f"the centre does not let {name} join: {why}")
 
     def gather(self, first: bool = False) -> dict[int, int]:
-        """Waits until enough sites are connected, and returns Flower's node number of each connected user.
+        """Waits until enough sites are connected. Returns Flower's node number of each connected user; the
+        keys are the users' numbers.
 
-        Before the first round (`first` is true), enough means `needed` sites; later it means a quorum. After
-        `patience` seconds with too few sites it raises. Exception: if the sites have keys, the first round
-        then starts with a quorum.
+        Before the first round (`first` is true), enough means `needed` sites; later it means a quorum. If
+        there are too few sites after `patience` seconds, an error is raised. There is one exception: if the
+        sites have keys, a quorum is then enough to start the first round.
         """
         end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
         while True:
@@ -380,7 +397,8 @@ class Fleet:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, RecordDict]:
         """Sends each node its content, and returns the contents of the answers that arrive within `deadline`
-        seconds, by node. `kind` is "query" or "train". `meanwhile` is called once while the sites work."""
+        seconds, by node. `kind` is "query" or "train". `meanwhile` is called once while the sites work. It is
+        not called if `contents` is empty."""
         return post.exchange(
             self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
         )
@@ -511,10 +529,10 @@ class Fleet:
             )
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
-        """Tells all sites that the run is over, and why. With a `model`, it also sends them the final model
-        and its `card`.
+        """Tells all sites that the run is over, and why. If `model` is given, each site that is not excluded
+        also gets this final model and its model card `card` (a JSON text).
 
-        It does not matter if a site disconnects without answering.
+        A site may disconnect without answering; this is not an error.
         """
         self.tell = lambda line: None
         contents = {}
@@ -527,5 +545,5 @@ class Fleet:
 
 
 def _nothing() -> None:
-    """Does nothing. It replaces `meanwhile` when sites are asked again, because the centre has already
-    trained in this round."""
+    """Does nothing. It replaces `meanwhile` when sites are asked again, because the centre trains only once
+    in a round."""

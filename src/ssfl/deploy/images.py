@@ -21,8 +21,8 @@ class Images(Protocol):
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
         """Returns all N images as uint8 [N, C, H, W], where `shape` is (C, H, W) of the centre's images.
 
-        `white` concerns only image files with more than 8 bits per channel: it is the value that becomes 255
-        at the centre. `tell` prints a line for the site's operator.
+        `white` is used only for image files with more than 8 bits per channel. It is the largest pixel value
+        of the centre's images, and becomes 255. `tell` prints a line for the site's operator.
         """
         ...
 
@@ -32,9 +32,9 @@ class ImageFiles(list[Path]):
     bit depth it uses."""
 
     def read(self, shape: tuple[int, int, int], white: int, tell: Tell) -> Tensor:
-        """Returns the decoded images, uint8 [N, C, H, W], resized to the centre's `shape`. In files with
-        more than 8 bits per channel, values are scaled so that `white` becomes 255. Larger values become
-        255 too."""
+        """Returns the N decoded images, uint8 [N, C, H, W], resized to the centre's `shape` (C, H, W). In
+        files with more than 8 bits per channel, values are scaled so that `white` becomes 255. Larger values
+        become 255 too, and `tell` prints how many images have such values."""
         decoded = decoding.decoded(self, shape[1:], shape[0], white)
         if decoded.broken:  # these files could be read when this site joined
             raise PublicError(

@@ -65,11 +65,12 @@ except ImportError as error:
     raise SsflError(f"{OTHER_FLOWER} ({error}): {INSTALL_FLOWER}") from error
 
 CLOCKS_AGREE = 2.0
-"""Two clocks are treated as equal if they differ by at most this many seconds."""
+"""A site corrects its estimate of the centre's time only if the estimate is wrong by more than this many
+seconds."""
 Node = node_pb2.Node
 NodeInfo = node_pb2.NodeInfo
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-"""The largest size, in bytes, of one part of an array. Flower sends larger arrays in several parts."""
+"""The largest size, in bytes, of one chunk of an array. Flower sends a larger array in several chunks."""
 RUN = "x-ssfl-run"
 """The name of the HTTP header in which the centre sends the number of its run."""
 SERVER = Node(node_id=1)
@@ -190,9 +191,9 @@ class Caller:
 class CentreClock:
     """A site's estimate of the centre's time, because the clocks of two machines may differ by hours.
 
-    Requests are signed with a time, and messages expire. The centre checks both by its own clock, so the site
-    uses that clock too. It reads the time from the `Date` header that every response has. TLS guarantees that
-    the response comes from the centre.
+    Requests are signed with a time, and messages expire at a time. The centre checks both times by its own
+    clock, so the site must use the centre's time. The site reads it from the `Date` header of the centre's
+    responses. TLS guarantees that a response comes from the centre.
     """
 
     def __init__(self) -> None:
@@ -296,8 +297,8 @@ def take_task(call: Caller) -> int:
 
 
 def activate(call: Caller, private: ec.EllipticCurvePrivateKey, beat: float, new: bool) -> Node:
-    """Tells Flower that a site is connected, and returns the site's node. With `new`, the key is registered
-    first. `beat` is the site's heartbeat interval in seconds."""
+    """Tells Flower that the site with the key `private` is connected, and returns the site's node. If `new`
+    is true, the site's public key is registered first. `beat` is the site's heartbeat interval in seconds."""
     public_key = public_key_to_bytes(private.public_key())
     if new:
         call("fleet/register-node", public_key=public_key)
@@ -369,8 +370,9 @@ def is_intact(name: str, content: bytes) -> bool:
 
 
 def array_chunks(content: bytes) -> bytes | None:
-    """Returns the description of an array, if this part of a message is one, and otherwise None. The
-    description is a JSON object that lists the array's chunks."""
+    """Returns the description of an array if `content`, one part of a message, is such a description.
+    Otherwise returns None. The description is a JSON object that lists the chunks in which the array is
+    sent."""
     if get_object_head_values_from_object_content(content)[0] != "Array":
         return None
     body: bytes = get_object_body(content, Array)
@@ -391,8 +393,8 @@ class SuperLink:
     handlers: Mapping[str, Callable[..., Any]]
     """Flower's functions that answer requests about messages, by path. Calling them directly is faster than
     going through `app`, but skips the checks of `app`. So the caller must already have checked who sent the
-    request. Functions for requests of the centre ("runtime/...") have another argument `task`, the centre's
-    run (`Task`)."""
+    request. Functions for requests of the centre ("runtime/...") have an additional argument `task`. It is
+    the number of the centre's run (a `Task`)."""
 
 
 def superlink(keys_only: bool) -> SuperLink:

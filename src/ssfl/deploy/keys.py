@@ -1,10 +1,11 @@
-"""The keys of a federation: a certificate and keys for the centre, and a public and a private key for each
+"""The keys of a federation: keys and certificates for the centre, and a public and a private key for each
 site.
 
-A keys folder holds `ca.key`, `ca.crt`, `centre.key` and `centre.crt` for TLS. For every site it holds two
-files. `NAME.pub` is the public key (ECDSA P-384) with which the site's signatures are checked. `NAME.site`
-has the site's private key, and the certificate by which the site recognises the centre. Give NAME.site to the
-site in a way you trust, then delete it here. Keep all other files.
+A keys folder holds the centre's key and certificate for TLS (`centre.key`, `centre.crt`). It also holds those
+of the authority that signed this certificate (`ca.key`, `ca.crt`). For every site the folder holds two files.
+`NAME.pub` is the public key (ECDSA P-384) with which the site's signatures are checked. `NAME.site` has the
+site's private key, and the authority's certificate, by which the site recognises the centre. Give NAME.site
+to the site in a way you trust, then delete it here. Keep all other files.
 """
 
 import ipaddress
@@ -52,8 +53,9 @@ class SiteKey:
 
 
 def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
-    """Creates a keys folder with the centre's certificate and its keys. `hosts` are the names or addresses by
-    which sites will reach the centre. Returns the created files."""
+    """Creates a keys folder with the keys and certificates of the centre and of the authority that signs the
+    centre's certificate. `hosts` are the names or addresses by which sites will reach the centre. Returns the
+    created files."""
     files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
     _require_free(files)
     names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]

@@ -2,8 +2,9 @@
 SuperLink in a process of its own and sends requests to it.
 
 Flower normally uses one port for everything: for sites, for commands that start runs or register sites, and
-for the processes of a run. It authenticates only the sites. Here only sites use the port (`port.py`,
-`request_filter.py`). The centre uses a Unix socket and a secret. No app bundle is ever executed.
+for the processes of a run. On that port, Flower authenticates only the sites. Here only sites use the port
+(`port.py`, `request_filter.py`). The centre uses a Unix socket and a secret. Flower normally executes app
+bundles (packages with a run's code); here none is ever executed.
 """
 
 import errno
@@ -146,8 +147,9 @@ def running(
 
     `folder` is for the SuperLink's own files, such as its log. Sites connect to `host` and `port`. Without a
     `keys` folder nothing is encrypted and anybody may join. An incomplete answer is given up after `deadline`
-    seconds. An answer that is larger than a model (`model_bytes`) is refused. `note` is called from another
-    thread with the port's reports: refused requests, and numbers of bytes.
+    seconds. An answer is refused if it is larger than a model (`model_bytes`) by more than
+    `request_filter.ROOM` bytes. `note` is called from another thread with the port's reports: refused
+    requests, and numbers of bytes.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.glob("link.db*"):  # left by a stopped run; its rounds are in checkpoints
@@ -213,8 +215,8 @@ def own_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
     """Opens a Unix socket over which the centre, and nobody else, sends requests to the SuperLink. Yields the
     socket and its path.
 
-    The socket is in `folder`, or in a temporary folder if its path would be too long. Only the user of this
-    process may enter that folder.
+    The socket is in `folder`, or in a temporary folder if its path would be too long. In both cases, only the
+    user of this process may enter the socket's folder.
     """
     with ExitStack() as stack:
         path = min(str(folder / "link.sock"), os.path.relpath(folder / "link.sock"), key=len)
@@ -248,7 +250,12 @@ def start(
     note: Note,
 ) -> subprocess.Popen[bytes]:
     """Starts the SuperLink's process and returns it. The process answers sites on the socket `public` and the
-    centre on the socket `own`. A thread calls `note` with every report of the process."""
+    centre on the socket `own`. A thread calls `note` with every report of the process.
+
+    The process writes its log into `folder`. `keys` is the keys folder, or None if nothing is encrypted. The
+    centre's requests must contain `secret`. `model_bytes` is the size of a model. `sites` is the number of
+    sites that have keys.
+    """
     reading, writing = os.pipe()
     environment = os.environ | {
         "FLWR_HOME": str(folder), "SSFL_LINK_SECRET": secret, "SSFL_LINK_PARENT": str(os.getpid()),

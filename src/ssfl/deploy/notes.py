@@ -8,20 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AT_ONCE = 5
-"""How many refusals of one sender are reported immediately in each period; the rest are counted. For a
-stranger (a sender without a known key), a refusal is also only counted if its reason was already reported."""
+"""How many refusals of one sender are reported immediately in each period (`PERIOD`). The others are only
+counted, for the next summary. A stranger is a sender without a known key. A stranger's refusal is reported
+immediately only if its reason is new in this period."""
 PERIOD = 60.0
 """Seconds between two summaries of refused requests."""
 SENDERS = 20
-"""How many senders are counted separately in a period. Further strangers are counted together as `OTHERS`.
-Sites are always counted separately."""
+"""How many senders are counted separately in a period. Strangers (senders without a known key) beyond this
+number are counted together, as `OTHERS`. Sites are always counted separately."""
 OTHERS = "other addresses"
 
 
 @dataclass
 class Budget:
-    """The refusals of one sender in this period: how many were reported, for which reasons, how many were
-    only counted, and the reason of the last one."""
+    """The refusals of one sender in this period. `reported` is how many were reported immediately, and
+    `kinds` are their reasons. `counted` is how many were only counted, for the summary, and `last` is the
+    reason of the last of these."""
 
     reported: int = 0
     kinds: set[str] = field(default_factory=set)
@@ -42,10 +44,11 @@ class Notes:
         self.senders: dict[tuple[int | None, str], Budget] = {}
 
     def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
-        """Reports or counts a refusal. If `node` is None, the sender is a stranger at the address `host`.
+        """Reports a refusal immediately, or counts it for the next summary. If `node` is None, the sender is
+        a stranger (without a known key) at the address `host`.
 
-        `lost`: the answer that the centre waits for can no longer arrive. `broken`: the cause is a broken
-        connection.
+        `lost` says whether the answer that the centre waits for can no longer arrive. `broken` says whether
+        the cause is a broken connection.
         """
         self.flush()
         why = why[:300]
@@ -71,8 +74,8 @@ class Notes:
         budget.last = why
 
     def flush(self, end: bool = False) -> None:
-        """Sends one summary per sender of the refusals that were only counted. It does so once a period, or
-        at once if `end` is set."""
+        """Sends one summary for each sender that has refusals that were counted but not reported immediately.
+        Does nothing if the period is not over yet, unless `end` is true."""
         if not end and time.monotonic() - self.began < PERIOD:
             return
         self.began = time.monotonic()

@@ -43,10 +43,10 @@ STRANGERS = 64
 """How many connections without a known key are allowed from one address. Two more are allowed for each site,
 because many sites may share one address."""
 CHANCE = 1.0
-"""If strangers (senders without a known key) have too many connections, one is closed. It is the oldest one,
-if that is older than this many seconds, and otherwise a random one. A site is a stranger until its first
-signed request. During a flood of connections, the random choice leaves a slow site a chance to send this
-request."""
+"""If strangers (senders without a known key) have too many connections, one of these connections is closed.
+The oldest one is closed if it has been open for more than this many seconds. Otherwise a random one is
+closed. A site is a stranger until its first signed request. During a flood of connections, the random choice
+leaves a slow site a chance to send this request."""
 PER_SITE = 8
 """How many connections one site may have open."""
 SPARE = 128
@@ -65,14 +65,15 @@ class Visit:
 
     host: str
     since: float
-    """When the connection last began or finished a request (`time.monotonic`). Time limits are counted from
-    here."""
+    """The time from which the connection's current time limit is counted (`time.monotonic`). It is set when
+    the handshake ends, when a request begins, and when a request has been answered."""
     began: float = field(default_factory=time.monotonic)
     node: int | None = None
     """Flower's node number of the site, once a request was signed with the site's key. None for a
     stranger."""
     unread: int = 0
-    """How many bytes have arrived since the last request was complete."""
+    """How many bytes have arrived since the last request on this connection was answered. They belong to the
+    headers of the next request. When these headers are complete, the count starts again at 0."""
     shaken: bool = False
     """Whether the TLS handshake is over. The handshake has its own time limit."""
     busy: bool = False
@@ -89,7 +90,8 @@ class Port:
     trust: ssl.SSLContext | None
     sites: int
     failed: Callable[[str, str], None]
-    """Called with the address and the reason if a connection fails before its first request."""
+    """Called with the sender's address and a reason. The reason is that the TLS handshake failed, or that the
+    headers of a request are too long."""
     tick: Callable[[], None] = lambda: None
     """Called every second, so that the request filter can send its reports."""
     visits: dict[Visit, None] = field(default_factory=dict)
@@ -144,10 +146,13 @@ class Port:
             visit.close, visit.since, visit.shaken = transport.abort, time.monotonic(), True
 
     def make_room(self, host: str) -> None:
-        """Closes one connection if there are too many, so that a new connection from `host` can be accepted.
+        """Closes one connection if there are too many, so that a new connection from the address `host` can
+        be accepted.
 
-        Strangers' connections are closed first. If strangers at `host` have too many, one of theirs is
-        closed. If there are too many in total, one is closed at the address that has the most.
+        Strangers are senders without a known key. If strangers at `host` have too many connections, one of
+        these is closed. Otherwise, all strangers together, or all senders together, may have too many
+        connections. Then a stranger's connection is closed, at the address where strangers have the most. A
+        site's connection is closed only if no stranger has one.
         """
         strangers: dict[str, list[Visit]] = {}
         for visit in self.visits:

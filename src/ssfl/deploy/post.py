@@ -52,8 +52,8 @@ def send(
     """Sends each node its content. Yields the node and the identifier of its message, for each message that
     was accepted.
 
-    `kind` is "query" or "train". A message must be answered within `holds` seconds. `tell` prints errors, and
-    `called` returns the name of a node's site for them.
+    `kind` is "query" or "train". A message must be answered within `holds` seconds. `tell` prints errors.
+    `called` returns the name of a node's site, which the printed errors contain.
     """
     for node, content in contents.items():
         for attempt in range(ATTEMPTS):
@@ -80,8 +80,8 @@ def exchange(
     seconds, by node.
 
     `kind` is "query" or "train". `lost` returns the nodes whose answers can no longer arrive. `meanwhile` is
-    called once while the sites work; the centre trains in it. `tell` prints errors, and `called` returns the
-    name of a node's site for them.
+    called once while the sites work; the centre trains in it. It is not called if `contents` is empty. `tell`
+    prints errors. `called` returns the name of a node's site, which the printed errors contain.
     """
     if not contents:
         return {}

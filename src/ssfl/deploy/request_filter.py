@@ -26,14 +26,14 @@ from ssfl.deploy.notes import Notes
 SECRET = "x-ssfl-secret"
 FLEET = "/v1/fleet/"
 VISIT = "ssfl.visit"
-"""The key under which a request's state holds its connection (`port.Visit`). Requests over the centre's own
-socket do not have this key."""
+"""A key of the state (a dict) of an ASGI request. Its value is the request's connection (`port.Visit`).
+Requests over the centre's own socket do not have this key."""
 ROOM = 65_536
 """The number of bytes that an answer may have in addition to its model: names, metrics, and what Flower adds.
 It is also the largest size of requests that carry no model."""
 PARTS = 8
-"""How many objects an answer may have in addition to the chunks of its model: the message, its records and
-the array."""
+"""How many parts an answer may have in addition to the chunks of its model. These are the message, each of
+its records, and the description of the array."""
 ENDLESS = "headers that are too long"
 """The reason that is reported if a connection is closed because its headers are too long."""
 FROM_CENTRE = 1 << 30
@@ -44,7 +44,8 @@ HOLD = 15.0
 """Seconds for which a site's request for work is held open if there is no work. A site may be silent for 20 s
 before it counts as disconnected, and each request is a sign of life. So this time is shorter than 20 s."""
 BEATS = 10.0, 60.0
-"""The shortest and the longest heartbeat interval that a site may announce, in seconds."""
+"""The shortest and the longest heartbeat interval of a site, in seconds. If a site announces a shorter or
+longer interval, the nearest of these two values is used."""
 ALIVE = 5.0
 """Every request shows that its site is alive. To save time, Flower is told so at most once in this many
 seconds per site."""
@@ -432,13 +433,15 @@ class RequestFilter:
             raise Refused("an unreadable part of an answer") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
-        """Reports to the centre that a request was refused, and why. `lost`: the answer that the centre waits
-        for can no longer arrive."""
+        """Reports to the centre that a request was refused, and why. `node` is the node number of the site
+        that sent it. If `node` is None, a stranger at the address `host` sent it. `lost` says whether the
+        answer that the centre waits for can no longer arrive."""
         self.notes.add(node, host, why, lost)
 
     def failed(self, host: str, reason: str) -> None:
-        """Reports to the centre that a connection failed before its first request. Examples: a sender used
-        plain HTTP, or does not trust the centre's certificate."""
+        """Reports to the centre that a connection failed: its TLS handshake failed, or the headers of a
+        request are too long. A handshake fails, for example, if the sender uses plain HTTP or does not trust
+        the centre's certificate."""
         self._note(None, host, _handshake(reason))
 
     def _traffic(self) -> None:

@@ -114,8 +114,9 @@ class Site:
     def _leaving_if_unfit(self, name: str | None) -> Iterator[None]:
         """A context manager that ends this site's work if the `with` block raises an error.
 
-        The block compares code or weights of the network or method `name` with those at the centre. It raises
-        if they differ. Then the work ends, because trying again would not help.
+        The block compares the network or method `name` (its code or its frozen weights) with the centre's. It
+        raises if they differ, or if the code is missing here. Then the work ends, because trying again would
+        not help.
         """
         try:
             yield
@@ -175,9 +176,12 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
     """Raises if the network or method `name` has other code or other frozen weights here than at the centre.
 
     `key` says what is compared: the code ("model.digest" or "method.digest") or the frozen weights
-    ("model.frozen"). `here` computes this site's digest. A file with external code must have been allowed at
-    this site with `--with`. For a network or method of ssfl itself, only pretrained weights are compared. If
-    `name` is None, nothing is compared.
+    ("model.frozen"). `here` takes `name` and returns this site's digest. It must be equal to the centre's
+    digest, which is in `agreed`.
+
+    External code and its frozen weights are always compared. If the code is in a file, this file must also
+    have been allowed at this site with `--with`. Of ssfl's own networks and methods, only the frozen weights
+    of pretrained networks are compared. If `name` is None, nothing is compared.
     """
     pretrained = name in backbones.NAMES and key == "model.frozen"
     if name is None or not (pretrained or outside.is_outside(name)):
@@ -198,8 +202,9 @@ def _require_same(agreed: wire.Terms, key: str, name: str | None, here: Callable
 
 
 def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
-    """Checks the model (in `content`) and its model card that the centre sent, and writes both to the path
-    `target`, as `ssfl export` does. Returns the paths of the written files."""
+    """Checks the model in `content` and its model card `card`, which the centre sent. Writes them to two
+    files: `target` with the endings .safetensors and .json, as `ssfl export` does. Returns the paths of the
+    two files."""
     try:
         facts = json.loads(card)
         network = predict.network_of(facts, target)
@@ -217,10 +222,10 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
 def client_app(site_of: Callable[[Context], Site], *mods: Mod, tell: Tell = print) -> ClientApp:
     """Returns the Flower ClientApp of a site, which answers the centre's messages.
 
-    A "query" message asks for the site's name, or says that the run is over. A "train" message asks for one
-    round of training. If the work fails, `tell` shows the full error at the site. The centre gets only a text
-    that reveals nothing about the site's files. `site_of` returns the site that answers. `mods` are further
-    Flower mods, functions that wrap the handling of each message.
+    A "query" message asks for the site's name, or says that the run is over or that the site is refused. A
+    "train" message asks for one round of training. If the work fails, `tell` shows the full error at the
+    site. The centre gets only a text that reveals nothing about the site's files. `site_of` returns the site
+    that answers. `mods` are further Flower mods, functions that wrap the handling of each message.
     """
 
     def report_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

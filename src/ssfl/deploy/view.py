@@ -87,8 +87,8 @@ class FederationView:
             self.refusals[event["site"]] = self.refusals.get(event["site"], 0) + 1
 
     def _round(self, event: Event) -> None:
-        """Prints the line of a finished round, and updates the loss and mask rate of each site in the
-        table."""
+        """Prints a line about a finished round. Updates the loss and the mask rate (the fraction of images
+        that are trained on) of each site in the table."""
         self.round = event["round"]
         names = {} if self.sites is None else dict(enumerate(self.sites.names))
         losses = ""
@@ -107,8 +107,9 @@ class FederationView:
         )
 
     def table(self) -> Table:
-        """Returns the table of sites: their images, what each one does, its last losses, and how often it was
-        refused."""
+        """Returns the table of sites. For each site it shows the number of images, what the site is doing,
+        and how many of its messages were refused. It also shows the loss and the mask rate (the fraction of
+        images that are trained on) of the site's last round."""
         title = (
             f"round {self.round} of {self.rounds}  {self.accuracy}" if self.rounds else "waiting for sites"
         )

@@ -1,5 +1,5 @@
 """The content of the messages between the centre and the sites: a model as one float32 vector, settings as
-TOML, counts and metrics.
+text, counts and metrics.
 
 Every message to a site has everything that its work depends on. So a site needs no memory of earlier rounds
 and can be restarted at any time. The receiver of a message checks it before using it.
@@ -48,8 +48,8 @@ class Sent:
 
     row: Tensor
     numbers: Named
-    """Additional numbers that the method sends, by name: tensors of shape [1] or [1, n]. The first dimension
-    is the users, and this is one user."""
+    """Additional numbers that the method sends, by name: a tensor [1] for one number, or [1, n] for n
+    numbers. The first dimension counts users, and is 1 because this message is for one user."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,15 @@ class Terms:
     std: tuple[float, ...]
     white: int
     outside: dict[str, str] = field(default_factory=dict)
-    """If the network or the method is external code: the digests of its source, and the fingerprint of the
-    frozen weights. A site compares them with its own."""
+    """Digests of the centre's network and method, which a site compares with its own. For external code there
+    is a digest of the source ("model.digest", "method.digest"). For an external or pretrained network there
+    is a fingerprint of its frozen weights ("model.frozen")."""
 
     @classmethod
     def of(cls, config: Config, data: Dataset, brought: dict[str, Any]) -> "Terms":
-        """Returns the terms of a centre with this config and data. `brought` describes the centre's external
-        network and method, if it has any."""
+        """Returns the terms of a centre with this config and data. `brought` identifies the centre's network
+        and method, as `assemble.brought` describes. It has entries only for external code and for pretrained
+        networks."""
         here = replace(
             config,
             data=DataSettings(path="site", flip=config.data.flip, views=config.data.views),
@@ -208,8 +210,9 @@ def pack_work(sent: Sent, **settings: str | int) -> RecordDict:
 
 
 def read_numbers(content: RecordDict, like: Tensor) -> Named:
-    """Returns the additional numbers that the method sent with the model, by name. Each is a tensor [1] or
-    [1, n] with the type and device of `like`. Raises if they are too many, too large or not finite."""
+    """Returns the additional numbers that the method sent with the model, by name. Each is a tensor [1] for
+    one number, or [1, n] for n numbers, with the type and device of `like`. Raises if they are too many, too
+    large or not finite."""
     numbers = {}
     for name, value in content.metric_records.get(NUMBERS, MetricRecord()).items():
         values = np.asarray(value, np.float64)
@@ -223,8 +226,8 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
 
 
 def unpack(content: RecordDict, length: int) -> Tensor:
-    """Returns the model in a message, a vector [length] of float32. Raises unless the message has exactly
-    this one array and all its values are finite.
+    """Returns the model in a message, a vector [length] of float32. Raises if the message has another array
+    or none. Also raises if a value of the model is not finite or has an absolute value above `LARGEST`.
 
     The size in bytes is checked before anything is read, because an array's header can claim any shape.
     """
@@ -254,10 +257,11 @@ def _header(length: int) -> bytes:
 
 
 def pack_trained(trained: Returned, images: int, round: int, private: bool) -> RecordDict:
-    """Returns the content of a site's answer: its trained model, the metrics of its training, and its number
-    of images.
+    """Returns the content of a site's answer: its trained model, the metrics of its training, its number of
+    images, and the number of the round.
 
-    A `private` site (one with differential privacy) sends zeros as metrics, because no noise protects them.
+    If `private` is true, the site trains with differential privacy. Then it sends zeros as metrics, because
+    no noise protects them.
     """
     content = pack(trained.rows[0])
     metrics: dict[str, int | float | list[int] | list[float]] = {

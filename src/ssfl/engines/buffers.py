@@ -30,8 +30,8 @@ class StepBuffers:
     received: Named
     """The weights at the start of the round by name; empty if the method does not use them."""
     narrow: Named
-    """The weights that the networks compute with. If `rounded`, they are copies of `weights` in the networks'
-    lower precision, such as bfloat16. Otherwise they are `weights` themselves."""
+    """The weights that the networks compute with. If the field `rounded` is true, they are copies of
+    `weights` in the networks' lower precision, such as bfloat16. Otherwise they are `weights` themselves."""
     rounded: bool
     statistics: Named
     """The running statistics of normalisation layers by name."""
@@ -52,9 +52,10 @@ class StepBuffers:
         return self.rates.shape[1]
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
-        """Copies the models, momentum and work of a round's trainers into the buffers, before the first step.
-        If the buffers have room for more trainers, the rest is filled with copies of the first ones, whose
-        results are ignored."""
+        """Copies the data of a round's trainers into the buffers, before the first step. The data are the
+        models `rows`, the `momentum`, and the `work`: images, learning rates and random keys. If the buffers
+        have room for more trainers, the rest is filled with copies of these trainers. The results of the
+        copies are ignored."""
         chosen = torch.arange(self.models, device=rows.device) % len(rows)
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]
@@ -101,7 +102,8 @@ def make_buffers(
 ) -> StepBuffers:
     """Returns new buffers for `models` trainers. `StepBuffers.load` must set their values before a step.
 
-    The models `rows` and the `work` of a round determine all other dimensions. `metrics` are the names of the
+    `rows` are the models of a round's trainers, each as one vector. `work` has their images, learning rates
+    and random keys. They determine all other dimensions of the buffers. `metrics` are the names of the
     metrics that are summed. If `learns` is false, the buffers are for prediction only and hold no optimizer
     state. If `received` is true, they also keep the weights at the start of the round.
     """

@@ -40,7 +40,8 @@ LONG = 2000
 
 def choose(device: torch.device, needed: int) -> str:
     """Returns the name of the default engine, "vmap" (users together) or "loop" (one user after another).
-    `needed` is how many bytes of memory "vmap" needs for each further user."""
+    `needed` is how many bytes of memory "vmap" needs for each further user. On a CPU, "vmap" is chosen only
+    if `needed` is at most `CACHED`. On any other device, "vmap" is always chosen."""
     return "vmap" if device.type != "cpu" or needed <= CACHED else "loop"
 
 
@@ -68,8 +69,8 @@ def make(
     method: Method,
     compiled: bool,
 ) -> Engine:
-    """Returns the engine with this name. It trains this network on images of this pool, with the losses of
-    this method. `compiled` says whether steps are compiled."""
+    """Returns the engine with this name. It trains the network `model` on images of `pool` (all images of the
+    run), with the losses of this method. `compiled` says whether steps are compiled."""
     if pool.images.is_cuda:  # Triton compiles the GPU kernels, also without torch.compile
         compile_cache.use()
     if name == "loop":
@@ -78,11 +79,11 @@ def make(
 
 
 def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int) -> Engine:
-    """Returns an engine that divides the trainers among several processes, if this is possible. Otherwise
-    returns the same engine.
+    """Returns an engine that divides the trainers (users, or the server) among several processes, if this is
+    possible. Otherwise returns the same engine.
 
-    It is possible on a CPU with several `cores`, if several trainers are trained together and the system lets
-    this process start others. `trainers` is how many are trained together.
+    `trainers` is how many trainers are trained together. Several processes are possible only on a CPU, if
+    `trainers` and `cores` are both above 1. The system must also let this process start others.
     """
     if not spread.possible(device, cores, trainers):
         return engine

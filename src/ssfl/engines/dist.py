@@ -65,8 +65,8 @@ def local_cores(cores: int) -> int:
 
 
 def _lost(error: RuntimeError) -> RunError:
-    """Returns the error to raise if an exchange of tensors fails, because another process has probably
-    ended."""
+    """Returns the error to raise if an exchange of tensors between processes failed with `error`. The
+    probable cause is that another process has ended."""
     return RunError(
         f"the processes of torchrun cannot reach each other ({one_line(error, 200)}): probably one of them "
         "has ended; see the output of each"
@@ -84,8 +84,8 @@ class Dist:
             distributed.init_process_group(backend, timeout=PATIENCE)
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns the models, momentum and metrics of these trainers after their steps. This rank trains them
-        with the wrapped engine, without other ranks."""
+        """Returns the models, momentum and metrics of the trainers (users, or the server) in `work` after
+        their steps. This rank trains them with the wrapped engine, without other ranks."""
         return self.engine.train(rows, momentum, work)
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
@@ -94,19 +94,20 @@ class Dist:
         return self.engine.predict(rows, work)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
-        weights. This rank computes it with the wrapped engine."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers
+        (users, or the server) and P weights. This rank computes it with the wrapped engine."""
         return self.engine.gradients(rows, work, sizes)
 
     def memory(self, batch_size: int) -> int:
-        """Returns about how many bytes of memory one more trainer needs during training."""
+        """Returns about how many bytes of memory one more trainer (a user or the server) needs during
+        training."""
         return self.engine.memory(batch_size)
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, [n, count], as positions among the
-        trainer's own images.
+        """Returns which of its images each of n trainers (users, or the server) sees next, [n, count]. An
+        image is given by its position among the trainer's own images.
 
         Each trainer sees its images in a random order (see `positions` in `engines/work.py`). The result is
         the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`, the
@@ -122,16 +123,17 @@ class Dist:
 
     def share(self, count: int, which: int | None = None) -> slice:
         """Returns which of the round's `count` users the rank `which` trains (default: this rank), as a slice
-        of their positions. The ranks get equal shares, in order."""
+        of their positions. The ranks get consecutive shares, whose sizes differ by at most one user."""
         which = self.rank if which is None else which
         return slice(count * which // self.size, count * (which + 1) // self.size)
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Exchanges the results of a round among all ranks. Returns a list: first the sum of `streams` over
-        all ranks, then every tensor of `each` with the rows of all `count` users.
+        """Exchanges the results of a round among all ranks. Returns a list of tensors. The first is the sum
+        of `streams` over all ranks. The others are the tensors of `each`, extended to all `count` users.
 
-        `streams` has, for each group of users, the sum of the models that this rank trained. A tensor of
-        `each` has one row for each user that this rank trained, such as the user's metrics.
+        `streams` has, for each group of users, the sum of the models that this rank trained. The first
+        dimension of a tensor of `each` is the users that this rank trained. Such a tensor holds, for example,
+        the users' metrics.
 
         Each rank sends a single message. It also contains a checksum of `start`, the model that the round
         started from. If the checksums differ, the ranks hold different models, and RunError is raised.
@@ -176,9 +178,9 @@ class Dist:
         return self.exchange(rows.new_zeros(1), rows.new_zeros(1), [rows], count)[1]
 
     def agree(self, stop: int) -> int:
-        """Returns the number of the signal that asked any of the ranks to stop, or 0 if none was asked.
-        `stop` is the same for this rank alone. With the common result, all ranks stop after the same
-        round."""
+        """Returns the number of a signal that asked one of the ranks to stop, or 0 if no rank was asked.
+        `stop` is the number of the signal that asked this rank, or 0. All ranks get the same result, so they
+        stop after the same round."""
         if self.size == 1:
             return stop
         signal = torch.tensor(float(stop))

@@ -98,11 +98,11 @@ class Features:
     not count."""
     computed: int = 0
     _available: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), repr=False)
-    """How many of an image's views in each tensor of `views` may be drawn in this round. The number lies in
-    memory that forked processes share, so that they see its changes."""
+    """How many views of each image may be drawn in this round, from each tensor of `views`. The number lies
+    in memory that forked processes share, so that they see its changes."""
     _images: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     _names: dict[int, bytes] = field(default_factory=dict, repr=False)
-    """The checksums of the images whose features are computed. The keys are the images' indices in the
+    """The checksums of the images for which `prepare` was called. The keys are the images' indices in the
     pool."""
     _room: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     """The memory for the features of all views of N images, [N, V, kinds, ...]. There are one or two kinds:
@@ -149,7 +149,8 @@ class Features:
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
         """Allocates memory for the features of the images at `indices`. Then computes the features of their
-        first weak view, or reads them from disk. If `strong` is true, does the same for strong views."""
+        first weak view, or reads them from disk. If `strong` is true, does the same for their first strong
+        view."""
         began = time.perf_counter()
         shape = self._through(images[:1].cpu())[0].shape
         self._first = time.perf_counter() - began
@@ -166,8 +167,8 @@ class Features:
         self.use(0)
 
     def serves(self, images: Tensor, indices: Tensor, strong: bool) -> bool:
-        """Returns whether `prepare` was called for the images at these indices, and for strong views too if
-        `strong`. Then features can be used for them."""
+        """Returns whether `prepare` was called for the images at these indices, so that their features can be
+        used. If `strong` is true, it must have been called for strong views too."""
         known = images is self._images and self._names.keys() >= set(indices.unique().tolist())
         return known and len(self.views) >= 1 + strong
 
@@ -258,8 +259,8 @@ class Features:
         return torch.stack([self._plain[name, number] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
-        """Declares that these images, or parts of this tensor, will be evaluated often. So their checksums
-        are computed only once."""
+        """Declares that the images in this tensor, or in slices of it, will be evaluated often. So their
+        checksums are computed only once."""
         self._lasting[images.untyped_storage().data_ptr()] = images
 
     def _checksums_of(self, images: Tensor) -> list[bytes]:

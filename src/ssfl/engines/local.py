@@ -30,8 +30,9 @@ def train(
     engine: Engine, method: Method, weights: int, rows: Tensor, momentum: Tensor, work: Work
 ) -> Returned:
     """Returns the results of n users that train for one round, after making pseudo-labels if the method does
-    so. They start from the models `rows` [n, P + Q]. In each row, the first P = `weights` numbers are
-    weights, and the other Q are running statistics."""
+    so. They start from the models `rows` [n, P + Q] and the optimizer's `momentum` [n, P]. In each row, the
+    first P = `weights` numbers are weights, and the other Q are running statistics. `work` has the users'
+    images, learning rates and random keys."""
     labels = None
     if method.label is not None:
         labels = made_labels(engine, method, rows, work)
@@ -44,9 +45,9 @@ def train(
 
 
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
-    """Returns the pseudo-labels that the method's function `label` makes from the received models'
-    predictions. Raises MethodError if `label` returns a weight or a report that the method did not
-    declare."""
+    """Returns the pseudo-labels that the method's function `label` makes from predictions. The predictions
+    are those of the models `rows`, which the users received. Raises MethodError if `label` returns a weight
+    or a report that the method did not declare."""
     probabilities = engine.predict(rows, work)
     if work.taken is not None:  # images of steps that are not taken get zeros, on every engine
         missing = work.steps * work.batches.shape[2] - probabilities.shape[1]
@@ -63,8 +64,10 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:
-    """Returns the users' models [n, P + Q] after their updates are scaled. The change of each user's P =
-    `weights` weights since `sent` is multiplied by `update_scale` [n]. Running statistics are not scaled."""
+    """Returns the models [n, P + Q] of n users after their updates are scaled. `sent` are the models that the
+    users received, and `rows` the models after training. The change of each user's P = `weights` weights is
+    multiplied by the user's factor in `update_scale` [n]. The Q running statistics are not scaled. If
+    `update_scale` is None, returns `rows`."""
     if update_scale is None:
         return rows
     moved = sent[:, :weights] + update_scale[:, None] * (rows[:, :weights] - sent[:, :weights])

@@ -25,7 +25,7 @@ from ssfl.federation import Method
 
 
 class Loop:
-    """The engine "loop", which trains one trainer after another."""
+    """The engine "loop", which trains one trainer (a user or the server) after another."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, pool: Pool, optimizer: Optimizer, method: Method
@@ -41,8 +41,8 @@ class Loop:
         `functional_call` have to search for such tensors, which takes time."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
-        """Returns the models, momentum and metrics of n trainers after T steps of SGD each, computed for one
-        trainer after another."""
+        """Returns the models, momentum and metrics of n trainers (users, or the server) after their steps of
+        SGD. Trains one after another."""
         results = [self._train_one(rows[i], momentum[i], work.of(slice(i, i + 1))) for i in range(len(rows))]
         new_rows, new_momentum, metrics = zip(*results, strict=True)
         return TrainedRows(
@@ -52,8 +52,8 @@ class Loop:
         )
 
     def _train_one(self, row: Tensor, momentum: Tensor, work: Work) -> tuple[Tensor, Tensor, Named]:
-        """Returns one trainer's model [1, P + Q], momentum [1, P] and metrics after its steps. P is the
-        number of weights, and Q the number of running statistics."""
+        """Returns the model [1, P + Q], momentum [1, P] and metrics of one trainer (a user or the server)
+        after its steps. P is the number of weights, and Q the number of running statistics."""
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
@@ -113,8 +113,8 @@ class Loop:
         return torch.cat(probabilities)
 
     def gradients(self, rows: Tensor, work: Work, sizes: Tensor) -> Tensor:
-        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers and P
-        weights. It is used to measure gradient diversity."""
+        """Returns the gradient of each trainer's mean loss over all its images, [n, P], for n trainers
+        (users, or the server) and P weights. It is used to measure gradient diversity."""
         totals = []
         for i, row in enumerate(rows):
             weights, buffers = self._unpacked(row)
@@ -133,15 +133,15 @@ class Loop:
         """Does nothing, because this engine has no processes to end."""
 
     def memory(self, batch_size: int) -> int:
-        """Returns how many bytes of memory one more trainer needs: for its model and momentum, before and
-        after training."""
+        """Returns how many bytes of memory one more trainer (a user or the server) needs: for its model and
+        momentum, before and after training."""
         return 6 * self.layout.length * self.pool.wide.itemsize
 
     def positions(
         self, base: int, trainers: Tensor, sizes: Tensor, first: int | Tensor, count: int
     ) -> Tensor:
-        """Returns which of its images each of n trainers sees next, [n, count], as positions among the
-        trainer's own images.
+        """Returns which of its images each of n trainers (users, or the server) sees next, [n, count]. An
+        image is given by its position among the trainer's own images.
 
         Each trainer sees its images in a random order (see `positions` in `engines/work.py`). The result is
         the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`, the
