@@ -582,6 +582,10 @@ def test_a_key_is_revoked_or_replaced(tmp_path: Path) -> None:
     assert now["aachen"] != before["aachen"]
     assert renewed == [("aachen", now["aachen"]), ("bonn", None)]
     assert there.left_out == {"bonn"}
+    assert sum("calais" in line for line in lines) == 1
+    keys.revoke(folder, "calais")  # it was never in the run
+    watch.look()
+    assert sum("calais" in line for line in lines) == 1
     keys.add(folder, "bonn")  # and given back
     watch.look()
     assert there.left_out == set()

@@ -199,10 +199,11 @@ class Watch:
             if key == before:
                 continue
             if name not in self.fleet.names:
-                self.fleet.tell(
-                    f"{name} is a new site: to let it join, stop the centre with Ctrl-C and continue with "
-                    "`ssfl serve --resume RUN --keys FOLDER`"
-                )
+                if before is None:
+                    self.fleet.tell(
+                        f"{name} is a new site: to let it join, stop the centre with Ctrl-C and continue "
+                        "with `ssfl serve --resume RUN --keys FOLDER`"
+                    )
                 continue
             self.renew(name, key)
             if key is None:
