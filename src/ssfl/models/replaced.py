@@ -55,8 +55,10 @@ class _Masks:
         return x.mul_(mask) if inplace else x * mask
 
     def _alpha(self, x: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
-        """Returns x after alpha dropout (Klambauer et al. 2017), which sets dropped values to the lower limit
-        of SELU instead of zero, and rescales the result."""
+        """Returns x after alpha dropout (Klambauer et al. 2017). It sets dropped values to the lower limit of
+        SELU instead of zero, and rescales the result. `p` is the probability that a value is dropped. `shape`
+        is the shape of the dropout mask, which may drop whole channels. With `inplace`, x itself is
+        changed."""
         limit = 1.7580993408473766
         scale = 0.0 if p == 1 else 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
         mask = self.mask(x, shape, p)
@@ -127,11 +129,11 @@ def replaced_functions(key: Tensor | None) -> Iterator[None]:
 
 
 def _in_float32(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns the function `normalise`, changed so that torch.vmap can run it.
+    """Returns a function that computes the same as `normalise`, but that torch.vmap can run.
 
-    It computes in at least float32, because torch.vmap does not allow 16-bit inputs together with running
-    statistics in float32. It does not use cuDNN, which asks for the memory format of its inputs. torch.vmap
-    does not support this.
+    The returned function computes in at least float32, because torch.vmap does not allow 16-bit inputs
+    together with running statistics in float32. It does not use cuDNN: cuDNN asks for the memory format of
+    its inputs, and torch.vmap does not support this question.
     """
 
     def wide(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

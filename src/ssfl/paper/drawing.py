@@ -1,8 +1,11 @@
 """Functions that the paper's figures share: they choose results, draw lines and legends, and write files.
 
 Gradient diversity is drawn in two normalisations. One is Δ of Definition 1 in the paper. The other is n·Δ, as
-the authors' scripts print it, where n is the number of users in a group. It is computed within each group,
-and is larger for larger groups.
+the authors' scripts print it, where n is the number of users in a group. This n·Δ is computed within each
+group, and is larger for larger groups.
+
+Every figure shows runs of one fidelity: trained as in the paper's text ("paper"), as in its authors' code
+("reference"), or as we recommend ("recommended").
 """
 
 from collections import Counter
@@ -25,7 +28,8 @@ MEASURES = {
 }
 """The two ways to normalise gradient diversity, with the labels of their axes."""
 GIVEN_L2 = "gradient_l2_squared"
-"""The default measure of gradient diversity: squared ℓ2 norms of the users' gradients."""
+"""The variant of gradient diversity that is drawn by default. It uses the squared ℓ2 norms of the users'
+gradients."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class Line:
     """The results of one run with several seeds, which are drawn as one line."""
 
     run: PaperRun
-    """The run that was trained. With the fidelity `recommended` its method may differ from the one in the
-    paper."""
+    """The run that was trained. Its method may differ from the paper's if it was trained with the settings
+    that we recommend (the fidelity "recommended")."""
     results: list[PaperResult]
     place: int
     """The number of the line's colour and style. It is the same in every panel of the figure."""
@@ -54,8 +58,9 @@ class Line:
 
 
 class Drawing:
-    """Collects the results for one figure. All results are of one fidelity (see `fidelity.py`). Runs that are
-    missing are recorded."""
+    """Collects the results for one figure, and records which runs have no result yet. All results are of one
+    fidelity: trained as in the paper's text ("paper"), as in its authors' code ("reference"), or as we
+    recommend ("recommended")."""
 
     def __init__(self, results: Sequence[PaperResult], fidelity: str, with_changes: bool = False) -> None:
         self.plt = pyplot()
@@ -67,22 +72,24 @@ class Drawing:
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
-        """Returns the runs that are trained for the given runs of the paper under the figure's fidelity (see
-        `actual`). Each run is returned once."""
+        """Returns the runs that are trained in place of the given runs of the paper, each once. With the
+        fidelity "recommended", another method replaces some methods of the paper (see `actual`). With the
+        other fidelities, these are the given runs themselves."""
         return list({one.name: one for one in (actual(run, self.fidelity) for run in runs)}.values())
 
     def of(
         self, runs: Iterable[PaperRun], by: Callable[[PaperRun], Hashable] = lambda run: run.method
     ) -> list[Line]:
         """Returns one line for each of the runs that has results. Runs without results are recorded as
-        missing.
+        missing. A run that was trained also with changed settings (`--set`) has a further line for each set
+        of changes.
 
-        All these lines have the same scale and the same data set, so that they can be compared. The pair of
-        scale and data set is chosen for which the most runs have results. If several pairs have equally many,
-        the one with the largest scale is used.
+        All these lines have the same data set and the same scale, which is the fraction of the training that
+        was run. So the lines can be compared. Of all pairs of scale and data set, the one is used for which
+        the most runs have results. If several pairs have equally many, it is the one with the largest scale.
 
         `by` returns a value for each run. Runs with different values get different colours and styles. So do
-        runs with changed settings, which come last.
+        runs with changed settings, whose lines come last.
         """
         wanted = self.wanted(runs)
         names = {run.name for run in wanted}
@@ -122,8 +129,9 @@ class Drawing:
             axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
-        """Writes the figure as PNG and SVG and returns the two files. The title is followed by the data,
-        fidelity, scale and number of seeds. Raises if no run of the figure has results."""
+        """Writes the figure as PNG and SVG and returns the two files. Below the title is a line with the
+        data, the fidelity, the scale, the number of seeds, and how many runs are missing. The scale is the
+        fraction of the training that was run. Raises if no run of the figure has results."""
         if not self.used:
             raise RunError(
                 f"there is no finished run for figure {name} with fidelity {self.fidelity}: it needs "

@@ -35,16 +35,16 @@ AUTHORS_CYCLES = 7 / 16 * (2**20 - 5 * 1024) / (200 * 1024 - 5 * 1024)
 
 
 def actual(run: PaperRun, fidelity: str) -> PaperRun:
-    """Returns the run that is trained in place of a run of the paper. With the fidelities `paper` and
-    `reference`, it is the paper's run itself. The fidelity `recommended` replaces FedAvg and grouping by the
-    recommended method, unless the users have the labels."""
+    """Returns the run that is trained in place of a run of the paper. With the fidelities "paper" and
+    "reference", it is the paper's run itself. The fidelity "recommended" (the settings that we recommend)
+    replaces FedAvg and grouping by another method, unless the users have the labels."""
     if fidelity == "recommended" and run.method in ("grouping", "crl-gn") and run.labels_at == "server":
         return replace(run, method="anchored", groups=None, published=None, where="")
     return run
 
 
 def require(fidelity: str) -> None:
-    """Raises if `fidelity` is not the name of a fidelity."""
+    """Raises if `fidelity` is none of "paper", "reference" and "recommended"."""
     if fidelity not in FIDELITIES:
         raise ConfigError(
             f"--fidelity {fidelity}: use one of {', '.join(FIDELITIES)}", key="--fidelity", value=fidelity
@@ -59,7 +59,9 @@ def settings(
     data: str | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
-    """Returns the config that trains a run of the paper with this fidelity and seed.
+    """Returns the config that trains a run of the paper with this seed. `fidelity` says which settings to
+    use: those of the paper's text ("paper"), of its authors' code ("reference"), or those that we recommend
+    ("recommended").
 
     `scale` is the fraction of the training to run. `data` replaces the paper's data set by an .npz file, a
     folder, or "digits". `overrides` are changed settings, each as `section.key=value`.
@@ -88,8 +90,8 @@ def settings(
 
 
 def _environment(run: PaperRun, seed: int) -> Sections:
-    """Returns the settings that the row of the paper's table itself specifies: data, users, labels, method
-    and groups."""
+    """Returns the settings from which every fidelity starts: data, users, labels, method, groups and network.
+    Most of them are in the paper's experiment table."""
     supervised = run.method == "supervised-grouping"
     values: Sections = {
         "data": {"name": run.data},
@@ -145,8 +147,9 @@ def _optimizer(values: Sections, run: PaperRun, scale: float, fidelity: str, tri
 
 
 def _as_printed(values: Sections, run: PaperRun) -> None:
-    """Changes `values` to what the paper's text says: "SGD with momentum", "flip-and-shift" views, and only
-    models are exchanged."""
+    """Changes `values` to what the paper's text says: SGD with momentum that is not Nesterov's, and views
+    that are flipped and shifted. Only models are sent, so momentum begins at zero in every round, except in
+    methods that keep it."""
     values["data"]["flip"] = True
     values["train"]["floor"] = 1e-4
     if run.method != "fedmatch":
@@ -156,7 +159,7 @@ def _as_printed(values: Sections, run: PaperRun) -> None:
 
 
 def _as_coded(values: Sections, run: PaperRun) -> None:
-    """Changes `values` to those of the authors' public code."""
+    """Changes the settings in `values` to those of the authors' public code."""
     method, train = values["method"], values["train"]
     values["data"]["flip"] = True
     values["split"]["seed"] += 1  # 2020

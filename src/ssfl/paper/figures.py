@@ -41,8 +41,9 @@ def draw(
     name: str, results: Sequence[PaperResult], out: Path, fidelity: str = "paper", with_changes: bool = False
 ) -> list[Path]:
     """Draws the figure with this number in the paper, and returns the files. A letter, such as "D", means
-    every figure of that appendix. `with_changes` also draws runs that were changed with `--set`, as
-    additional lines."""
+    every figure of that appendix. `fidelity` chooses the runs to draw: trained as in the paper's text
+    ("paper"), as in its authors' code ("reference"), or as we recommend ("recommended"). `with_changes` also
+    draws runs that were changed with `--set`, as additional lines."""
     wanted = [one for one in FIGURES if name.upper() in (one, one.partition(".")[0])]
     if not wanted:
         raise ConfigError(
@@ -131,9 +132,9 @@ def _factors(drawing: Drawing, out: Path) -> list[Path]:
 
 
 def _factor_ticks(axis: Any, periods: bool) -> None:
-    """Sets the ticks of the horizontal axis. With `periods`, the values are periods T, which are powers of
-    two. The axis is then logarithmic, and each value gets a tick. If there is only one value, it gets the
-    only tick."""
+    """Sets the ticks of the horizontal axis of a panel. With `periods`, the axis shows periods T, which are
+    powers of two. It is then logarithmic, with one tick for each T. An axis of another factor keeps its usual
+    ticks, unless it has only one value; only this value then has a tick."""
     values = sorted({float(x) for line in axis.lines for x in line.get_xdata()})
     if periods:
         axis.set_xscale("log", base=2)
@@ -171,9 +172,9 @@ def _by_participants(drawing: Drawing) -> tuple[Any, Any]:
 
 
 def _columns(drawing: Drawing, axes: Any, style: str = "") -> Iterator[tuple[Line, Any]]:
-    """Draws the test accuracy of every run of row 16 of the experiment table (Figure 6) into the top panels.
-    For each run, it yields the line and the column of panels for the run's C. The caller draws the other
-    panels of the column. `style` is the line style; "" means one style per method."""
+    """Draws into the top panels the test accuracy of every run of row 16 of the experiment table (Figure 6)
+    that has results. For each such run, it yields the line and the column of panels for the run's C. The
+    caller draws the other panels of the column. `style` is the line style; "" means one style per method."""
     for line in drawing.of(rows.row("16").runs):
         column = axes[:, PARTICIPANTS.index(line.run.participants)]
         drawing.line(column[0], line.name, line.place, accuracy(line.results), style)
@@ -237,8 +238,9 @@ def _variants(number: str, kind: str, norm: str) -> Callable[[Drawing, Path], li
 
 
 def schedules(out: Path) -> list[Path]:
-    """Draws the learning rate over the epochs for each fidelity and three data sets, and returns the files.
-    With the paper's formula, the learning rate rises again at the end."""
+    """Draws the learning rate over the epochs for three data sets, and returns the files. There is one line
+    for each fidelity: the paper's text, its authors' code, and our recommendation. With the formula in the
+    paper's text, the learning rate rises again at the end."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for axis, number in zip(axes, ("10", "13", "16"), strict=True):

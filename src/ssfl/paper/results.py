@@ -44,7 +44,8 @@ class Mean:
     accuracy: float | None
     """The mean test accuracy in percent; None if every seed diverged."""
     deviation: float | None
-    """The standard deviation over the seeds in percentage points; None for a single seed."""
+    """The standard deviation over the seeds in percentage points. None if fewer than two seeds have an
+    accuracy; a seed that diverged has none."""
     seeds: int
     diverged: int
     """How many of the seeds diverged."""
@@ -55,8 +56,8 @@ class Mean:
 
 
 def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
-    """Writes result.json of a run that is finished or has diverged, and returns its path. `path` is the run
-    folder. `origin` has the command and its options."""
+    """Writes the result of a run that is finished or has diverged to result.json in its run folder `path`.
+    Returns the path of this file. `origin` has the command that started the run, with its options."""
     summary = folder.read_summary(path) or {}
     if not summary and "diverged" not in origin:
         command = folder.continuing(path)
@@ -160,8 +161,10 @@ def _read_one(file: Path) -> list[PaperResult]:
 
 
 def means(results: Iterable[PaperResult]) -> list[Mean]:
-    """Returns the means over the seeds of one run: one for each combination of fidelity, data, scale and
-    changed settings. `results` must all be of the same run."""
+    """Returns mean results of one run, each over all seeds that were trained in the same way. There is one
+    mean for each combination of data, changed settings, fidelity and scale. Fidelity says whether settings
+    follow the paper's text, its authors' code or our recommendation. Scale is the fraction of the training
+    that was run. `results` must all be of the same run."""
     kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
     for result in results:
         kind = (result.fidelity, result.data, -result.scale, result.changes)

@@ -1,8 +1,12 @@
 """The fifty rows of the paper's experiment table (Appendix A.5), with all settings of every run.
 
+The symbols are the paper's. R is the skew, T the number of local steps per round, and N_s the number of
+labelled images at the server. C is the number of participants per round, K the number of users, S the number
+of groups, and E the number of epochs. The paper's table prints "-" for S if S follows from C, and for N_s if
+the server has no data.
+
 `published` is the accuracy in percent that the paper prints for a run, and `where` is the table or figure
-with this number. The paper's table prints "-" for S if S follows from C, and for N_s if the server has no
-data.
+with this number.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +26,7 @@ NAMES = {
     "anchored": "Anchored",
     "alternate": "Alternate",
 }  # fmt: skip
-"""The name of each method in the paper's tables and figures."""
+"""The name of each method in tables and figures. For methods of the paper, it is the paper's name."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ class PaperRun:
     labels_at: str = "server"
     """Who has the labelled images: "server" or "users"."""
     published: float | None = None
-    """The test accuracy in percent that the paper prints, or None."""
+    """The test accuracy in percent that the paper prints for this run; None if it prints none."""
     where: str = ""
-    """The table or figure of the paper that prints this accuracy."""
+    """The table or figure of the paper that prints the accuracy of this run; empty if none does."""
 
     @property
     def name(self) -> str:
@@ -96,11 +100,12 @@ def _row(
     note: str = "",
     labels_at: str = "server",
 ) -> Row:
-    """Returns a row with one run for every combination of the given values. A tuple means that this factor
-    varies.
+    """Returns a row with one run for every combination of the given values. R, T, Ns, C, K and S are the
+    paper's symbols, which the beginning of this file explains. A tuple means that this factor varies. If S is
+    None, the number of groups follows from C.
 
-    `published` has the accuracies that the paper prints, as (percent, table), by method and value of the
-    varying factor (0 if none varies).
+    `published` has the accuracies that the paper prints, as (percent, where printed). Its keys are (method,
+    value of the varying factor); the value is 0 if no factor varies.
     """
 
     def each(value: Any) -> tuple[Any, ...]:
@@ -129,8 +134,8 @@ _BOTH = (_F, _G)
 
 def _printed(method: str, where: str, **accuracies: float) -> dict[tuple[str, float], tuple[float, str]]:
     """Returns the accuracies that the paper prints for a method, in the form that `_row` takes. The name of
-    each argument says at which value of the varying factor: x10=92.86 means 92.86 % at the value 10, and
-    R04=92.86 means 92.86 % at R = 0.4."""
+    each argument encodes a value of the factor that varies in the row. So x10=92.86 means 92.86 % if this
+    factor is 10, and R04=92.86 means 92.86 % if R is 0.4."""
     return {
         (method, int(key[1:]) / (10 if key[0] == "R" else 1)): (accuracy, where)
         for key, accuracy in accuracies.items()
@@ -264,7 +269,7 @@ _ROWS_38_50 = (
 )  # fmt: skip
 _AT_USERS = {49: (53.51, 54.26), 50: (71.61, 69.05)}
 """The accuracies in percent that Table 3 prints for rows 49 and 50 if the users have the labels, not the
-server. There is one for each run of the row."""
+server. Each number belongs to one run of the row, in the order of the runs."""
 
 
 def _completed(row: Row) -> Row:
@@ -311,8 +316,9 @@ def row(number: str) -> Row:
 
 
 def table(name: str) -> tuple[Row, ...]:
-    """Returns the rows that a table of the paper shows. `name` is its number, such as "2" or "E.1" ("E" for
-    short), "methods", or "all"."""
+    """Returns the rows that a table of the paper shows. `name` is the number of the table, such as "2" or
+    "E.1" ("E" for short). The name "methods" means the row with the five methods of section 3, and "all"
+    means all fifty rows and that row."""
     special = {"methods": (METHODS,), "all": (*ROWS, METHODS)}
     if name in special:
         return special[name]

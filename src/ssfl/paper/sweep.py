@@ -20,7 +20,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `ssfl paper run`: fidelity, scale, seeds, data and changed settings."""
+    """The options of `ssfl paper run`. `fidelity` says which settings to use: those of the paper's text
+    ("paper"), of its authors' code ("reference"), or those that we recommend ("recommended"). `scale` is the
+    fraction of the training to run, and `seeds` the number of seeds. `data` replaces the paper's data set,
+    unless it is None. Runs are saved in the folder `out`."""
 
     fidelity: str = "paper"
     scale: float = 1.0
@@ -54,8 +57,13 @@ def folder(run: PaperRun, options: Options, seed: int) -> Path:
 
 
 def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
-    """Trains all runs of the rows, seed by seed, and returns their folders in this order. Rows that share a
-    run train it once. A run that diverges does not stop the others."""
+    """Trains all runs of the rows with the first seed, then all with the second seed, and so on. Returns
+    their folders in this order. A run that is in several rows is trained once.
+
+    If a run diverges, or its data cannot be loaded and other rows use other data, the remaining runs are
+    still trained. Then the last such error is raised. `tell` shows a line of text to the user, and `quiet`
+    hides the progress of each run.
+    """
     if any(one.startswith("run.seed") for one in options.sets):
         raise ConfigError("--set run.seed would make every seed the same: use --seeds", key="run.seed")
     kinds = sorted({run.data for row in rows for run in row.runs})

@@ -1,5 +1,9 @@
-"""Makes the paper's tables from finished runs, with the published accuracy, ours, their difference, the scale
-and the number of seeds."""
+"""Makes the paper's tables from finished runs: the published accuracy, ours, their difference, and the number
+of seeds.
+
+Two further columns say how a run was trained. Fidelity says whether settings follow the paper's text, its
+authors' code or our recommendation. Scale is the fraction of the training that was run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,9 +18,12 @@ HEAD = ("row", "setting", "published", "ours", "difference", "scale", "seeds", "
 
 
 def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns the lines of a table as dicts. A run has one line for each combination of scale, fidelity, data
-    and changed settings with which it was trained. A run without results has one line too. A run that is in
-    several rows is listed once."""
+    """Returns the lines of a table as dicts. A run has one line for each combination of data, changed
+    settings, fidelity and scale with which it was trained. The beginning of this file explains fidelity and
+    scale. A run without results has one line too. A run that is in several rows is listed once.
+
+    If our recommended method was trained in place of a run, its lines come before those of the run.
+    """
     rows_shown: list[dict[str, Any]] = []
     recommended: set[str] = set()
     seen: set[tuple[str, float | None]] = set()
@@ -39,9 +46,10 @@ def _head(row: Row, run: PaperRun) -> dict[str, Any]:
 
 
 def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
-    """Returns one line for each combination of scale, fidelity, data and changed settings with which a run
-    was trained. In a line, "difference" is our accuracy minus the published one, in percentage points. It is
-    None if the two are not comparable."""
+    """Returns one line of the table for each combination of data, changed settings, fidelity and scale with
+    which a run was trained. In a line, "difference" is our accuracy minus the published one, in percentage
+    points. It is None if the paper prints no accuracy, and if our run diverged, has changed settings or was a
+    trial on digits."""
     ways = []
     for way in means(one for one in results if one.name == run.name):
         published = None if way.changes else run.published  # with changed settings, it is another experiment

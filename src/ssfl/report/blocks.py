@@ -45,8 +45,9 @@ def half(block: Block) -> Block:
 
 
 def bars(figure: str, title: str, items: list[Block], form: str, note: str = "") -> Block:
-    """Returns a chart with one horizontal bar for each item {name, value}. `figure` is its file name. `form`
-    is the number format: "percent", "seconds" or "count"."""
+    """Returns a chart with one horizontal bar for each item {name, value}. `figure` is the file name under
+    which the chart is also saved. `form` is the number format: "percent", "seconds" or "count". `note` is a
+    text below the chart."""
     return {"kind": "bars", "figure": figure, "title": title, "items": items, "format": form, "note": note}
 
 

@@ -10,8 +10,9 @@ from ssfl.runs.text import percent
 
 SURE, WRONG, FELL, ONE_WAY = 0.7, 0.5, 0.1, 2.0
 """Limits in the diagnosis of a collapse. Pseudo-labels are called confident but wrong if the mask rate is at
-least SURE and the share of correct pseudo-labels is at most WRONG. The accuracy is said to have fallen if it
-is at least FELL below its best.
+least SURE and the share of correct pseudo-labels is at most WRONG. At real sites this share is unknown; then
+a mask rate of at least (1 + SURE) / 2 is enough. The accuracy is said to have fallen if it is at least FELL
+below its best.
 
 Updates are called nearly parallel if n·Δ is at most ONE_WAY. Here Δ is the gradient diversity of n users. For
 gradients of equal length, n·Δ is 1 if all are parallel, and n if all are orthogonal.
@@ -22,8 +23,8 @@ STAYS = 3
 
 @dataclass(frozen=True)
 class Collapse:
-    """The diagnosis of a run: whether it collapsed, in words. `head` is the short version, and `bad` marks it
-    as a warning."""
+    """Says in words whether a run collapsed. `head` is a short sentence, and `text` gives the reasons. `bad`
+    says that this diagnosis is a warning."""
 
     head: str
     text: str

@@ -24,7 +24,7 @@ MOST_POINTS = 400
 """The largest number of points in a curve on the page. More would not be visible and would make the page
 larger."""
 MEASURE = "gradient_l2_squared"
-"""The field of an event that has the gradient diversity."""
+"""The name of the field with the gradient diversity, in events that record it."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class Run:
 
     @property
     def judged_by(self) -> str:
-        """The images that decide how good the run is: "test"; "validation" if test images are never used; or
-        "folds" for cross-validation on the labelled images."""
+        """The images that decide how good the run is. It is "folds" if there are no test images and the
+        labelled images are used in a cross-validation. Otherwise it is "validation" if test images are never
+        used, and "test" if they are."""
         if self.summary.get("judged_by") == "folds" or (
             self.config.run.folds and self.split.get("test") == 0
         ):
@@ -146,8 +147,8 @@ class Run:
 
     @property
     def judged(self) -> Points:
-        """The accuracy over the rounds on the images of `judged_by`. With folds it is a single point at the
-        last round."""
+        """The accuracy over the rounds on the images that decide how good the run is (see `judged_by`). For a
+        cross-validation, it is a single point at the last round."""
         if self.judged_by == "folds":
             return [(self.played, self.score.share)] if self.score else []
         return self.validation if self.judged_by == "validation" else self.accuracy
@@ -270,7 +271,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, or {} if it cannot be read."""
+    """Returns the object in a JSON file; {} if the file cannot be read or contains no object."""
     try:
         content = plain_files.parse_json(plain_files.read(path))
     except (OSError, ValueError, RecursionError):

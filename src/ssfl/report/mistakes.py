@@ -8,15 +8,15 @@ from ssfl.report.words import count, is_relative
 from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10
-"""With more than MOST_CLASSES classes, the confusion matrix shows only the worst ones. Tables list the WORST
-worst classes."""
+"""With more than MOST_CLASSES classes, the confusion matrix shows only half that many: the classes with the
+lowest accuracy. WORST is how many classes a table lists, also those with the lowest accuracy."""
 Shares = list[list[float | None]]
 
 
 def confusion(run: Run, seen: Seen | str) -> list[Block]:
-    """Returns the confusion matrix and a table of the worst classes, as blocks of a report. If `seen` is a
-    text (why there are no predictions), it returns the recorded accuracies of the classes and this text
-    instead."""
+    """Returns the confusion matrix and a table of the classes with the lowest accuracy, as blocks of a
+    report. `seen` has the predictions, or is a text that says why there are none. In the second case, the
+    accuracies that the run itself recorded for these classes are returned with this text instead."""
     if isinstance(seen, str):
         return [*_recorded(run), text(seen, "note")]
     totals = [sum(row) for row in seen.confusion]
@@ -54,7 +54,7 @@ def confusion(run: Run, seen: Seen | str) -> list[Block]:
 
 def _matrix(classes: list[str], shares: Shares, worst: list[int], counts: list[list[int]]) -> Block:
     """Returns the chart of the confusion matrix. With more than `MOST_CLASSES` classes, it shows only the
-    worst of them.
+    least accurate ones, half of `MOST_CLASSES`.
 
     `shares` and `counts` are [true class][predicted class]: fractions of the true class, and numbers of
     images. `worst` lists the classes, the least accurate first.

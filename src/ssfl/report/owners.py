@@ -32,7 +32,8 @@ def holdings(run: Run) -> list[Block]:
 
 
 def _sizes(run: Run, server: list[float | None]) -> str:
-    """Returns a sentence that says how many images the server and the users have."""
+    """Returns a sentence that says how many images the server and the users have. `server` has the server's
+    number of images of each class."""
     quartiles = numbers(run.split.get("size_quartiles"))
     server_text = f"The server holds {count(int(_sum(server)), 'labelled image')}."
     sites = run.split.get("sites") or run.split.get("names")
@@ -69,8 +70,9 @@ def _measured(run: Run) -> list[str]:
 
 
 def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]) -> Block:
-    """Returns a chart of the number of images by owner (the server and the users) and class. With more than
-    `MOST_USERS` users it shows some of them, evenly spaced."""
+    """Returns a chart of the number of images by owner (the server and the users) and class. `server` has the
+    server's number of images of each class, and `rows` has one such list for each user. With more than
+    `MOST_USERS` users, the chart shows some of them, evenly spaced."""
     sizes, chosen = numbers(run.split.get("sizes")), _some(len(rows), MOST_USERS)
     sizes += [None] * (len(rows) - len(sizes))
     note = "The number of images is in brackets; images without a label are in no class."
@@ -86,8 +88,13 @@ def _matrix(run: Run, server: list[float | None], rows: list[list[float | None]]
 
 
 def _variety(run: Run, rows: list[list[float | None]]) -> Block:
-    """Returns a bar chart with the number of users by how many classes make up 90 % of a user's images. It is
-    a summary for when there are too many users to show each of them."""
+    """Returns a bar chart that shows how many classes the users have. For each user, the fewest classes are
+    counted that make up 90 % of its images. A bar is the number of users with a certain count, or with counts
+    in a small range.
+
+    The chart is used if there are too many users to show each of them. `rows` has each user's number of
+    images of each class.
+    """
     needed = Counter(_nine_tenths([value or 0 for value in row]) for row in rows if any(row))
     low, high = min(needed), max(needed)
     width = -(-(high - low + 1) // 12)
@@ -124,7 +131,7 @@ def expected(run: Run) -> list[Block]:
 
 def _mixed(row: list[float | None], each: list[float | None]) -> float | None:
     """Returns the mean of the class accuracies `each`, weighted by `row`: one user's number of images of each
-    class. Returns None if nothing is known."""
+    class. Returns None if no class has both images of this user and a known accuracy."""
     if len(row) != len(each):
         return None
     known = [(count, share) for count, share in zip(row, each, strict=True) if count and share is not None]

@@ -32,23 +32,26 @@ SIDE = 48
 """The largest width or height of an image in a report, in pixels. Larger images are scaled down to keep the
 file small."""
 EACH, VIEWED, WEAK, STRONG = 8, 6, 2, 3
-"""EACH example images are shown of each kind: confident mistakes, least confident, and random ones. VIEWED
-training images are shown, each with WEAK weak and STRONG strong views."""
+"""EACH example images are shown of each of three kinds: confident mistakes, the images with the least
+confident predictions, and random images. VIEWED training images are shown, each with WEAK weak and STRONG
+strong views."""
 
 Shown = dict[str, Any]
-"""An image on the page: the picture as a data: URL, with its classes and confidence."""
+"""An image on the page: the picture as a data: URL, its true class (if known), the predicted class, and the
+confidence of the prediction."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The predictions of a run's model for its test images, and the images to show."""
+    """The predictions of a run's model for its test images, and the images to show. If the run has no test
+    images, the predictions are those of its cross-validation for the labelled images."""
 
     round: int
     """The round after which the model was saved."""
     tested: int
-    """The number of test images that the model classified."""
+    """The number of test images that the model classified, or of labelled images in the cross-validation."""
     of: int
-    """The number of all test images."""
+    """The number of all test images, or of labelled images in the cross-validation."""
     confusion: list[list[int]]
     """The number of images by [true class][predicted class]."""
     classes: list[str]
@@ -87,7 +90,8 @@ class Loader:
 
 def look(run: Run, loader: Loader) -> Seen | str:
     """Returns the predictions of a run's model for its test images, or a sentence that says why there are
-    none."""
+    none. For a run without test images, they are the predictions of its cross-validation for the labelled
+    images."""
     if run.test_kept and not run.accuracy:
         when = "are never" if run.judged_by == "validation" else "are not yet"
         return (
@@ -142,8 +146,8 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
 
 def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
     """Returns the predictions for a run without test images: the confusion matrix that its cross-validation
-    recorded, and views of training images. `at` is the round of the model. If there is no matrix yet, returns
-    a sentence that says so."""
+    recorded, and views of training images. `at` is the round after which the model was saved. If there is no
+    matrix yet, returns a sentence that says so."""
     matrix = inside(run.summary.get("folds"), "confusion")
     size = len(data.classes)
     square = (
@@ -158,8 +162,9 @@ def _folded(run: Run, data: Dataset, model: Classifier, at: int) -> Seen | str:
 
 
 def _seen(run: Run, data: Dataset, model: Classifier, at: int, loader: Loader) -> Seen:
-    """Returns the model's predictions for at most MOST_TESTED test images, with example images and training
-    views. `at` is the round of the model."""
+    """Returns the model's predictions for at most MOST_TESTED test images, with example images and views of
+    training images. `at` is the round after which the model was saved. `loader` knows which images are
+    already on the page."""
     seed = torch.Generator().manual_seed(0)  # runs on the same data show the same images
     with torch.no_grad(), surroundings.enough_memory():
         total = len(data.test_labels)

@@ -1,4 +1,5 @@
-"""Makes the sections of a report on one run or on several runs."""
+"""Makes the sections of a report on one run or on several runs. An experiment (`Family`) is a group of runs
+that differ only in their seeds."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -25,8 +26,9 @@ share of these that are correct."""
 
 
 def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns all sections of the report, as {id, title, blocks}: verdict, accuracy, differences between the
-    runs, then details. Sections without content are left out."""
+    """Returns all sections of the report, as {id, title, blocks}. First come the verdict, the accuracy and,
+    for several runs, how they differ. The other sections are about gradient diversity and pseudo-labels,
+    owners, mistakes, images, views, costs and settings. Sections without content are left out."""
     families = several.families(runs)
     loader = Loader()
     seen = [look(family.runs[0], loader) for family in families[:MOST_DETAILED]]
@@ -91,8 +93,8 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
 
 
 def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
-    """Returns the first section of a report on several runs: a table of the experiments, and whether the best
-    two differ clearly."""
+    """Returns the first section of a report on several runs. It says whether the best two experiments differ
+    clearly, warns about runs that collapsed, and has a table of the experiments."""
     heads = (
         "seeds",
         "accuracy",
@@ -322,8 +324,8 @@ def _detailed(
 
 
 def _settings(runs: Sequence[Run]) -> list[Block]:
-    """Returns the report's section with the settings in words and, for each run, its versions, device and
-    whole config."""
+    """Returns the report's section with the settings of the first run in words and, for each run, its
+    versions, device and whole config."""
     whose = "" if len(runs) == 1 else f"{runs[0].name}: "
     made: list[Block] = [text(whose + " ".join(words.setting(runs[0])))]
     for run in runs:

@@ -18,8 +18,8 @@ too."""
 
 @dataclass(frozen=True)
 class Family:
-    """An experiment: one or more runs with the same settings. They may differ only in their seeds, in the
-    section [run] and in where the data are stored."""
+    """An experiment: one or more runs that differ at most in their seeds, in the section [run] and in where
+    the data are stored. All their other settings are the same."""
 
     name: str
     runs: list[Run]
@@ -31,7 +31,8 @@ class Family:
 
     @property
     def ends(self) -> list[float]:
-        """The last accuracy of each run in `counted`, from 0 to 1."""
+        """The last accuracy, from 0 to 1, of each run over which means are taken (`counted`). Runs that have
+        no accuracy yet are left out."""
         return [run.judged[-1][1] for run in self.counted if run.judged]
 
     @property
@@ -47,8 +48,9 @@ class Family:
         return f"{text} of {count:,}", interval(correct, count)
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
-        """Returns the experiment's line in a chart: the mean over its runs, with a band of one standard
-        deviation. `look` is the number of its colour and line style. Returns None if there are no points."""
+        """Returns the experiment's line in a chart: the mean over the runs in `counted`, with a band of one
+        standard deviation. `points_of` returns the points of a run. `look` is the number of the line's colour
+        and line style. Returns None if there are no points."""
         curves = [dict(points) for points in map(points_of, self.counted) if points]
         if not curves:
             return None
@@ -132,8 +134,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the mean and the standard deviation of fractions as a text in percent, such as "91.2 ± 0.4
-    %"."""
+    """Returns the mean and the standard deviation of fractions as a text in percent, such as "91.2 ± 0.4 %".
+    A single value has no deviation. Without values, the text is a dash."""
     if not values:
         return "–"
     deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""

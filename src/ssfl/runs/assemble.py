@@ -98,8 +98,9 @@ def make(
 
 
 def scaled_for(config: Config, dataset: Dataset) -> Dataset:
-    """Returns the data set with the mean and standard deviation of the images on which the network was
-    pretrained. For networks that are not pretrained, the data set is returned unchanged."""
+    """Returns the data set, changed so that its images are normalised as a pretrained network expects. The
+    mean and standard deviation are then those of the images on which the network was pretrained. For networks
+    that are not pretrained, the data set is returned unchanged."""
     if config.model.name not in backbones.NAMES:
         return dataset
     channels = dataset.shape[0]
@@ -107,15 +108,15 @@ def scaled_for(config: Config, dataset: Dataset) -> Dataset:
 
 
 def brought(config: Config, network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns the identity of the network and of the method, if they come from outside the package. It is
+    """Returns what identifies the network and the method, if they come from outside the package. This is
     saved, so that a resumed run notices whether they have changed.
 
-    The keys are "model" and "method". Each value has the import path ("name"), a hash of the file ("digest",
-    None for a Python object) and the seed. For a network, it also has a fingerprint of the frozen weights
-    ("frozen").
+    The keys are "model" and "method". Each value has the import path ("name"), a hash of the imported file
+    ("digest") and the seed. The digest is None for a Python object. The value for a network also has a
+    fingerprint of its frozen weights ("frozen").
 
-    The package's own networks and methods have no entry. Its pretrained networks are an exception: they have
-    one without "digest".
+    The package's own networks and methods have no entry, except that its pretrained networks have an entry
+    without "digest".
     """
     identities: dict[str, dict[str, Any]] = {}
     for section, name in (("model", config.model.name), ("method", config.method.name)):
@@ -138,8 +139,8 @@ def build(
     make: external.Factory | None = None,
     features: Features | None = None,
 ) -> Simulation:
-    """Returns the simulation of a resolved config. `parts` says which images the server and the users own,
-    and `validation` which images are for validation.
+    """Returns the simulation of a config in which open settings that depend on the data are filled in.
+    `parts` says which images the server and the users own, and `validation` which images are for validation.
 
     `make` is a function that makes the network, if one was passed from Python. `features` are outputs of the
     network's frozen part from another simulation with the same network; they are used again to save time.

@@ -49,8 +49,9 @@ FOLDS, FOLDED = 5, 400
 """The number of folds of a cross-validation, and the number of labelled images below which cross-validation
 replaces a test set."""
 PRETRAINED = "pictures"
-"""The name of the preset for a pretrained network. Its settings are used, except that image size, number of
-views and, with few labels, number of steps are adapted to the images."""
+"""The name of the preset for a pretrained network. Image size, number of views and number of test views are
+adapted to the images. With few labels, batch size and number of steps are adapted too, and a short run gets a
+shorter warm-up. The preset's other settings are used as they are."""
 VIEWS = ((224, 4), (224, 2), (128, 4), (128, 2), (128, 1))
 """Pairs of image size in pixels and number of cached views per image, best first. The frozen network's
 outputs must be computed for all views within `BUDGET`. The first pair that allows this is used, or the last
@@ -168,8 +169,9 @@ def choose(
 
 
 def most_users(facts: Facts, overrides: Mapping[str, Any]) -> int:
-    """Returns the number of users: one for each sub-folder of unlabelled/, or, without sub-folders, the
-    largest number up to ten with which every user gets images.
+    """Returns the number of users. If unlabelled/ has sub-folders, there is one user for each. Otherwise it
+    is the largest number up to ten with which every user gets images. Raises if the images cannot be split in
+    this way. `overrides` are the settings that the user set, as {section: {key: value}}.
 
     The split is tried on the labels alone, without reading an image. So the run will not fail because of its
     split.

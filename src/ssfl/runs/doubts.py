@@ -60,8 +60,9 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
 
 
 def _owners(dataset: Dataset, parts: split.Parts, validation: Index) -> list[str]:
-    """Returns warnings if the data themselves say which images belong to which user; otherwise an empty list.
-    The warnings are about loose images in unlabelled/, a single user, and images that belong to nobody."""
+    """Returns a list of warnings about the owners of the images. There are none unless the data themselves
+    say which images belong to which user. The warnings are about images in unlabelled/ that are in no user's
+    sub-folder, a single user, and images that belong to nobody."""
     if dataset.users is None:
         return []
     lines = loose(dataset.loose)

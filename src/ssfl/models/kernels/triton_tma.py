@@ -206,9 +206,9 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
 
 
 def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
-    """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from x. These are the
-    images of n models, B for each, [n · B, H, W, C]. A box has box[0] images, box[1] rows, box[2] columns and
-    `channels` channels. Neighbouring pixels of a box are `stride` pixels apart in the image."""
+    """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from x. The tensor x [n ·
+    B, H, W, C] has the images of n models, B for each model. A box has box[0] images, box[1] rows, box[2]
+    columns and `channels` channels. Neighbouring pixels of a box are `stride` pixels apart in the image."""
     _, height, width, deep = x.shape
     shape = [len(x), height // stride, stride, width // stride, stride * deep]
     strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
@@ -225,12 +225,16 @@ def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
 def product_tile(
     x: Tensor, models: int, size: list[int], outputs: int, kernel: int, stride: int, up: int
 ) -> Tile | None:
-    """Returns the tile size with which `_correlate` computes a convolution of the images x, or its gradient
-    with respect to the images. Returns None if these kernels cannot compute it; `triton_conv.py` is used
-    then.
+    """Returns the tile size with which `_correlate` computes a convolution, or the gradient of a convolution
+    with respect to its images. Returns None if the GPU code in this file cannot compute it. The caller then
+    uses the code in `triton_conv.py`.
 
-    `size` is the height and width of the result. `up` is the stride of the forward pass for a gradient, and 1
-    for a convolution. The tile sizes were chosen by measurements, results/kernels-h200.json.
+    For a convolution, x has the images, `stride` is its stride, and `up` is 1. For a gradient, x is the
+    gradient of the convolution's output. Then `up` is the convolution's stride, and `stride` is 1. x has
+    equally many images for each of `models` models.
+
+    `kernel` is the side of a filter. `size` is the height and width of the result, and `outputs` its number
+    of channels. The tile sizes were chosen by measurements, results/kernels-h200.json.
     """
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
@@ -249,12 +253,12 @@ def product_tile(
 def filter_tile(
     grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
 ) -> tuple[Tile, bool, int] | None:
-    """Returns how to compute the gradient of the filters, as (tile size, row, parts). `row` says whether the
-    three taps (positions) in a row of a 3×3 filter are computed together. The sum over pixels is split into
-    `parts` parts.
+    """Returns how to compute the gradient of a convolution with respect to its filters, as (tile size, row,
+    parts). `row` says whether the three taps (positions) in a row of a 3×3 filter are computed together. The
+    sum over pixels is split into `parts` parts. Returns None if `triton_conv.py` must be used instead.
 
-    Returns None if `triton_conv.py` must be used instead. `grad` is the gradient of the convolution's output.
-    The values were chosen by measurements, results/kernels-h200.json.
+    `grad` is the gradient of the convolution's output, and x has its input images. `kernel` is the side of a
+    filter. Tile sizes and parts were chosen by measurements, results/kernels-h200.json.
     """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
@@ -287,12 +291,15 @@ def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """Returns the convolution of the images x [n · B, H, W, C] with the filters w [n, O, k, k, C]. Each of n
-    models has B images and its own filters.
+    """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
+    has B images and its own filters w [n, O, k, k, C].
 
-    With `flip`, x is the gradient of a convolution's output, and the gradient with respect to its images is
-    returned. `up` is then the stride of the convolution; otherwise it is 1. `size` is the height and width of
-    the result, and `outputs` its number of channels.
+    If `flip` is false, x has the images [n · B, H, W, C], `stride` is the stride of the convolution, and `up`
+    is 1. If `flip` is true, x is the gradient of the convolution's output, [n · B, H, W, O]. Then `up` is the
+    stride of the convolution, and `stride` is 1.
+
+    `size` is the height and width of the result, and `outputs` its number of channels. `padding` is that of
+    the convolution in both cases. `tile` comes from `product_tile`.
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
@@ -320,8 +327,10 @@ def weights_grad(
     row: bool,
     parts: int,
 ) -> Tensor:
-    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. `tile`, `row` and
-    `parts` come from `filter_tile`. Sums over pixels are in float32."""
+    """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. Each of n models
+    has O filters of k × k pixels and C channels. `grad` is the gradient of the convolution's output, and x
+    has its input images. `tile`, `row` and `parts` come from `filter_tile`. Sums over pixels are in
+    float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = _box(tile.pixels, height, width)
